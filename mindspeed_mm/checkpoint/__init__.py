@@ -1,0 +1,1 @@
+"""Weight formats and conversion: key maps, readers and writers for each layout."""

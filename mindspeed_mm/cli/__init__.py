@@ -1,0 +1,1 @@
+"""The command `mm`: parses the command line, calls a task, prints its result."""

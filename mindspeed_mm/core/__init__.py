@@ -1,0 +1,1 @@
+"""Ground floor: errors, patterns, suggestions, units, artifacts. Nothing here imports torch."""

@@ -1,0 +1,47 @@
+"""The keys of a batch, defined once: the collator checks them, the engine strips what a model does not take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError
+
+Batch = dict[str, Any]
+"""A collated micro-batch: key → tensor (or list, for `sample_ids`). B rows, L tokens, N media items."""
+
+BATCH_KEYS: dict[str, str] = {
+    "input_ids": "(B, L) int64 token ids, right-padded",
+    "attention_mask": "(B, L) int64, 1 on real tokens; absent from packed batches",
+    "labels": "(B, L) int64, the token itself where trained, -100 elsewhere (not shifted)",
+    "shift_labels": "(B, L) int64, labels shifted once to the left inside each document; -100 on its last token",
+    "position_ids": "(B, L), or (4, B, L) for mRoPE models: text positions, then time, height, width",
+    "mm_token_type_ids": "(B, L) int32, 0 text, 1 image, 2 video (models with mRoPE)",
+    "token_type_ids": "(B, L) int64, 1 on image tokens (Gemma3)",
+    "cu_seq_lens_q": "(D+1,) int32 document borders of a packed row, from 0 to L",
+    "cu_seq_lens_k": "same as cu_seq_lens_q",
+    "max_length_q": "int, longest document of a packed row",
+    "max_length_k": "same as max_length_q",
+    "pixel_values": "image patches or images, in the layout of the model's processor",
+    "image_grid_thw": "(N_images, 3) int64 patch grid: time, height, width",
+    "image_sizes": "(N_images, 2) int64 pixels",
+    "pixel_values_videos": "video patches",
+    "video_grid_thw": "(N_videos, 3) int64 patch grid",
+    "second_per_grid_ts": "(N_videos,) float seconds per temporal patch",
+    "input_features": "audio features in the layout of the model's processor",
+    "feature_attention_mask": "(N_audios, frames) int64, 1 on real frames",
+    "sample_ids": "list of B strings: which sample a row came from; never given to a model",
+}
+
+ENGINE_KEYS = frozenset({"labels", "shift_labels", "sample_ids"})
+"""Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
+
+
+def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
+    """Raise `DataError` when a batch holds a key that nobody documents, or lacks those that training needs."""
+    unknown = sorted(set(batch) - BATCH_KEYS.keys() - extra_keys)
+    missing = sorted({"shift_labels", "sample_ids"} - batch.keys())
+    if unknown or missing:
+        raise DataError(
+            f"batch keys are off: undocumented {unknown}, missing {missing}",
+            way_out="Declare a plugin's keys with `register_collator(name, keys=[...])`.",
+        )

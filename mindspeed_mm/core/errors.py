@@ -1,0 +1,144 @@
+"""Errors that a person can act on: what is wrong, where, the value found and the way out.
+
+The command line prints them without a traceback and ends with the exit code of the error's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command."""
+
+    OK = 0
+    BUG = 1
+    USAGE = 2
+    ENVIRONMENT = 3
+    DATA = 4
+    DIVERGED = 5
+    RESUMABLE = 75
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding, printed on one line."""
+
+    what: str
+    """What is wrong, with the value found, e.g. "'bf61' is not one of bf16, fp16, fp32"."""
+    where: str = ""
+    """The place: `file:line:column`, `rows.jsonl:12`, a folder."""
+    key: str = ""
+    """The configuration key or field name, dotted."""
+    way_out: str = ""
+    """The remedy, a full sentence: "Did you mean 'bf16'?"."""
+
+    def __str__(self) -> str:
+        sentence = f"{self.what.rstrip('.')}. {self.way_out}" if self.way_out else self.what
+        return "  ".join(part for part in (self.where, self.key, sentence) if part)
+
+
+class MMError(Exception):
+    """An error with one or more problems. Subclasses fix the exit code.
+
+    Args:
+        what: What is wrong, or the headline when `problems` are given.
+        where: File and line, folder, or sample.
+        key: Dotted configuration key or field.
+        way_out: What to do about it.
+        problems: Several findings reported at once, instead of the single one above.
+    """
+
+    exit_code: ExitCode = ExitCode.BUG
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        key: str = "",
+        way_out: str = "",
+        problems: Sequence[Problem] = (),
+    ) -> None:
+        self.headline = what if problems else ""
+        self.problems: tuple[Problem, ...] = tuple(problems) or (Problem(what, where, key, way_out),)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        if not self.headline:
+            return str(self.problems[0])
+        return "\n".join([self.headline, *(f"  {line}" for line in align(self.problems))])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by attributes: errors cross process borders (data workers, spawned ranks)."""
+        return (_rebuild, (type(self), self.headline, self.problems))
+
+
+def _rebuild(cls: type[MMError], headline: str, problems: tuple[Problem, ...]) -> MMError:
+    error = cls.__new__(cls)
+    error.headline, error.problems = headline, problems
+    Exception.__init__(error, str(error))
+    return error
+
+
+def align(problems: Sequence[Problem]) -> list[str]:
+    """Lines with places and keys in columns, so that they read as a table."""
+    place_width = max(len(p.where) for p in problems)
+    key_width = max(len(p.key) for p in problems)
+    lines = []
+    for p in problems:
+        sentence = str(Problem(p.what, way_out=p.way_out))
+        columns = [p.where.ljust(place_width)] if place_width else []
+        columns += [p.key.ljust(key_width)] if key_width else []
+        lines.append("  ".join([*columns, sentence]))
+    return lines
+
+
+class UsageError(MMError):
+    """The command line is off."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigError(MMError):
+    """The configuration is off."""
+
+    exit_code = ExitCode.USAGE
+
+
+class MachineError(MMError):
+    """The machine, a library or the process environment is off."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class DataError(MMError):
+    """A dataset, a row or a media file is off."""
+
+    exit_code = ExitCode.DATA
+
+
+class ModelFolderError(MMError):
+    """A model folder or its weights are off."""
+
+    exit_code = ExitCode.DATA
+
+
+class CheckpointError(MMError):
+    """A checkpoint is off, or could not be written."""
+
+    exit_code = ExitCode.DATA
+
+
+class DivergedError(MMError):
+    """Training was stopped by a guard."""
+
+    exit_code = ExitCode.DIVERGED
+
+
+class StoppedAfterSave(MMError):
+    """Training was asked to stop and saved a checkpoint: run the same command again to continue."""
+
+    exit_code = ExitCode.RESUMABLE

@@ -1,0 +1,1 @@
+"""The engine: configuration, data, models, plans, training."""

@@ -1,0 +1,1 @@
+"""Checkpoints written and read while training."""

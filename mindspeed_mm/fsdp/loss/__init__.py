@@ -1,0 +1,1 @@
+"""Objectives: what a loss counts and what it sums."""

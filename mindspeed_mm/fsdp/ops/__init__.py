@@ -1,0 +1,1 @@
+"""Operations with a reference and fused implementations behind one interface."""

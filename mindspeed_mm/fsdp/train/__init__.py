@@ -1,0 +1,1 @@
+"""The training loop: parts, order of application, step, hooks."""

@@ -1,0 +1,1 @@
+"""Registries and the only door to an accelerator."""

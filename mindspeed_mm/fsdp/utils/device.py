@@ -1,0 +1,78 @@
+"""The only door to an accelerator, built on `torch.accelerator`; on a CPU every call is a harmless no-op.
+
+`torch.cuda`, `torch.npu` and `torch_npu` appear nowhere else in the project.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+
+def get_device_type() -> str:
+    """`cuda`, `npu`, `xpu`, … or `cpu`."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"
+
+
+def get_torch_device() -> ModuleType:
+    """The module of this device type: `torch.cuda`, `torch.npu`, … or `torch.cpu`."""
+    return torch.get_device_module(get_device_type())
+
+
+def current_device() -> torch.device:
+    """The device that this process computes on."""
+    device_type = get_device_type()
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def set_local_device(local_rank: int) -> torch.device:
+    """Bind this process to accelerator `local_rank` of its host, and return it."""
+    if get_device_type() != "cpu":
+        torch.accelerator.set_device_index(local_rank)
+    return current_device()
+
+
+def distributed_backend() -> str:
+    """The collective library of this device: gloo, nccl, hccl, xccl."""
+    return dist.get_default_backend_for_device(get_device_type())
+
+
+def supports_bf16() -> bool:
+    """Whether bf16 arithmetic runs here."""
+    module = get_torch_device()
+    return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else True
+
+
+def synchronize() -> None:
+    """Wait for everything queued on the accelerator."""
+    if get_device_type() != "cpu":
+        torch.accelerator.synchronize()
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory held: of the accelerator's allocator, or of this process on a CPU."""
+    if get_device_type() != "cpu":
+        return torch.accelerator.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Random-number state of torch on the CPU and on the accelerator."""
+    state = {"cpu": torch.get_rng_state()}
+    if get_device_type() != "cpu":
+        state["device"] = get_torch_device().get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if "device" in state and get_device_type() != "cpu":
+        get_torch_device().set_rng_state(state["device"])

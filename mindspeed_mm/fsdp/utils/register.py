@@ -1,0 +1,127 @@
+"""Registries of models, datasets and the smaller parts that a plugin may bring, and the import of plugins.
+
+A built-in entry lives in its own folder and is imported when it is first asked for; an outside plugin registers itself
+when `training.plugin` names its package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.suggest import did_you_mean
+
+Entry = TypeVar("Entry")
+
+
+class Registry:
+    """Names → classes or functions of one kind.
+
+    Args:
+        kind: The configuration key whose value is looked up here, for messages (`model.model_id`).
+        builtin: id → module that registers it; imported on first use.
+    """
+
+    def __init__(self, kind: str, builtin: Mapping[str, str] | None = None) -> None:
+        self.kind = kind
+        self._builtin = dict(builtin or {})
+        self._entries: dict[str, Any] = {}
+        self._config_keys: dict[str, Mapping[str, Any]] = {}
+
+    def register(self, name: str, *, keys: Mapping[str, Any] | None = None) -> Callable[[Entry], Entry]:
+        """Decorator that files a class or function under `name`.
+
+        Args:
+            name: The id that a YAML uses.
+            keys: Extra configuration keys of this entry, key → default value (the value's type is the key's type;
+                `None` takes anything). They become legal in the entry's section of the YAML.
+
+        Raises:
+            ConfigError: Another object holds the name already.
+        """
+
+        def add(entry: Entry) -> Entry:
+            held = self._entries.get(name)
+            if held is not None and _origin(held) != _origin(entry):
+                raise ConfigError(
+                    f"'{name}' is registered twice: by {_origin(held)} and by {_origin(entry)}",
+                    key=self.kind,
+                    way_out=f"Choose another id. Known: {', '.join(self.names())}.",
+                )
+            self._entries[name] = entry
+            self._config_keys[name] = dict(keys or {})
+            return entry
+
+        return add
+
+    def get(self, name: str) -> Any:
+        """The entry of this name.
+
+        Raises:
+            ConfigError: Nothing is registered under the name; the message lists what is.
+        """
+        if name not in self._entries and name in self._builtin:
+            importlib.import_module(self._builtin[name])
+        if name not in self._entries:
+            raise ConfigError(
+                f"'{name}' is not registered",
+                key=self.kind,
+                way_out=f"{did_you_mean(name, self.names())}Registered: {', '.join(self.names())}. "
+                "A plugin's package must be listed in training.plugin.",
+            )
+        return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries or name in self._builtin
+
+    def names(self) -> list[str]:
+        """Every name known, built-in ones included."""
+        return sorted({*self._entries, *self._builtin})
+
+    def config_keys(self, name: str) -> Mapping[str, Any]:
+        """The extra configuration keys that an outside entry declared with its registration."""
+        return self._config_keys.get(name, {})
+
+
+def _origin(entry: Any) -> str:
+    return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
+
+
+model_register = Registry(
+    "model.model_id",
+    builtin={"qwen3_vl": "mindspeed_mm.fsdp.models.qwen3vl.modeling_qwen3vl"},
+)
+data_register = Registry(
+    "data.dataset_param.dataset_type",
+    builtin={"huggingface": "mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset"},
+)
+
+
+def import_plugin(plugins: Iterable[str]) -> None:
+    """Import the packages that `training.plugin` names, so that their registrations run.
+
+    Args:
+        plugins: Dotted names (`a.b`) or paths (`a/b`); looked for on `sys.path` and in the working directory.
+
+    Raises:
+        ConfigError: A plugin cannot be imported; the cause is in the message.
+    """
+    for plugin in plugins:
+        name = plugin.strip().removesuffix(".py").strip("/").replace("/", ".")
+        working_directory = str(Path.cwd())
+        if working_directory not in sys.path:
+            sys.path.insert(0, working_directory)
+        try:
+            importlib.import_module(name)
+        except ConfigError:
+            raise
+        except Exception as error:  # a plugin is foreign code: whatever it raises is its cause
+            raise ConfigError(
+                f"plugin '{plugin}' cannot be imported: {type(error).__name__}: {error}",
+                key="training.plugin",
+                way_out="Check the path, and that what it imports is installed.",
+            ) from error
