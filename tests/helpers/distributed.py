@@ -1,0 +1,189 @@
+"""Run a function on several gloo ranks, bounded in time, from a test.
+
+Every rank is a process forked from a server that has imported torch and transformers once, so a second call costs a fraction of a second.
+Results come back by file; a rank that hangs, dies or raises fails the call with the stack of every rank.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+]
+PEERS_GRACE_S = 5.0
+"""How long the other ranks may go on once one has failed: their own errors are worth reading."""
+LAST_RESORT_S = 15.0
+"""How much later than the parent's limit a rank ends itself, should the parent be gone."""
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died or ran out of time; the message holds what every rank was doing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is told. The function goes by file and name: pytest's module names mean nothing to a child."""
+
+    folder: Path
+    world_size: int
+    file: str
+    name: str
+    args: tuple[Any, ...]
+    timeout_s: float
+
+    def function(self) -> Callable[..., Any]:
+        spec = importlib.util.spec_from_file_location(Path(self.file).stem, self.file)
+        assert spec is not None and spec.loader is not None, self.file
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return getattr(module, self.name)
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Call `function(*args)` on `world_size` ranks of a gloo group and return the results by rank.
+
+    Args:
+        world_size: Number of processes.
+        function: A module-level function of the test file. It runs inside an initialised process group.
+        args: The same for every rank; picklable, and of no class that the test file defines.
+        timeout_s: Limit on the whole call; collectives time out at the same moment.
+
+    Returns:
+        One result a rank: `None`, numbers, strings, tensors, and lists, tuples and dicts of these.
+
+    Raises:
+        RanksFailed: A rank raised, died or was still running at the limit.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        job = Job(folder, world_size, inspect.getfile(function), function.__qualname__, args, timeout_s)
+        started = [_start(job, rank) for rank in range(world_size)]
+        trouble = _wait(started, folder, timeout_s)
+        if trouble:
+            raise RanksFailed(_report(trouble, folder, started))
+        return [_load(folder / f"result{rank}.pt") for rank in range(world_size)]
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _start(job: Job, rank: int) -> ForkServerProcess:
+    process = _context().Process(target=_rank_main, args=(job, rank), daemon=True)
+    process.start()
+    return process
+
+
+def _wait(processes: list[ForkServerProcess], folder: Path, timeout_s: float) -> str:
+    """Wait for all ranks. Returns what went wrong, or an empty string."""
+    deadline = time.monotonic() + timeout_s
+    trouble = ""
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        failed = [rank for rank, process in enumerate(processes) if _failed(process, folder, rank)]
+        if failed and not trouble:
+            trouble = f"rank {failed[0]} failed"
+            deadline = min(deadline, time.monotonic() + PEERS_GRACE_S)
+        time.sleep(0.01)
+    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    _dump_stacks_and_kill([processes[rank] for rank in hung])
+    if hung and not trouble:
+        return f"ranks {hung} were still running after {timeout_s:g} s"
+    failed = [rank for rank, process in enumerate(processes) if _failed(process, folder, rank)]
+    return trouble or (f"rank {failed[0]} failed" if failed else "")
+
+
+def _failed(process: ForkServerProcess, folder: Path, rank: int) -> bool:
+    """A rank is judged by its result first: an abort at interpreter exit after the work is done is no failure."""
+    return not process.is_alive() and not (folder / f"result{rank}.pt").exists()
+
+
+def _dump_stacks_and_kill(processes: list[ForkServerProcess]) -> None:
+    for process in processes:
+        os.kill(process.pid or 0, signal.SIGUSR1)
+    if processes:
+        time.sleep(0.3)
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _report(trouble: str, folder: Path, processes: list[ForkServerProcess]) -> str:
+    sections = [trouble]
+    for rank, process in enumerate(processes):
+        process.join(1.0)
+        text = "".join(_text(folder / f"{kind}{rank}.txt") for kind in ("error", "stack"))
+        finished = "finished" if (folder / f"result{rank}.pt").exists() else "said nothing"
+        sections.append(f"--- rank {rank} (exit code {process.exitcode}) ---\n{text or finished}")
+    return "\n".join(sections)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _rank_main(job: Job, rank: int) -> None:
+    with (job.folder / f"stack{rank}.txt").open("w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+        faulthandler.dump_traceback_later(job.timeout_s + LAST_RESORT_S, exit=True, file=stack_file)
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
+        try:
+            function = job.function()
+            _init_gloo(job, rank)
+            _save(function(*job.args), job.folder, rank)
+            dist.barrier()
+            dist.destroy_process_group()
+            code = 0
+        except BaseException:  # the border of a process: whatever happened is reported by file
+            (job.folder / f"error{rank}.txt").write_text(traceback.format_exc())
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Interpreter shutdown with live gloo threads aborts now and then.
+        os._exit(code)
+
+
+def _init_gloo(job: Job, rank: int) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.folder / 'store'}",
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_s),
+    )
+
+
+def _save(result: Any, folder: Path, rank: int) -> None:
+    """Written under another name first: a result file is complete when it exists."""
+    torch.save(result, folder / f"result{rank}.tmp")
+    (folder / f"result{rank}.tmp").rename(folder / f"result{rank}.pt")

@@ -1,0 +1,47 @@
+"""The rank runner itself: results, failures and hangs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.distributed import RanksFailed, run_ranks
+
+
+def sum_over_ranks(base: int) -> dict[str, object]:
+    total = torch.tensor(base + dist.get_rank(), dtype=torch.float64)
+    dist.all_reduce(total)
+    return {"rank": dist.get_rank(), "total": total}
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("planted failure")
+    dist.barrier()
+
+
+def hang_on_rank_one() -> None:
+    while dist.get_rank() == 1:
+        time.sleep(0.05)
+    dist.barrier()
+
+
+def test_results_come_back_in_rank_order():
+    results = run_ranks(2, sum_over_ranks, 10)
+    assert [result["rank"] for result in results] == [0, 1]
+    assert all(result["total"] == 21 for result in results)
+
+
+def test_a_failing_rank_is_named_with_its_traceback():
+    with pytest.raises(RanksFailed, match="planted failure"):
+        run_ranks(2, fail_on_rank_one, timeout_s=20)
+
+
+def test_a_hang_ends_in_time_with_every_stack():
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match="hang_on_rank_one"):
+        run_ranks(2, hang_on_rank_one, timeout_s=2)
+    assert time.monotonic() - started < 10
