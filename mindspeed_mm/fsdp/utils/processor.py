@@ -1,0 +1,157 @@
+"""The processor (or tokenizer) of a model folder, read offline, with its chat template checked before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+_MAX_TEMPLATE_CHARACTERS = 200_000
+_MAX_TEMPLATE_FACTOR = 10_000
+"""The largest number that a template may multiply by, count to or raise to."""
+
+
+def load_processor(
+    folder: str | Path, *, use_fast: bool = True, trust_remote_code: bool = False
+) -> ProcessorMixin | PreTrainedTokenizerBase:
+    """The processor of a multimodal model's folder, or the tokenizer of a text model's.
+
+    Args:
+        folder: A local model folder; nothing is ever downloaded.
+        use_fast: Take the torchvision image processor; otherwise the one that works with Pillow.
+        trust_remote_code: Let a folder run its own processor code. Classes of transformers come first.
+
+    Raises:
+        ModelFolderError: No folder or no tokenizer there, a broken file, no padding token, or an unsafe chat template.
+    """
+    folder = Path(folder)
+    is_multimodal = _check_files(folder)
+    ensure_torchvision()
+    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    try:
+        processor = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(str(folder), **options)
+        if is_multimodal and not use_fast:
+            processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **options)
+    except Exception as error:  # the tokenizers library raises bare Exception for a broken file
+        raise _unreadable(folder, error, trust_remote_code) from error
+    _check_padding(processor, folder)
+    template = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
+    for source in template.values() if isinstance(template, dict) else filter(None, [template]):
+        check_chat_template(source, where=str(folder))
+    return processor
+
+
+def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer inside a processor; a tokenizer is returned as it is."""
+    return getattr(processor, "tokenizer", processor)
+
+
+def check_chat_template(source: str, *, where: str) -> None:
+    """Refuse a template that is no jinja, reaches for Python's internals or blows up memory.
+
+    The sandbox stops attribute tricks when the template runs; sizes it does not limit, so they are read off here.
+
+    Raises:
+        ModelFolderError: Saying what was found.
+    """
+    if len(source) > _MAX_TEMPLATE_CHARACTERS:
+        raise _unsafe(f"is {len(source)} characters long, more than {_MAX_TEMPLATE_CHARACTERS}", where)
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(_without_generation_blocks(source))
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelFolderError(
+            f"the chat template is not valid jinja: {error.message} (line {error.lineno})",
+            where=where,
+            way_out="Repair chat_template.jinja, or give data.dataset_param.basic_parameters.template.",
+        ) from error
+    for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Mul, nodes.Pow, nodes.Call, nodes.Include)):
+        if found := _objection(node):
+            raise _unsafe(found, where)
+
+
+def _without_generation_blocks(source: str) -> str:
+    """transformers' own `{% generation %}` tags mark text; they are no part of jinja."""
+    for tag in ("{% generation %}", "{%- generation %}", "{% generation -%}", "{%- generation -%}"):
+        source = source.replace(tag, "").replace(tag.replace("generation", "endgeneration"), "")
+    return source
+
+
+def _objection(node: nodes.Node) -> str:
+    """What is unsafe about a node of a template, or an empty string."""
+    if isinstance(node, nodes.Include):
+        return "includes another file"
+    if isinstance(node, nodes.Getattr) and node.attr.startswith("_"):
+        return f"reaches for '{node.attr}'"
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and str(node.arg.value).startswith("__"):
+        return f"reaches for '{node.arg.value}'"
+    if isinstance(node, nodes.Pow):
+        return "raises to a power"
+    grows = isinstance(node, nodes.Mul) or (
+        isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "range"
+    )
+    largest = max((c.value for c in node.find_all(nodes.Const) if isinstance(c.value, int)), default=0) if grows else 0
+    return f"repeats something {largest:,} times" if largest > _MAX_TEMPLATE_FACTOR else ""
+
+
+def _unsafe(found: str, where: str) -> ModelFolderError:
+    return ModelFolderError(
+        f"the chat template {found}: it is refused as unsafe",
+        where=where,
+        way_out="Replace chat_template.jinja, or give data.dataset_param.basic_parameters.template.",
+    )
+
+
+def _check_files(folder: Path) -> bool:
+    """Whether the folder holds a processor; raises when it holds no tokenizer either."""
+    if not folder.is_dir():
+        raise ModelFolderError(
+            f"'{folder}' is not a folder",
+            key="model.model_name_or_path",
+            way_out="Use a local folder; nothing is downloaded.",
+        )
+    is_multimodal = any((folder / name).is_file() for name in _PROCESSOR_FILES)
+    if not is_multimodal and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelFolderError(
+            "no processor or tokenizer here",
+            where=str(folder),
+            way_out=f"Copy {_TOKENIZER_FILES[0]} and {_TOKENIZER_FILES[1]} (and {_PROCESSOR_FILES[0]} or "
+            f"{_PROCESSOR_FILES[1]}) of the original model into the folder.",
+        )
+    return is_multimodal
+
+
+def _check_padding(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: Path) -> None:
+    tokenizer = tokenizer_of(processor)
+    if getattr(tokenizer, "pad_token_id", None) is None:
+        raise ModelFolderError(
+            "the tokenizer has no padding token",
+            where=str(folder),
+            key="pad_token",
+            way_out='Add "pad_token" to tokenizer_config.json, for example the end-of-text token.',
+        )
+
+
+def _unreadable(folder: Path, error: Exception, trust_remote_code: bool) -> ModelFolderError:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    wants_code = "trust_remote_code" in str(error) and not trust_remote_code
+    return ModelFolderError(
+        f"the processor cannot be read: {type(error).__name__}: {first_line}",
+        where=str(folder),
+        way_out="It brings code of its own: read it, then set model.trust_remote_code: true."
+        if wants_code
+        else "Compare its tokenizer and processor files with the original model's.",
+    )

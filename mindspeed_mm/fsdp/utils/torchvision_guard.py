@@ -1,0 +1,48 @@
+"""Makes `import torchvision` work beside a CPU-only torch, where its compiled part cannot load.
+
+Without it the import dies with `operator torchvision::nms does not exist`, and with it every processor of transformers
+that touches images. Resizing and the transforms need no compiled code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+
+import torch
+
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+"""What torchvision gives a fake implementation at import time, whether or not its operators are there."""
+
+_declared: list[torch.library.Library] = []  # a Library takes its operators with it when it is collected
+
+
+def ensure_torchvision() -> None:
+    """Declare the operators that `import torchvision` stumbles over; call it before transformers' processors.
+
+    Does nothing where torchvision is absent, imported already, or healthy.
+    """
+    if _declared or "torchvision" in sys.modules or _operators_load():
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    _declared.append(library)
+
+
+def _operators_load() -> bool:
+    package = importlib.util.find_spec("torchvision")
+    if package is None or not package.submodule_search_locations:
+        return True  # absent: there is nothing to help, and who needs it says so
+    compiled = PathFinder.find_spec("_C", list(package.submodule_search_locations))
+    if compiled is None or compiled.origin is None:
+        return False
+    try:
+        torch.ops.load_library(compiled.origin)  # as torchvision itself does, and harmless when done twice
+    except (ImportError, OSError):
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""The processor of a folder loads offline beside a CPU-only torch; every trouble is one clear error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.utils.processor import check_chat_template, load_processor, tokenizer_of
+from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tiny_qwen3, make_tiny_qwen3_vl
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_qwen3_vl(tmp_path / "model")
+
+
+def test_multimodal_folder_gives_its_processor(folder: Path) -> None:
+    processor = load_processor(folder)
+    assert type(processor).__name__ == "Qwen3VLProcessor"
+    assert tokenizer_of(processor) is processor.tokenizer
+    ids = processor.tokenizer("Hello, wörld 7\n").input_ids
+    assert processor.tokenizer.decode(ids) == "Hello, wörld 7\n"
+
+
+def test_the_pillow_backend_can_be_chosen(folder: Path) -> None:
+    fast, slow = load_processor(folder), load_processor(folder, use_fast=False)
+    assert type(fast.image_processor) is not type(slow.image_processor)
+
+
+def test_text_folder_gives_its_tokenizer(tmp_path: Path) -> None:
+    tokenizer = load_processor(make_tiny_qwen3(tmp_path))
+    assert tokenizer_of(tokenizer) is tokenizer
+    assert tokenizer.pad_token_id is not None
+
+
+def test_importing_torchvision_works_in_a_fresh_process() -> None:
+    code = (
+        "from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision as e; e(); e();"
+        "import torch, torchvision.transforms.v2.functional as f; print(f.resize(torch.ones(3, 8, 8), [4, 4]).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[3, 4, 4]" in done.stdout
+
+
+def test_absent_folder_and_absent_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"is not a folder.*local folder"):
+        load_processor(tmp_path / "Qwen" / "Qwen3-VL")
+    with pytest.raises(ModelFolderError, match=r"no processor or tokenizer.*tokenizer\.json"):
+        load_processor(tmp_path)
+
+
+def test_broken_tokenizer_file(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ModelFolderError, match="cannot be read"):
+        load_processor(folder)
+
+
+def test_absent_padding_token(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["pad_token"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match="no padding token"):
+        load_processor(folder)
+
+
+def test_unsafe_template_in_a_folder(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ 'a' * 300000000 }}")
+    with pytest.raises(ModelFolderError, match="300,000,000 times"):
+        load_processor(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "__class__|__mro__"),
+        ("{{ ''['__class__'] }}", "__class__"),
+        ("{% for i in range(1000000000) %}x{% endfor %}", "1,000,000,000"),
+        ("{{ 10 ** 10 ** 10 }}", "power"),
+        ("{% include '/etc/passwd' %}", "another file"),
+        ("{% if %}", "not valid jinja"),
+        ("x" * 200_001, "200001 characters"),
+    ],
+)
+def test_unsafe_templates(source: str, found: str) -> None:
+    with pytest.raises(ModelFolderError, match=found):
+        check_chat_template(source, where="folder")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [CHAT_TEMPLATE, "{%- generation %}x{% endgeneration -%}", "{% for m in messages %}{% break %}{% endfor %}"],
+)
+def test_ordinary_templates_pass(source: str) -> None:
+    check_chat_template(source, where="folder")
