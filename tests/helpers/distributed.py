@@ -1,7 +1,8 @@
 """Run a function on several gloo ranks, bounded in time, from a test.
 
-Every rank is a process forked from a server that has imported torch and transformers once, so a second call costs a fraction of a second.
-Results come back by file; a rank that hangs, dies or raises fails the call with the stack of every rank.
+Every rank is a process forked from a server that has imported torch and transformers once (`preload.py`), so a second
+call costs a fraction of a second. Results come back by file; a rank that hangs, dies or raises fails the call with the
+stack of every rank.
 """
 
 from __future__ import annotations
@@ -26,13 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = [
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "transformers.models.qwen3_vl.modeling_qwen3_vl",
-]
+ROOT = Path(__file__).resolve().parents[2]
 PEERS_GRACE_S = 5.0
 """How long the other ranks may go on once one has failed: their own errors are worth reading."""
 LAST_RESORT_S = 15.0
@@ -94,7 +89,11 @@ def _load(path: Path) -> Any:
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.helpers.preload"])
+    # The server is a fresh interpreter: it finds the preloaded module by this path alone.
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(ROOT) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, paths)])
     return context
 
 
@@ -164,7 +163,7 @@ def _rank_main(job: Job, rank: int) -> None:
             dist.barrier()
             dist.destroy_process_group()
             code = 0
-        except BaseException:  # the border of a process: whatever happened is reported by file
+        except BaseException:  # noqa: BLE001  the border of a process: whatever happened is reported by file
             (job.folder / f"error{rank}.txt").write_text(traceback.format_exc())
             code = 1
         sys.stdout.flush()
