@@ -1,0 +1,322 @@
+"""Files that a run leaves behind: written whole or not at all, in a run folder that one job at a time may own."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import MachineError
+
+_CHUNK_BYTES = 4 << 20
+_HEARTBEAT_S = 30.0
+_SILENT_AFTER_S = 180.0
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def atomic_write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`; whoever reads it, after a crash too, sees the old content or the new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """`atomic_write_bytes` of UTF-8 text."""
+    atomic_write_bytes(path, text.encode())
+
+
+@contextmanager
+def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder that appears under its name only when its content is complete and on the disk.
+
+    Args:
+        path: The final name.
+        overwrite: Replace what stands there; without it an existing folder that is not empty is an error.
+
+    Yields:
+        The folder `<path>.tmp` to write into. It is removed when the body raises.
+
+    Raises:
+        MachineError: The target exists, or its parent cannot be written.
+    """
+    _undo_broken_swap(path)
+    if _is_occupied(path) and not overwrite:
+        raise MachineError(
+            "the target exists", where=str(path), way_out="Choose another folder, or say --overwrite to replace it."
+        )
+    draft = path.with_name(f"{path.name}.tmp")
+    make_writable_folder(path.parent)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        yield draft
+        fsync_tree(draft)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    _swap_in(draft, path)
+
+
+def _is_occupied(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def _former(path: Path) -> Path:
+    return path.with_name(f"{path.name}.former")
+
+
+def _undo_broken_swap(path: Path) -> None:
+    """Take back what a process killed between the two renames of `_swap_in` had put aside."""
+    if _former(path).exists() and not path.exists():
+        _former(path).rename(path)
+
+
+def _swap_in(draft: Path, path: Path) -> None:
+    """Give `draft` the name `path`; what stood there goes away only after that."""
+    former = _former(path)
+    if path.exists():
+        path.rename(former)
+    draft.rename(path)
+    fsync_path(path.parent)
+    if former.is_dir():
+        shutil.rmtree(former)
+    else:
+        former.unlink(missing_ok=True)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Force every file and folder below `folder` to the disk, and `folder` itself."""
+    for path in folder.rglob("*"):
+        fsync_path(path)
+    fsync_path(folder)
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON object as one line. Numbers that JSON lacks (NaN, infinities) become null.
+
+    A line that a crash has cut short stays on its own line; readers skip what does not parse.
+    """
+    line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = "\n" + line
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free on the file system that holds `path`, or would hold it."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def make_writable_folder(path: Path) -> None:
+    """Make the folder, and prove that a file can be written there.
+
+    Raises:
+        MachineError: The path is a file, or nothing can be written below it.
+    """
+    if path.exists() and not path.is_dir():
+        raise MachineError("is a file, not a folder", where=str(path), way_out="Name a folder to write to.")
+    probe = path / f".probe-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise MachineError(
+            f"cannot be written: {error.strerror or error}",
+            where=str(path),
+            way_out="Check its permissions and the disk, or choose another folder.",
+        ) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that a file system, a quota or a file-size limit is used up."""
+    return isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """Who holds a run folder."""
+
+    host: str
+    boot: str
+    """Identity of the host's current boot: a lock from before a reboot is stale."""
+    pid: int
+    started: str
+    """Start time of the process in the kernel's clock ticks: tells a reused pid apart."""
+    run_id: str
+
+    @classmethod
+    def this_process(cls, run_id: str) -> LockOwner:
+        """The calling process."""
+        return cls(socket.gethostname(), _boot_id(), os.getpid(), _start_ticks(os.getpid()), run_id)
+
+    def is_gone(self, silent_for_s: float) -> bool:
+        """Whether the owner is dead: seen directly on this host, by its heartbeat on another."""
+        if self.host != socket.gethostname():
+            return silent_for_s > _SILENT_AFTER_S
+        return self.boot != _boot_id() or self.started != _start_ticks(self.pid)
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _start_ticks(pid: int) -> str:
+    """Field 22 of /proc/PID/stat; empty when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state == "Z" else fields[18]
+
+
+class RunFolder:
+    """The paths of a run, and the lock that keeps a second job out.
+
+    Args:
+        path: `training.save`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.resolved = self.path / "resolved.yaml"
+        self.run = self.path / "run.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.tensorboard = self.path / "tb"
+        self.log = self.path / "log"
+        self.evaluation = self.path / "eval"
+        self.report = self.path / "report.html"
+        self.lock_file = self.path / ".lock"
+
+    def prepare(self) -> None:
+        """Make the folder; `MachineError` when it is a file or cannot be written."""
+        make_writable_folder(self.path)
+
+    @contextmanager
+    def lock(self, run_id: str) -> Iterator[None]:
+        """Hold the folder while the body runs. The lock of a dead job is taken over.
+
+        Raises:
+            MachineError: Another job that lives, here or on another host, holds it.
+        """
+        self.prepare()
+        owner = LockOwner.this_process(run_id)
+        with _one_at_a_time(self.path):
+            self._refuse_second_job()
+            atomic_write_text(self.lock_file, json.dumps(asdict(owner)))
+        stop = threading.Event()
+        heartbeat = threading.Thread(target=self._beat, args=(stop,), name="run-folder-lock", daemon=True)
+        heartbeat.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            heartbeat.join()
+            if self._owner() == owner:
+                self.lock_file.unlink(missing_ok=True)
+
+    def _refuse_second_job(self) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        silent_for_s = self._silent_for_s()
+        if owner.is_gone(silent_for_s):
+            return
+        raise MachineError(
+            f"is in use by run {owner.run_id} (host {owner.host}, pid {owner.pid}, seen {silent_for_s:.0f} s ago)",
+            where=str(self.path),
+            key="training.save",
+            way_out="Wait for it to end, or give this run a folder of its own. A dead job on another host lets go "
+            f"after {_SILENT_AFTER_S:.0f} s; if you are sure that it is dead, delete {self.lock_file}.",
+        )
+
+    def _owner(self) -> LockOwner | None:
+        """Who is named in the lock file; None when there is none, or one that no version of us wrote."""
+        try:
+            return LockOwner(**json.loads(self.lock_file.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _silent_for_s(self) -> float:
+        """Seconds since the last heartbeat, by the clock of the file system: hosts' clocks may differ."""
+        probe = self.path / f".clock-{os.getpid()}"
+        probe.write_bytes(b"")
+        now = probe.stat().st_mtime
+        probe.unlink()
+        return max(0.0, now - self.lock_file.stat().st_mtime)
+
+    def _beat(self, stop: threading.Event) -> None:
+        while not stop.wait(_HEARTBEAT_S):
+            with suppress(OSError):  # a busy file server must not end the run
+                os.utime(self.lock_file)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Two jobs that start at once look at the lock one after the other. Best effort: not every file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

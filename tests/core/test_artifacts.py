@@ -1,0 +1,207 @@
+"""Files that appear whole or not at all, and the run folder's lock."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.core import artifacts
+from mindspeed_mm.core.artifacts import LockOwner, RunFolder, append_jsonl, atomic_folder, atomic_write_text
+from mindspeed_mm.core.errors import ExitCode, MachineError
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_write_replaces_the_whole_file(tmp_path: Path) -> None:
+    target = tmp_path / "run.json"
+    atomic_write_text(target, "a much longer first content")
+    atomic_write_text(target, "ü")
+    assert target.read_text(encoding="utf-8") == "ü"
+    assert names(tmp_path) == ["run.json"]
+
+
+def test_failed_write_keeps_the_old_content_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "run.json"
+    atomic_write_text(target, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(artifacts.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        atomic_write_text(target, "new")
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["run.json"]
+
+
+def test_write_reaches_the_disk_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(artifacts.os, "fsync", lambda descriptor: calls.append("fsync"))
+    rename = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, target: (calls.append("rename"), rename(self, target))[1])
+    atomic_write_text(tmp_path / "tracker", "7")
+    assert calls == ["fsync", "rename", "fsync"]
+
+
+def test_folder_appears_when_complete(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "export"
+    with atomic_folder(target) as draft:
+        (draft / "sub").mkdir()
+        (draft / "sub" / "a").write_text("1")
+        assert not target.exists()
+    assert (target / "sub" / "a").read_text() == "1"
+    assert names(target.parent) == ["export"]
+
+
+def test_failed_folder_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), atomic_folder(tmp_path / "export") as draft:
+        (draft / "a").write_text("1")
+        raise ValueError
+    assert names(tmp_path) == []
+
+
+def test_existing_folder_is_refused_unless_told_otherwise(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    with atomic_folder(target) as draft:
+        (draft / "old").write_text("1")
+    with pytest.raises(MachineError, match=r"the target exists.*--overwrite"), atomic_folder(target):
+        pass
+    with pytest.raises(ValueError), atomic_folder(target, overwrite=True):
+        raise ValueError
+    assert names(target) == ["old"]
+    with atomic_folder(target, overwrite=True) as draft:
+        (draft / "new").write_text("1")
+    assert names(target) == ["new"]
+    assert names(tmp_path) == ["export"]
+
+
+def test_folder_put_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "export.former").mkdir()
+    (tmp_path / "export.former" / "weights").write_text("1")
+    (tmp_path / "export.tmp").mkdir()
+    with pytest.raises(MachineError, match="the target exists"), atomic_folder(tmp_path / "export"):
+        pass
+    assert (tmp_path / "export" / "weights").exists()
+
+
+def test_sha256(tmp_path: Path) -> None:
+    content = os.urandom(5_000_000)
+    (tmp_path / "a").write_bytes(content)
+    assert artifacts.sha256_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_jsonl_repairs_a_cut_line_and_holds_only_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"ste')
+    append_jsonl(path, {"step": 2, "loss": math.nan, "parts": [math.inf, 1.5]})
+    append_jsonl(path, {"step": 3})
+    lines = path.read_text().splitlines()
+    assert lines[1] == '{"ste'
+    assert [json.loads(line) for line in lines[2:]] == [{"step": 2, "loss": None, "parts": [None, 1.5]}, {"step": 3}]
+
+
+def test_free_bytes_of_a_folder_to_come(tmp_path: Path) -> None:
+    assert artifacts.free_bytes(tmp_path / "a" / "b") > 0
+
+
+def test_disk_full_is_told_from_other_errors() -> None:
+    assert artifacts.is_disk_full(OSError(errno.ENOSPC, ""))
+    assert not artifacts.is_disk_full(OSError(errno.EACCES, ""))
+    assert not artifacts.is_disk_full(ValueError())
+
+
+@pytest.mark.parametrize("path", ["/proc/mindspeed-mm-run", "{tmp}/file", "{tmp}/file/below"])
+def test_folder_that_cannot_be_written(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    target = path.format(tmp=tmp_path)
+    with pytest.raises(MachineError, match=r"cannot be written|is a file") as caught:
+        RunFolder(target).prepare()
+    assert target in str(caught.value)
+    assert caught.value.exit_code is ExitCode.ENVIRONMENT
+
+
+def leave_lock(folder: RunFolder, owner: LockOwner, silent_for_s: float = 0.0) -> None:
+    folder.prepare()
+    folder.lock_file.write_text(json.dumps(asdict(owner)))
+    written = folder.lock_file.stat().st_mtime - silent_for_s
+    os.utime(folder.lock_file, (written, written))
+
+
+def test_second_job_is_refused_and_the_first_lets_go(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.lock("first"):
+        with pytest.raises(MachineError, match=rf"in use by run first .*pid {os.getpid()}"), folder.lock("second"):
+            pass
+        assert folder.lock_file.exists()
+    with folder.lock("third"):
+        pass
+    assert names(folder.path) == []
+
+
+def test_job_of_another_process(tmp_path: Path) -> None:
+    script = (
+        "import sys; from mindspeed_mm.core.artifacts import RunFolder\n"
+        "with RunFolder(sys.argv[1]).lock('other'):\n    print('held', flush=True); sys.stdin.read()"
+    )
+    folder = RunFolder(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(MachineError, match="in use by run other"), folder.lock("mine"):
+            pass
+        other.kill()
+        other.wait()
+        assert folder.lock_file.exists()  # killed: it could not let go
+        with folder.lock("mine"):
+            pass
+
+
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1, "started": "1"}, {"started": "1"}, {"boot": "before"}])
+def test_lock_of_a_dead_process_on_this_host_is_stale(change: dict[str, object], tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    leave_lock(folder, replace(LockOwner.this_process("dead"), **change))
+    with folder.lock("mine"):
+        assert json.loads(folder.lock_file.read_text())["run_id"] == "mine"
+
+
+def test_job_on_another_host_lives_as_long_as_it_beats(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    elsewhere = replace(LockOwner.this_process("far"), host="elsewhere")
+    leave_lock(folder, elsewhere, silent_for_s=100)
+    with pytest.raises(MachineError, match=r"host elsewhere, .*seen 100 s ago"), folder.lock("mine"):
+        pass
+    leave_lock(folder, elsewhere, silent_for_s=200)
+    with folder.lock("mine"):
+        pass
+
+
+def test_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "_HEARTBEAT_S", 0.01)
+    folder = RunFolder(tmp_path)
+    with folder.lock("mine"):
+        os.utime(folder.lock_file, (1, 1))
+        for _ in range(500):
+            if folder.lock_file.stat().st_mtime > 1:
+                break
+            artifacts.threading.Event().wait(0.01)
+        assert folder.lock_file.stat().st_mtime > 1
+
+
+def test_unreadable_lock_is_stale(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.lock_file.write_text('{"host"')
+    with folder.lock("mine"):
+        pass
