@@ -1,0 +1,95 @@
+"""The one matcher of module patterns: `model.layers.{0-23}`, `visual.blocks.{*}`, `*.mlp.experts`.
+
+A pattern is matched against whole dotted names. `.` is literal, `*` any characters, `?` one character, `{*}` one run of
+digits, `{0-23}` an inclusive range, `{1,3,5}` a list, `{0-20,22-40}` both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.suggest import nearest
+
+_TOKEN = re.compile(r"\{(?P<braces>[^{}]*)\}|(?P<star>\*)|(?P<mark>\?)|(?P<text>[^{}*?]+)|(?P<stray>[{}])")
+_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+_LONGEST_RANGE = 100_000
+
+
+def resolve_patterns(
+    patterns: Sequence[str], names: Iterable[str], *, key: str, allow_suffix: bool = False
+) -> list[str]:
+    """Names that any of the patterns matches, each once, in the order of `names`.
+
+    Args:
+        patterns: Module patterns.
+        names: Dotted names, as `named_modules()` gives them.
+        key: Configuration key of the patterns, for messages.
+        allow_suffix: A pattern may also match the last parts of a name (`q_proj`).
+
+    Raises:
+        ConfigError: Patterns that are malformed or match nothing, all at once, each with the nearest real names.
+    """
+    known = [name for name in names if name]
+    matched: set[str] = set()
+    problems = []
+    for pattern in patterns:
+        expression = compile_pattern(pattern, key=key, allow_suffix=allow_suffix)
+        found = [name for name in known if expression.fullmatch(name)]
+        matched.update(found)
+        if not found:
+            problems.append(_no_match(pattern, known, key))
+    if problems:
+        raise ConfigError(f"{key}: {len(problems)} pattern(s) match nothing", problems=problems)
+    return [name for name in known if name in matched]
+
+
+def compile_pattern(pattern: str, *, key: str, allow_suffix: bool = False) -> re.Pattern[str]:
+    """The regular expression of a pattern, for `fullmatch`.
+
+    Raises:
+        ConfigError: Braces that do not close, or hold something else than digits, ranges and `*`.
+    """
+    parts = [r"(?:.*\.)?"] if allow_suffix else []
+    for token in _TOKEN.finditer(pattern):
+        if token["stray"]:
+            raise ConfigError(f"pattern '{pattern}' has a brace without its partner", key=key)
+        if token["braces"] is not None:
+            parts.append(_digits(token["braces"], pattern, key))
+        elif token["text"]:
+            parts.append(re.escape(token["text"]))
+        else:
+            parts.append(".*" if token["star"] else ".")
+    return re.compile("".join(parts))
+
+
+def _digits(inside: str, pattern: str, key: str) -> str:
+    """Expression for what stands inside braces: any number, or one of those listed."""
+    if inside.strip() == "*":
+        return r"\d+"
+    numbers: dict[int, None] = {}
+    for entry in inside.split(","):
+        span = _SPAN.fullmatch(entry.strip())
+        first, last = (int(span[1]), int(span[2] or span[1])) if span else (1, 0)
+        if not 0 <= last - first < _LONGEST_RANGE:
+            raise ConfigError(
+                f"pattern '{pattern}': '{{{inside}}}' is not a range",
+                key=key,
+                way_out="Write {*} for every number, {0-23} for a range, {1,3,5} for a list.",
+            )
+        numbers.update(dict.fromkeys(range(first, last + 1)))
+    return f"(?:{'|'.join(map(str, numbers))})"
+
+
+def _no_match(pattern: str, names: Sequence[str], key: str) -> Problem:
+    plain = re.sub(r"\{[^{}]*\}", "0", pattern)
+    found = nearest(plain, names, most=3)
+    last_part = plain.rpartition(".")[2]
+    found = found or [name for name in names if last_part in name.split(".")][:3]
+    listed = ", ".join(f"'{name}'" for name in found)
+    return Problem(
+        f"pattern '{pattern}' matches no module",
+        key=key,
+        way_out=f"Nearest real names: {listed}." if found else f"The model has {len(names)} modules; none is similar.",
+    )

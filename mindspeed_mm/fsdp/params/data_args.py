@@ -1,0 +1,254 @@
+"""The `data` section: which rows, how they are read, rendered, and dealt into batches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from mindspeed_mm.fsdp.params.value_types import (
+    Flag,
+    Names,
+    Natural,
+    Number,
+    OpenSection,
+    PathText,
+    Positive,
+    Ratio,
+    Section,
+    fault,
+    null_means,
+    show,
+)
+
+
+def _files(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
+        return tuple(value)
+    raise fault(f"{show(value)} is not a path, nor a list of paths")
+
+
+Files = Annotated[str | tuple[str, ...] | None, BeforeValidator(_files)]
+"""A path, a comma-separated list of paths, or a list of paths."""
+
+
+class DatasetAttr(Section):
+    """Where a row keeps what: columns, and the tags inside a message."""
+
+    formatting: Annotated[Literal["sharegpt", "alpaca", "openai", "multimodal_tool"], null_means("sharegpt")] = (
+        "sharegpt"
+    )
+    """Layout of a row. `sharegpt`: a list of messages with a role and a text."""
+    ranking: Flag = False
+    """Rows are preference pairs."""
+    system: str | None = None
+    """Column of the system prompt."""
+    images: str | None = None
+    """Column of the images. Not given: `images` or `image`, whichever the row has."""
+    videos: str | None = None
+    """Column of the videos."""
+    audios: str | None = None
+    """Column of the audio files."""
+    tools: str | None = None
+    """Column of the tool descriptions."""
+    messages: str | None = "conversations"
+    """Column of the messages."""
+    prompt: str | None = "instruction"
+    """alpaca: column of the instruction."""
+    query: str | None = "input"
+    """alpaca: column of the further input."""
+    response: str | None = "output"
+    """alpaca: column of the answer."""
+    history: str | None = None
+    """alpaca: column of earlier turns."""
+    chosen: str | None = None
+    """Preference rows: column of the better answer."""
+    rejected: str | None = None
+    """Preference rows: column of the worse answer."""
+    role_tag: str | None = "from"
+    """Key of a message's role."""
+    content_tag: str | None = "value"
+    """Key of a message's text."""
+    user_tag: str | None = "human"
+    """Role of the user."""
+    assistant_tag: str | None = "gpt"
+    """Role of the model."""
+    observation_tag: str | None = "observation"
+    """Role of a tool's result."""
+    function_tag: str | None = "function_call"
+    """Role of a tool call."""
+    system_tag: str | None = "system"
+    """Role of the system prompt."""
+
+
+class MixPlan(Section):
+    """Shares of several datasets."""
+
+    weights: dict[str, Annotated[Number, Field(ge=0)]] = Field(default_factory=dict)
+    """Dataset (as written in `dataset`) → weight."""
+    by: Literal["samples", "tokens"] = "samples"
+    """What the weights count."""
+
+
+class BasicParameters(OpenSection):
+    """Which rows are taken and how they become token ids."""
+
+    dataset: Files = None
+    """Path, list or comma-separated list of .json, .jsonl, .parquet, .csv files or folders of them."""
+    dataset_dir: PathText = "data"
+    """Root of data and media."""
+    cache_dir: PathText | None = None
+    """Where preprocessed rows are kept."""
+    template: str | None = None
+    """Named chat template; null: the tokenizer's own."""
+    chat_template: PathText | None = None
+    """Jinja file with a chat template; wins over `template`."""
+    enable_thinking: Flag | None = True
+    """Render the think block of models that have one."""
+    cutoff_len: Positive = 1024
+    """Most tokens of a sample."""
+    train_on_prompt: Flag = False
+    """Train on the user's turns as well."""
+    mask_history: Flag = False
+    """Train on the last turn only."""
+    streaming: Flag = False
+    """Read rows as they are needed instead of indexing them first."""
+    overwrite_cache: Flag = False
+    """Preprocess again even when a cache is there."""
+    preprocessing_batch_size: Positive = 1000
+    """Rows preprocessed at once."""
+    preprocessing_num_workers: Positive | None = None
+    """Processes that preprocess."""
+    max_samples: Positive | None = None
+    """Most rows taken from each dataset."""
+    tool_format: str | None = None
+    """Format of tool calls."""
+    val_dataset: Files = None
+    """Rows for validation."""
+    val_max_samples: Positive | None = None
+    """Most rows taken for validation."""
+    val_rate: Ratio | None = None
+    """Share of the training rows set aside for validation."""
+    packing: Flag = False
+    """Put several samples into one row of `cutoff_len`."""
+    neat_packing: Flag = False
+    """Older name of `packing` with samples kept apart."""
+    preprocess_on_fly: Flag = True
+    """Tokenise while training instead of up front."""
+    async_preprocess: Flag = False
+    """Tokenise in a background thread."""
+    async_preprocess_buffer_size: Positive | None = None
+    """Samples held ready by `async_preprocess`."""
+    stage: Literal["sft", "pretrain", "rm"] = "sft"
+    """What the rows are for."""
+    mix: MixPlan | None = None
+    """Shares of several datasets."""
+    truncation: Literal["drop", "shrink", "error"] = "drop"
+    """What happens to samples above `cutoff_len`: leave out, take away whole turns, or stop."""
+    on_bad_sample: Literal["error", "skip"] = "error"
+    """What happens to a sample that cannot be read."""
+    max_bad_fraction: Ratio = 0.001
+    """Share of samples that may be skipped before the run stops."""
+    allow_remote_media: Flag = False
+    """Fetch media from URLs."""
+    media_roots: Names = ()
+    """Folders inside which absolute media paths are legal."""
+
+
+class PreprocessParameters(OpenSection):
+    """The model's processor, and the sizes of media."""
+
+    model_name_or_path: PathText | None = None
+    """Folder of the processor; null: `model.model_name_or_path`."""
+    use_fast_tokenizer: Flag = True
+    """Use the tokenizer written in Rust."""
+    split_special_tokens: Flag = False
+    """Treat special tokens in the text as plain text."""
+    image_max_pixels: Positive = 589824
+    """Images above are shrunk."""
+    image_min_pixels: Natural = 1024
+    """Images below are enlarged."""
+    video_max_pixels: Positive = 65536
+    """Frames above are shrunk."""
+    video_min_pixels: Natural = 256
+    """Frames below are enlarged."""
+    video_fps: Annotated[Number, Field(gt=0)] = 2.0
+    """Frames taken a second."""
+    video_maxlen: Positive = 128
+    """Most frames of a video."""
+    image_do_pan_and_scan: Flag = False
+    """Gemma3: crop wide images."""
+    crop_to_patches: Flag = False
+    """InternVL: cut an image into tiles."""
+    use_audio_in_video: Flag = False
+    """Feed the sound of videos, interleaved with their frames."""
+    audio_sampling_rate: Positive = 16000
+    """Samples a second after resampling."""
+    trust_remote_code: Flag = False
+    """Let the folder's own Python files define the processor. They are run: read them first."""
+    image_resolution: Positive | None = None
+    """Accepted from older files; `image_max_pixels` counts."""
+    video_resolution: Positive | None = None
+    """Accepted from older files; `video_max_pixels` counts."""
+
+
+class DatasetParam(OpenSection):
+    """One dataset."""
+
+    dataset_type: str = "huggingface"
+    """Registered id of the dataset class."""
+    attr: DatasetAttr = Field(default_factory=DatasetAttr)
+    """Where a row keeps what."""
+    basic_parameters: BasicParameters = Field(default_factory=BasicParameters)
+    """Which rows, and how they become token ids."""
+    preprocess_parameters: PreprocessParameters = Field(default_factory=PreprocessParameters)
+    """The processor and the sizes of media."""
+
+
+class CollateParam(Section):
+    """How samples become a batch."""
+
+    model_name: str | None = None
+    """Registered id of the collator (older name `collator_id`); null: by the model's processor."""
+    ignore_pad_token_for_loss: Flag = False
+    """Accepted from older files: padding is never trained on."""
+    pad_to_multiple_of: Positive = 8
+    """Rows are padded to a multiple of so many tokens."""
+
+
+class DataloaderParam(Section):
+    """In what order and by how many processes samples are read."""
+
+    dataloader_mode: Literal["sampler", "base", "variable", "custom"] = "sampler"
+    """`sampler`: by `sampler_type`; `base`: rows in order; `variable`: batches of varying size; `custom`: the dataset
+    brings its own loader."""
+    sampler_type: str = "BaseRandomBatchSampler"
+    """Order of the samples: BaseRandomBatchSampler, SequentialSampler, LengthGroupedSampler, BucketBatchSampler,
+    TokenBudgetSampler."""
+    shuffle: Annotated[Flag, null_means(True)] = True
+    """A new order every epoch, a function of seed and epoch alone."""
+    drop_last: Annotated[Flag, null_means(True)] = True
+    """Leave out the last short batch of an epoch."""
+    pin_memory: Flag | None = None
+    """Pin host memory for faster copies; null: where there is an accelerator."""
+    num_workers: Natural = 2
+    """Processes that prepare batches; 0: in the trainer itself."""
+    prefetch_factor: Positive | None = None
+    """Batches that each process holds ready."""
+    enable_preload: Flag = False
+    """Copy the next batch to the device while the current one is trained on."""
+    collate_param: CollateParam = Field(default_factory=CollateParam)
+    """How samples become a batch."""
+
+
+class DataArguments(Section):
+    """Which rows, how they are read, rendered, and dealt into batches."""
+
+    dataset_param: DatasetParam = Field(default_factory=DatasetParam)
+    """The training data."""
+    val_dataset_param: DatasetParam | None = None
+    """The validation data, when it is read differently."""
+    dataloader_param: DataloaderParam = Field(default_factory=DataloaderParam)
+    """Order, processes, batches."""

@@ -1,0 +1,108 @@
+"""The `features` section: losses, and what trades time for memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mindspeed_mm.fsdp.params.value_types import Flag, Names, Natural, Number, Positive, Section, Whole, renamed
+
+
+class RecomputePlan(Section):
+    """Which modules are recomputed in the backward pass."""
+
+    apply_modules: Names = ()
+    """Module patterns; empty: the model's own plan."""
+    use_reentrant: Flag = False
+    """Use autograd's re-entrant checkpoint implementation."""
+    mode: Literal["full", "selective"] = "full"
+    """`full` recomputes whole modules, `selective` keeps the results of matrix products."""
+
+
+class LossConfig(Section):
+    """What the loss is and how it is normalised."""
+
+    loss_type: (
+        Annotated[Literal["raw", "default", "per_sample_loss", "per_token_loss"], renamed(custom="raw")] | None
+    ) = None
+    """`default` and `per_token_loss` are the same: the sum over all label tokens of the optimizer step, over all
+    micro-batches and data ranks, divided by their one global number. `per_sample_loss`: the mean of each sample's own
+    mean. `raw`: the model's own loss, given the global number of label tokens where it takes one; a model that returns
+    a bare mean and no count is averaged over micro-batches. Not given: `default` for transformers' language models,
+    `raw` for models that return a loss of their own."""
+    router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of the router's load-balancing loss of mixture-of-experts models."""
+    router_aux_loss_offload: Flag = False
+    """Keep router statistics on the host."""
+
+
+class ChunkLossPlan(Section):
+    """The output head and the loss computed in slices of tokens, so that the logits are never whole."""
+
+    apply_module: str = "lm_head"
+    """The output head."""
+    chunk_size: Positive | None = 1024
+    """Tokens in a slice."""
+    total_chunk_size: Positive | None = 4096
+    """Tokens in all slices that are alive at once (`enable_dynamic_chunk_loss`)."""
+
+
+class ActivationOffloadPlan(Section):
+    """Activations moved to the host between forward and backward."""
+
+    apply_modules: Names = ()
+    """Module patterns."""
+
+
+class ChunkMbsPlan(Section):
+    """Modules that run a micro-batch in smaller slices."""
+
+    apply_modules: Names = ()
+    """Module patterns."""
+    chunk_mbs: Positive = 1
+    """Rows in a slice."""
+    batch_dim: Natural = 0
+    """Dimension of the rows."""
+    chunk_arg_indexs: tuple[Whole, ...] = (0,)
+    """Positions of the arguments that are sliced."""
+    chunk_kwarg_names: Names = ()
+    """Names of the keyword arguments that are sliced."""
+
+
+class EpBalancePlan(Section):
+    """Copies of busy experts."""
+
+    max_dup_experts_num: Natural = 2
+    """Most copies of one expert."""
+
+
+class FeatureArguments(Section):
+    """Losses, and what trades time for memory."""
+
+    recompute: Flag = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    recompute_plan: RecomputePlan = Field(default_factory=RecomputePlan)
+    """What is recomputed."""
+    loss_cfg: LossConfig = Field(default_factory=LossConfig)
+    """The loss."""
+    enable_chunk_loss: Flag = False
+    """Compute head and loss in slices."""
+    enable_dynamic_chunk_loss: Flag = False
+    """Choose the slice size by the free memory."""
+    chunkloss_plan: ChunkLossPlan = Field(default_factory=ChunkLossPlan)
+    """The slices."""
+    enable_activation_offload: Flag = False
+    """Move activations to the host."""
+    activation_offload_plan: ActivationOffloadPlan = Field(default_factory=ActivationOffloadPlan)
+    """Whose activations."""
+    enable_chunk_mbs: Flag = False
+    """Run some modules on slices of the micro-batch."""
+    chunkmbs_plan: ChunkMbsPlan = Field(default_factory=ChunkMbsPlan)
+    """Which modules, and how."""
+    enable_ep_balance: Flag = False
+    """Copy busy experts to idle ranks."""
+    ep_balance_plan: EpBalancePlan = Field(default_factory=EpBalancePlan)
+    """How many copies."""
+    skip_moe_pad_tokens: Flag = False
+    """Send no padding tokens through experts."""

@@ -1,0 +1,88 @@
+"""The `tools` section: profilers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mindspeed_mm.fsdp.params.value_types import Flag, Level, Natural, PathText, Positive, Section, Whole
+
+
+class StaticProfile(Section):
+    """A profile of steps chosen beforehand."""
+
+    level: Level = 0
+    """0 light, 1 medium, 2 heavy."""
+    with_stack: Flag = False
+    """Record Python stacks."""
+    with_memory: Flag = False
+    """Record allocations."""
+    record_shapes: Flag = False
+    """Record shapes of inputs."""
+    with_cpu: Flag = True
+    """Record the host as well."""
+    save_path: PathText = "./profiling"
+    """Where traces go."""
+    start_step: Natural = 10
+    """First step recorded."""
+    end_step: Natural = 11
+    """Step before which recording ends."""
+    data_simplification: Flag = False
+    """NPU: keep only the summary."""
+    aic_metrics_type: str | None = "PipeUtilization"
+    """NPU: which core metrics."""
+    analyse_flag: Flag = True
+    """Analyse the trace right away."""
+
+
+class DynamicProfile(Section):
+    """A profile switched on from outside while training."""
+
+    config_path: PathText | None = None
+    """Folder that is watched."""
+
+
+class Profile(Section):
+    """Time: traces of some steps."""
+
+    enable: Flag = False
+    """Profile this run."""
+    profile_type: Literal["static", "dynamic"] = "static"
+    """Steps chosen beforehand, or switched on from outside."""
+    ranks: tuple[Whole, ...] = (0,)
+    """Ranks that record; [-1]: all."""
+    static_param: StaticProfile = Field(default_factory=StaticProfile)
+    """Settings of `static`."""
+    dynamic_param: DynamicProfile = Field(default_factory=DynamicProfile)
+    """Settings of `dynamic`."""
+
+
+class MemoryProfile(Section):
+    """Memory: snapshots of the allocator."""
+
+    enable: Flag = False
+    """Record allocations of this run."""
+    start_step: Natural = 1
+    """First step recorded."""
+    end_step: Natural = 2
+    """Step before which recording ends."""
+    save_path: PathText = "./memory_snapshot"
+    """Where snapshots go."""
+    dump_ranks: tuple[Whole, ...] = (0,)
+    """Ranks that record."""
+    stacks: Literal["python", "all"] = "all"
+    """Which stacks."""
+    max_entries: Positive | None = None
+    """Most events kept; null: all."""
+    mem_info: Flag = False
+    """Report the peak of each module (older name `record_peak_memory`)."""
+
+
+class ToolsArguments(Section):
+    """Profilers."""
+
+    profile: Profile = Field(default_factory=Profile)
+    """Time (older name `profiler`)."""
+    memory_profile: MemoryProfile = Field(default_factory=MemoryProfile)
+    """Memory."""

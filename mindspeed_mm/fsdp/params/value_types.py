@@ -1,0 +1,138 @@
+"""Value types of the schema: what a YAML may hold for each kind of key, with messages that show the value found."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+_TRUE_WORDS = frozenset({"true", "yes", "on"})
+_FALSE_WORDS = frozenset({"false", "no", "off"})
+
+
+class Section(BaseModel):
+    """A section of the YAML: frozen, closed to unknown keys; the docstring under a field is its help."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        defer_build=True,
+        protected_namespaces=(),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_section(cls, value: Any) -> Any:
+        """`section:` with nothing below it is null in YAML: all defaults."""
+        return {} if value is None else value
+
+
+class OpenSection(Section):
+    """A section to which the chosen model's or dataset's plugin may add keys of its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def show(value: Any) -> str:
+    """A value as a YAML file would hold it, for messages."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = f"'{value}'" if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def fault(message: str) -> PydanticCustomError:
+    """A validation error that carries a finished sentence."""
+    return PydanticCustomError("mm_value", "{message}", {"message": message})
+
+
+def _flag(value: Any) -> Any:
+    word = value.lower() if isinstance(value, str) else value
+    if isinstance(word, bool):
+        return word
+    if word in _TRUE_WORDS or word in _FALSE_WORDS:
+        return word in _TRUE_WORDS
+    raise fault(f"{show(value)} is not true or false")
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise fault(f"{show(value)} is not a whole number")
+    return value
+
+
+def _number(value: Any) -> Any:
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            raise fault(f"{show(value)} is not a number") from None
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise fault(f"{show(value)} is not a number")
+    if not math.isfinite(number):
+        raise fault(f"{show(value)} is not a finite number")
+    return float(number)
+
+
+def _path(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in _TRUE_WORDS | _FALSE_WORDS | {""}:
+        raise fault(f"{show(value)} is not a path. Leave the key out, or write null, to switch it off")
+    return value
+
+
+def _names(value: Any) -> Any:
+    if value is None:
+        return ()
+    entries = (value,) if isinstance(value, str) else value
+    if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) for entry in entries):
+        raise fault(f"{show(value)} is not a list of names")
+    return tuple(entries)
+
+
+def _level(value: Any) -> Any:
+    word = str(value).removeprefix("level")
+    if isinstance(value, bool) or word not in {"0", "1", "2"}:
+        raise fault(f"{show(value)} is not one of 0, 1, 2")
+    return int(word)
+
+
+def renamed(**words: str) -> BeforeValidator:
+    """Older words for the same value: `renamed(custom="raw")`."""
+    return BeforeValidator(lambda value: words.get(value, value) if isinstance(value, str) else value)
+
+
+def null_means(default: Any) -> BeforeValidator:
+    """`null` stands for the default."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+"""true or false; older files also write yes, no, on, off."""
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""A whole number; `1e4` counts, `true` does not."""
+Positive = Annotated[Whole, Field(ge=1)]
+"""A whole number from 1."""
+Natural = Annotated[Whole, Field(ge=0)]
+"""A whole number from 0."""
+Number = Annotated[float, BeforeValidator(_number)]
+"""A finite number; a quoted one counts."""
+Ratio = Annotated[Number, Field(ge=0, le=1)]
+"""A number from 0 to 1."""
+Seconds = Annotated[Number, Field(gt=0)]
+"""A time in seconds, above 0."""
+PathText = Annotated[str, BeforeValidator(_path)]
+"""A path; relative ones are tried against the working directory, then against the YAML's folder."""
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+"""A list of names or module patterns; one alone may stand without brackets."""
+Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
+"""A floating-point type."""
+Level = Annotated[int, BeforeValidator(_level)]
+"""0, 1 or 2; older files write `level1`."""
