@@ -142,3 +142,9 @@ class StoppedAfterSave(MMError):
     """Training was asked to stop and saved a checkpoint: run the same command again to continue."""
 
     exit_code = ExitCode.RESUMABLE
+
+
+class StoppedUnsaved(MMError):
+    """Training was asked to stop and there was nowhere to save."""
+
+    exit_code = ExitCode.DIVERGED

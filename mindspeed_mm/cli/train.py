@@ -1,0 +1,71 @@
+"""`mm train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from mindspeed_mm.tasks import train
+
+EXAMPLES = """
+\b
+Examples:
+  mm train examples/digits/digits_tiny_config.yaml
+  mm train run.yaml --nproc 8 training.lr=2e-5 parallel.fsdp_plan.param_dtype=bf16
+  torchrun --nproc-per-node 8 -m mindspeed_mm train run.yaml
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Ranks on this host; more than 1 starts torchrun.")
+@click.option("--dry-run", is_flag=True, help="Build everything and stop before the first step.")
+@click.option("--steps", type=click.IntRange(min=1), help="Stop after this many steps of this start.")
+@click.option(
+    "--resume",
+    type=click.Choice(["auto", "never"]),
+    default="auto",
+    show_default=True,
+    help="auto: continue from the newest checkpoint in training.save; never: refuse a folder that has one.",
+)
+@click.option("--weights-only", is_flag=True, help="Take a checkpoint's weights only and start at step 0.")
+@click.option("--allow-fresh", is_flag=True, help="Start from the beginning although no checkpoint there is valid.")
+@click.option("--accept-data-change", is_flag=True, help="Continue although the data set has changed.")
+@click.option("--json", "as_json", is_flag=True, help="Print how it ended as JSON.")
+def command(
+    config: Path,
+    overrides: tuple[str, ...],
+    nproc: int,
+    dry_run: bool,
+    steps: int | None,
+    resume: str,
+    weights_only: bool,
+    allow_fresh: bool,
+    accept_data_change: bool,
+    as_json: bool,
+) -> None:
+    """Train the model of CONFIG. OVERRIDES are section.key=value, each parsed as YAML.
+
+    Running the same command again continues from the newest checkpoint. Ctrl-C or SIGTERM saves one and ends with exit
+    code 75; a second one stops at once.
+    """
+    options = {
+        "dry_run": dry_run,
+        "weights_only": weights_only,
+        "allow_fresh": allow_fresh,
+        "accept_data_change": accept_data_change,
+    }
+    if nproc > 1 and "RANK" not in os.environ:
+        # A wrong YAML is answered once, here, not by every rank.
+        save = train.load_with_plugins(config, overrides).arguments.training.save
+        words = [str(config), *overrides, "--resume", resume, *(["--steps", str(steps)] if steps else [])]
+        words += [f"--{name.replace('_', '-')}" for name, on in options.items() if on]
+        sys.exit(train.launch(nproc, ["train", *words], save))
+    outcome = train.run(config, overrides, steps=steps, resume=resume == "auto", **options)
+    if as_json:
+        click.echo(json.dumps(vars(outcome)))

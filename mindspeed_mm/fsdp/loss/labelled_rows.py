@@ -1,0 +1,51 @@
+"""The output head works on labelled tokens only: logits of tokens that no loss reads are never computed.
+
+A pre-hook on the head keeps the rows of the flattened hidden states that carry a label. It runs inside the head's own
+forward, after FSDP has gathered the head's weight, and works for every model whose head is a module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+IGNORED_LABEL = -100
+
+
+def labelled_rows(shift_labels: torch.Tensor) -> torch.Tensor:
+    """Indices (n,) int64 into the flattened (B·L) tokens that carry a label.
+
+    Call it while the labels are on the host: on an accelerator, finding the indices would be a synchronisation.
+    """
+    return (shift_labels.reshape(-1) != IGNORED_LABEL).nonzero().squeeze(1)
+
+
+class LabelledRowsHead:
+    """Hook on an output head, off until `select` names the rows.
+
+    Args:
+        head: The module that turns hidden states (B, L, H) into logits; registered before sharding.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        self._rows: torch.Tensor | None = None
+        head.register_forward_pre_hook(self._keep_rows)
+
+    @contextmanager
+    def select(self, rows: torch.Tensor) -> Iterator[None]:
+        """While inside, the head sees only `rows` (n,) of the flattened tokens and returns logits (n, V)."""
+        self._rows = rows
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def _keep_rows(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._rows is None:
+            return None
+        hidden, *rest = inputs
+        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._rows), *rest)

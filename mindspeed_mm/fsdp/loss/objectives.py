@@ -1,0 +1,168 @@
+"""Objectives: what a loss counts and what it sums.
+
+The engine sums the counts over all micro-batches and data ranks of an optimizer step first, so that each term has one
+global denominator; any split of a batch then gives the same loss and the same gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.loss.labelled_rows import IGNORED_LABEL, LabelledRowsHead, labelled_rows
+
+Terms = dict[str, torch.Tensor]
+"""Loss terms by name, each a 0-d tensor."""
+
+
+class Objective(Protocol):
+    """What the engine asks of a loss."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Host-side work on a batch before it moves to the device; may add keys that start with `_`."""
+        ...
+
+    def count(self, batches: Sequence[Batch]) -> dict[str, int]:
+        """This rank's share of each term's denominator, over prepared micro-batches."""
+        ...
+
+    def terms(self, model: nn.Module, batch: Batch) -> Terms:
+        """Run the model; each term's *sum* over this micro-batch, differentiable."""
+        ...
+
+
+class ModelInputs:
+    """Keeps of a batch what a model's `forward` takes: the engine's own keys never reach it."""
+
+    def __init__(self, model: nn.Module, keep: frozenset[str] = frozenset()) -> None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        self._names = {p.name for p in parameters}
+        self._withheld = ENGINE_KEYS - keep
+        self._optional = {"use_cache": False} if "use_cache" in self._names or self._takes_any else {}
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The arguments of `forward` in this batch."""
+        inputs = {
+            key: value
+            for key, value in batch.items()
+            if not key.startswith("_") and key not in self._withheld and (self._takes_any or key in self._names)
+        }
+        return inputs | self._optional
+
+
+class TokenCrossEntropy:
+    """Next-token cross-entropy, computed by us from the logits of labelled tokens.
+
+    loss = Σ w_t · (−log p(token_t | before)) / N. With `per_sample=False`, w = 1 and N = label tokens of the whole
+    step. With `per_sample=True`, w_t = 1 / (label tokens of its row) and N = rows that have a label.
+
+    Transformers' own loss is fp32 even for fp64 models and its shift crosses the borders of packed documents; here the
+    shift is the collator's, and fp64 logits stay fp64.
+    """
+
+    term = "loss"
+
+    def __init__(self, model: nn.Module, head: LabelledRowsHead, *, per_sample: bool = False) -> None:
+        self._inputs = ModelInputs(model)
+        self._head = head
+        self._per_sample = per_sample
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Add the labelled rows, their targets and, per sample, their weights."""
+        labels = batch["shift_labels"]
+        rows = labelled_rows(labels)
+        prepared = batch | {"_rows": rows, "_targets": labels.reshape(-1).index_select(0, rows)}
+        if self._per_sample:
+            labelled_per_row = (labels != IGNORED_LABEL).sum(dim=1)
+            prepared["_weights"] = (1.0 / labelled_per_row.double()).repeat_interleave(labelled_per_row)
+            prepared["_labelled_samples"] = int((labelled_per_row > 0).sum())
+        return prepared
+
+    def count(self, batches: Sequence[Batch]) -> dict[str, int]:
+        """Label tokens, or labelled samples."""
+        if self._per_sample:
+            return {self.term: sum(batch["_labelled_samples"] for batch in batches)}
+        return {self.term: sum(len(batch["_rows"]) for batch in batches)}
+
+    def terms(self, model: nn.Module, batch: Batch) -> Terms:
+        """Sum of the weighted cross-entropy over the labelled tokens of this micro-batch."""
+        with self._head.select(batch["_rows"]):
+            logits_NV = model(**self._inputs(batch)).logits
+        logits_NV = logits_NV.reshape(-1, logits_NV.shape[-1])
+        if logits_NV.dtype != torch.float64:
+            logits_NV = logits_NV.float()
+        if not self._per_sample:
+            return {self.term: F.cross_entropy(logits_NV, batch["_targets"], reduction="sum")}
+        token_losses = F.cross_entropy(logits_NV, batch["_targets"], reduction="none")
+        return {self.term: (token_losses * batch["_weights"].to(token_losses.dtype)).sum()}
+
+
+class ModelLoss:
+    """The loss that the model returns itself (`loss_type: raw`).
+
+    A transformers model is asked for the sum of its token losses (`num_items_in_batch=1`) and divided by the label
+    tokens of the whole step. A model that returns a bare mean is averaged over micro-batches.
+    """
+
+    term = "loss"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inputs = ModelInputs(model, keep=frozenset({"labels"}))
+        self.sums_tokens = _accepts_item_count(model)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Nothing to add."""
+        return batch
+
+    def count(self, batches: Sequence[Batch]) -> dict[str, int]:
+        """Label tokens where the model sums them, micro-batches where it returns a mean."""
+        if not self.sums_tokens:
+            return {self.term: len(batches)}
+        return {self.term: sum(int((b["shift_labels"] != IGNORED_LABEL).sum()) for b in batches)}
+
+    def terms(self, model: nn.Module, batch: Batch) -> Terms:
+        """The model's own loss."""
+        extra = {"num_items_in_batch": 1} if self.sums_tokens else {}
+        output = model(**self._inputs(batch), **extra)
+        loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
+        if loss is None:
+            raise ConfigError(
+                f"{type(model).__name__} returned no loss",
+                key="features.loss_cfg.loss_type",
+                way_out="'raw' asks the model for its own loss: return an output with `.loss`, or set 'default'.",
+            )
+        return {self.term: loss}
+
+
+def _accepts_item_count(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    return "num_items_in_batch" in parameters or (
+        hasattr(model, "loss_function") and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    )
+
+
+def build_objective(loss_type: str | None, model: nn.Module, head: LabelledRowsHead | None) -> Objective:
+    """The objective that `features.loss_cfg.loss_type` names; not given: cross-entropy where the model has a head.
+
+    Raises:
+        ConfigError: Cross-entropy is asked for and the model has no output head.
+    """
+    if loss_type is None:
+        loss_type = "default" if head is not None else "raw"
+    if loss_type == "raw":
+        return ModelLoss(model)
+    if head is None:
+        raise ConfigError(
+            f"'{loss_type}' needs a model with an output head; {type(model).__name__} has none",
+            key="features.loss_cfg.loss_type",
+            way_out="Set 'raw' to use the loss that the model returns.",
+        )
+    return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss")

@@ -1,0 +1,68 @@
+"""The one order in which a model is put together. Each step relies on those above it.
+
+Tied groups are read → (adapters → quantised linears → pipeline split →) parallel plans that change modules → hooks that
+must see full modules → `fully_shard`, children before the root → prefetch order → weights, straight into the shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
+from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
+from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
+from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A model ready to train."""
+
+    model: nn.Module
+    spec: ModelSpec
+    head: LabelledRowsHead | None
+    towers: IdleTowers | None
+    loaded: LoadReport
+
+
+def assemble(arguments: Arguments, device: torch.device, weights: Path | None = None) -> Assembled:
+    """Build, shard and load the model that the configuration names.
+
+    Args:
+        arguments: The whole configuration.
+        device: Where the parameters live.
+        weights: Folder of weights other than `model.model_name_or_path` (`training.load` with a Hugging Face folder).
+
+    Raises:
+        ConfigError: A pattern of the plan matches nothing.
+        ModelFolderError: Weights are missing, left over or of another shape.
+    """
+    param_dtype = arguments.parallel.fsdp_plan.param_dtype
+    model = ModelHub.build(arguments.model, param_dtype=DTYPES[param_dtype] if param_dtype else None)
+    spec = resolve_spec(model)
+
+    # Both hooks read full hidden states and modules by their own names: they stand before sharding.
+    head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
+    towers = IdleTowers(model, spec.towers) if spec.towers else None
+
+    ParallelApplier(arguments.parallel, shard_modules=spec.shard_modules, tie_groups=spec.tie_groups)(model)
+
+    loaded = ModelHub.load_weights(
+        model,
+        arguments.model,
+        folder=weights,
+        seed=arguments.training.seed,
+        device=device,
+        allow_missing=arguments.training.allow_missing or (),
+        allow_unexpected=arguments.training.allow_unexpected or (),
+    )
+    model.train()
+    return Assembled(model, spec, head, towers, loaded)

@@ -1,0 +1,50 @@
+"""The plain forward-backward strategy: one micro-batch after another, gradients summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
+
+
+class ForwardBackward(Protocol):
+    """How a step's micro-batches go through the model; a pipeline schedule is another implementation."""
+
+    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, int]) -> Terms:
+        """Accumulate gradients of Σ terms / denominators; returns this rank's share of each normalised term."""
+        ...
+
+
+class PlainForwardBackward:
+    """Forward and backward of each micro-batch in turn; gradients are communicated after the last one only.
+
+    Args:
+        model: The sharded model.
+        objective: What to sum.
+        set_gradient_sync: `(model, bool)`: whether the next backward communicates gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, set_gradient_sync: Callable[[nn.Module, bool], None]
+    ) -> None:
+        self._model = model
+        self._objective = objective
+        self._set_gradient_sync = set_gradient_sync
+
+    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, int]) -> Terms:
+        """See `ForwardBackward`."""
+        totals: Terms = {}
+        for index, batch in enumerate(micro_batches):
+            if len(micro_batches) > 1:
+                self._set_gradient_sync(self._model, index == len(micro_batches) - 1)
+            terms = self._objective.terms(self._model, batch)
+            normalised = {name: value / denominators[name] for name, value in terms.items()}
+            torch.stack(list(normalised.values())).sum().backward()
+            for name, value in normalised.items():
+                totals[name] = totals[name] + value.detach() if name in totals else value.detach()
+        return totals

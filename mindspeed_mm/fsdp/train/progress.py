@@ -1,0 +1,142 @@
+"""What a person sees of a run: a table line per log interval, a live bar with the time left on a terminal, a log file.
+
+The same numbers go to TensorBoard. A tracker that fails never stops the training.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+COLUMNS = (
+    ("step", 7), ("loss", 9), ("grad", 9), ("lr", 9), ("tok/s", 8), ("MFU", 6), ("mem GiB", 8), ("data", 6), ("eta", 9),
+)  # fmt: skip
+HEADER = " ".join(name.rjust(width) for name, width in COLUMNS)
+LINES_PER_HEADER = 40
+
+
+def format_line(metrics: dict[str, Any]) -> str:
+    """One row under `HEADER`."""
+    mfu = f"{metrics['mfu']:.1%}" if "mfu" in metrics else "-"
+    cells = (
+        str(metrics["step"]),
+        f"{metrics['loss']:.4f}",
+        f"{metrics['grad_norm']:.3g}",
+        f"{metrics['lr']:.2e}",
+        short_count(metrics["tokens_per_s"]),
+        mfu,
+        f"{metrics['memory_gib']:.2f}",
+        f"{metrics['data_share']:.1%}",
+        clock(metrics["eta_s"]),
+    )
+    return " ".join(cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+
+
+def log_line(metrics: dict[str, Any], total_steps: int) -> str:
+    """A line for people who search logs of older tools: the same words, the same numbers."""
+    return (
+        f"iteration {metrics['step']:>8}/{total_steps:>8} | consumed samples: {metrics['consumed_samples']:>12} | "
+        f"elapsed time per iteration (ms): {metrics['step_ms']:.1f} | learning rate: {metrics['lr']:.6E} | "
+        f"loss: {metrics['loss']:.6E} | grad norm: {metrics['grad_norm']:.3f}"
+    )
+
+
+def short_count(value: float) -> str:
+    """1234 → `1.2k`."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds → `h:mm:ss`."""
+    minutes, seconds_left = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{seconds_left:02}"
+
+
+class Progress:
+    """Speaks on rank 0 only.
+
+    Args:
+        rank: Global rank.
+        log_file: Where the plain lines go, or None.
+        tensorboard: Folder of TensorBoard events, or None.
+        stream: Where people look.
+    """
+
+    def __init__(
+        self, rank: int, log_file: Path | None = None, tensorboard: Path | None = None, stream: TextIO | None = None
+    ) -> None:
+        self._stream = stream or sys.stdout
+        self._speaks = rank == 0
+        self._log = log_file.open("a", encoding="utf-8") if log_file is not None and self._speaks else None
+        self._tensorboard_folder = tensorboard if self._speaks else None
+        self._tensorboard: Any = None
+        self._live = self._speaks and self._stream.isatty() and "NO_COLOR" not in os.environ
+        self._lines = 0
+
+    def note(self, text: str) -> None:
+        """A line of prose."""
+        self._print(text)
+        self._write_log(text)
+
+    def step(self, metrics: dict[str, Any], total_steps: int) -> None:
+        """A logged step."""
+        if not self._speaks:
+            return
+        if self._lines % LINES_PER_HEADER == 0:
+            self._print(HEADER)
+        self._lines += 1
+        self._print(format_line(metrics))
+        if self._live:
+            self._stream.write(bar(metrics["step"], total_steps, metrics["eta_s"]))
+            self._stream.flush()
+        self._write_log(log_line(metrics, total_steps))
+        self._write_tensorboard(metrics)
+
+    def close(self) -> None:
+        """Flush and close what is open."""
+        if self._live:
+            self._stream.write("\r\033[K")
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _print(self, text: str) -> None:
+        if self._speaks:
+            self._stream.write(("\r\033[K" if self._live else "") + text + "\n")
+            self._stream.flush()
+
+    def _write_log(self, text: str) -> None:
+        if self._log is not None:
+            self._log.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}\n")
+            self._log.flush()
+
+    def _write_tensorboard(self, metrics: dict[str, Any]) -> None:
+        if self._tensorboard_folder is None:
+            return
+        try:
+            if self._tensorboard is None:
+                # Imported after the first step was shown: it costs a third of a second and nobody waits for it.
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._tensorboard = SummaryWriter(str(self._tensorboard_folder))
+            for name, value in metrics.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._tensorboard.add_scalar(name, value, metrics["step"])
+        except (OSError, ImportError) as error:
+            self._tensorboard_folder = None
+            self.note(f"warning: TensorBoard events stop here ({error}); metrics.jsonl goes on")
+
+
+def bar(step: int, total_steps: int, eta_s: float, width: int = 40) -> str:
+    """A live progress bar on one line, redrawn in place."""
+    filled = round(width * step / max(total_steps, 1))
+    return f"\r\033[K  {'━' * filled}{'╌' * (width - filled)} {step}/{total_steps}  {clock(eta_s)} left"

@@ -1,0 +1,37 @@
+"""Every random-number generator of a process as tensors, so that a resumed run draws the same numbers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from mindspeed_mm.fsdp.utils import device
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed python, numpy and torch; ranks draw different numbers (dropout), weights do not depend on these."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def capture_rng() -> dict[str, torch.Tensor]:
+    """State of python's, numpy's, torch's CPU and the device's generators."""
+    version, internal, _ = random.getstate()
+    _, keys, position, *_ = np.random.get_state()
+    return {
+        "python": torch.tensor([version, *internal], dtype=torch.int64),
+        "numpy": torch.tensor([*np.asarray(keys, dtype=np.int64), position], dtype=torch.int64),
+        **{f"torch_{name}": state.clone() for name, state in device.rng_state().items()},
+    }
+
+
+def restore_rng(state: dict[str, torch.Tensor]) -> None:
+    """Put back what `capture_rng` returned."""
+    version, *internal = state["python"].tolist()
+    random.setstate((version, tuple(internal), None))
+    *keys, position = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+    device.set_rng_state({name.removeprefix("torch_"): t for name, t in state.items() if name.startswith("torch_")})

@@ -1,0 +1,274 @@
+"""The training loop: one optimizer step after another, with one host synchronisation each.
+
+The engine knows no model family and no plan. It asks the objective what to count and to sum, the plan's appliers have
+already decided where everything lives, and hooks do what is not the step itself: log, validate, save.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import DivergedError, MachineError
+from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
+from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
+from mindspeed_mm.fsdp.optimizer.adamw import set_lr
+from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
+from mindspeed_mm.fsdp.optimizer.schedules import Schedule
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward
+from mindspeed_mm.fsdp.train.stop_signal import StopSignal
+from mindspeed_mm.fsdp.train.tally import Tally
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step was; losses and norm are global."""
+
+    step: int
+    losses: dict[str, float]
+    grad_norm: float
+    lr: float
+    tally: Tally
+    seconds: float
+    data_seconds: float
+    skipped: bool
+
+    @property
+    def loss(self) -> float:
+        """Sum of all terms: what was minimised."""
+        return sum(self.losses.values())
+
+
+class Hook:
+    """Something that happens around steps. Every method is optional."""
+
+    def on_train_begin(self, engine: TrainEngine) -> None:
+        """Before the first step."""
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        """After each optimizer step."""
+
+    def on_train_end(self, engine: TrainEngine) -> None:
+        """After the last step, or after a stop that was asked for."""
+
+
+class StepLoader(Protocol):
+    """Yields the micro-batches of one optimizer step at a time and knows its position in the data."""
+
+    position: Any
+
+    def __iter__(self) -> Iterator[list[Batch]]: ...
+
+
+@dataclass
+class TrainEngine:
+    """Owns the step. Built by `Trainer`; everything it needs is handed in.
+
+    Args:
+        model: Sharded, loaded model.
+        objective: What is counted and summed.
+        forward_backward: Strategy for a step's micro-batches.
+        optimizer: Over the trainable parameters.
+        schedule: Learning rate by step.
+        training: The `training` section.
+        device: Where batches go.
+        data_group: Ranks that hold different samples; None for one process.
+        towers: Stand-ins for towers whose modality a rank lacks.
+        stop_signal: Whether this process was asked to stop.
+        stop_after: Stop after this many steps of this start, as if the schedule ended there.
+    """
+
+    model: nn.Module
+    objective: Objective
+    forward_backward: ForwardBackward
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    training: TrainingArguments
+    device: torch.device
+    data_group: dist.ProcessGroup | None = None
+    towers: IdleTowers | None = None
+    stop_signal: StopSignal | None = None
+    stop_after: int | None = None
+    hooks: list[Hook] = field(default_factory=list)
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_in_a_row: int = 0
+
+    def train(self, loader: StepLoader) -> None:
+        """Run steps until the schedule's total, or until a stop is asked for.
+
+        Raises:
+            DivergedError: The loss or a gradient is not finite and the policy says stop.
+            MachineError: The device ran out of memory; the message names the batch.
+        """
+        self.loader = loader
+        self.stopping = False
+        self.last_step = self.schedule.total_steps
+        if self.stop_after is not None:
+            self.last_step = min(self.last_step, self.iteration + self.stop_after)
+        for hook in self.hooks:
+            hook.on_train_begin(self)
+        steps = iter(loader)
+        while self.iteration < self.last_step and not self.stopping:
+            started = time.perf_counter()
+            micro_batches = next(steps)
+            waited = time.perf_counter() - started
+            result = self.train_step(micro_batches, data_seconds=waited)
+            for hook in self.hooks:
+                hook.on_step_end(self, result)
+        for hook in self.hooks:
+            hook.on_train_end(self)
+
+    def train_step(self, micro_batches: Sequence[Batch], data_seconds: float = 0.0) -> StepResult:
+        """One optimizer step. `micro_batches` are this rank's; what the objective counts in them is summed over all
+        ranks first, so that each loss term has one denominator."""
+        started = time.perf_counter()
+        prepared = [self.objective.prepare(batch) for batch in micro_batches]
+        tally = self._tally(prepared)
+        lr = self.schedule.at(self.iteration)
+        set_lr(self.optimizer, lr)
+        with explained_out_of_memory(prepared, self.iteration + 1):
+            local_losses = self.forward_backward([move(b, self.device) for b in prepared], tally.denominators)
+            norm = grad_norm(self.model.parameters())
+        losses, grad_norm_value = self._read_together(local_losses, norm)
+        finite = all(map(math.isfinite, (*losses.values(), grad_norm_value)))
+        if finite:
+            self._update(norm)
+        self.optimizer.zero_grad()
+        self.iteration += 1
+        self.consumed_samples += tally.samples
+        self.stopping = tally.stop_requested
+        if not finite:
+            self._refuse(losses, grad_norm_value, local_losses, prepared)
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        return StepResult(
+            step=self.iteration,
+            losses=losses,
+            grad_norm=grad_norm_value,
+            lr=lr,
+            tally=tally,
+            seconds=time.perf_counter() - started + data_seconds,
+            data_seconds=data_seconds,
+            skipped=not finite,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the loop itself; it does not depend on the number of ranks."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "data_position": self.loader.position.to_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self.iteration = state["iteration"]
+        self.consumed_samples = state["consumed_samples"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[list[Batch]]) -> dict[str, float]:
+        """Mean of each loss term over `batches`, with one global denominator; weights and gradients untouched."""
+        self.model.eval()
+        sums: Terms = {}
+        counts: dict[str, int] = {}
+        for micro_batches in batches:
+            prepared = [self.objective.prepare(batch) for batch in micro_batches]
+            for name, count in self._tally(prepared).counts.items():
+                counts[name] = counts.get(name, 0) + count
+            for batch in prepared:
+                for name, value in self.objective.terms(self.model, move(batch, self.device)).items():
+                    sums[name] = sums[name] + value if name in sums else value
+        self.model.train()
+        means = {name: value / max(counts[name], 1) for name, value in sums.items()}
+        return self._read_together(means, torch.zeros((), device=self.device))[0]
+
+    def _tally(self, prepared: Sequence[Batch]) -> Tally:
+        """Sum over data ranks what a step needs to know before it starts. Host numbers over the host's own backend:
+        the device is not waited for."""
+        stop = self.stop_signal is not None and self.stop_signal.requested
+        local = Tally.of(
+            prepared, self.objective.count(prepared), stop, self.towers.present(prepared) if self.towers else {}
+        )
+        tally = local if self.data_group is None else local.summed_over(self.data_group)
+        if self.towers is not None:
+            self.towers.set_active([name for name, ranks in tally.towers.items() if ranks])
+        return tally
+
+    def _read_together(self, local_losses: Terms, norm: torch.Tensor) -> tuple[dict[str, float], float]:
+        """The step's one host synchronisation: losses summed over ranks, and the norm."""
+        names = sorted(local_losses)
+        numbers = torch.stack([local_losses[name] for name in names])
+        if self.data_group is not None:
+            dist.all_reduce(numbers, group=self.data_group)
+        *losses, norm_value = torch.cat([numbers, norm.to(numbers.dtype).reshape(1)]).tolist()
+        return dict(zip(names, losses, strict=True)), norm_value
+
+    def _update(self, norm: torch.Tensor) -> None:
+        if self.training.clip_grad > 0:
+            clip_grads_(self.model.parameters(), norm, self.training.clip_grad, foreach=self.training.clip_grad_foreach)
+        self.optimizer.step()
+
+    def _refuse(self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]) -> None:
+        """A step that is not finite was not applied: say where it came from, and stop when the policy says so."""
+        here = {name: float(value) for name, value in local_losses.items()}
+        culprits = self._gather({"bad": not all(map(math.isfinite, here.values())), "samples": _sample_ids(prepared)})
+        suspects = [r["samples"] for r in culprits if r["bad"]] or [r["samples"] for r in culprits]
+        allowed = self.training.max_skipped_steps if self.training.on_nonfinite == "skip" else 0
+        if self.skipped_in_a_row >= allowed:
+            raise DivergedError(
+                f"step {self.iteration} is not finite (loss {losses}, gradient norm {norm}); weights were not changed",
+                where=f"samples {_shortened([s for ids in suspects for s in ids])}",
+                key="training.on_nonfinite",
+                way_out=f"{self.skipped_in_a_row} steps were skipped before it (at most {allowed}). "
+                "Look at these samples, lower training.lr, or set on_nonfinite=skip.",
+            )
+
+    def _gather(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        if self.data_group is None:
+            return [item]
+        gathered: list[Any] = [None] * dist.get_world_size(self.data_group)
+        dist.all_gather_object(gathered, item, group=self.data_group)
+        return gathered
+
+
+def move(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on `device`."""
+    if device.type == "cpu":
+        return batch
+    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def _sample_ids(batches: Sequence[Batch]) -> list[str]:
+    return [sample_id for batch in batches for sample_id in batch["sample_ids"]]
+
+
+def _shortened(ids: Sequence[str], most: int = 8) -> str:
+    return ", ".join(map(str, ids[:most])) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+
+
+@contextmanager
+def explained_out_of_memory(batches: Sequence[Batch], step: int) -> Iterator[None]:
+    """Turn the device's out-of-memory error into one that names the batch and the levers."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        shapes = [{k: tuple(v.shape) for k, v in b.items() if isinstance(v, torch.Tensor) and v.ndim} for b in batches]
+        raise MachineError(
+            f"out of memory in step {step} on batches {shapes}",
+            where=f"samples {_shortened(_sample_ids(batches))}",
+            way_out="Lower training.micro_batch_size (raise gradient_accumulation_steps to keep the global batch) or "
+            "data.dataset_param.basic_parameters.cutoff_len, shard over more ranks, or set "
+            "parallel.fsdp_plan.cpu_offload.",
+        ) from error

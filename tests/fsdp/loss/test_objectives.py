@@ -1,0 +1,121 @@
+"""Objectives against formulas written out by hand, in fp64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.loss.objectives import build_objective
+
+
+class TinyModel(nn.Module):
+    """Embedding and head; its own loss is the mean over label tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8, dtype=torch.float64)
+        self.head = nn.Linear(8, 11, bias=False, dtype=torch.float64)
+        self.rows_seen = 0
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.embed(input_ids))
+        self.rows_seen = logits.shape[:-1].numel()
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1), ignore_index=-100)
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def batch(seed=1, trained=((2, 5), (1, 6))):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 11, (2, 7), generator=generator)
+    labels = torch.full_like(ids, -100)
+    for row, (start, stop) in enumerate(trained):
+        labels[row, start:stop] = ids[row, start:stop]
+    shift = torch.full_like(labels, -100)
+    shift[:, :-1] = labels[:, 1:]
+    return {"input_ids": ids, "labels": labels, "shift_labels": shift, "sample_ids": ["a", "b"]}
+
+
+def run(loss_type, given):
+    model = TinyModel()
+    head = LabelledRowsHead(model.head)
+    objective = build_objective(loss_type, model, head)
+    prepared = [objective.prepare(b) for b in given]
+    counts = objective.count(prepared)
+    total = sum(objective.terms(model, b)["loss"] for b in prepared) / counts["loss"]
+    total.backward()
+    return model, counts, total
+
+
+def by_hand(given, per_sample):
+    """Every token's −log p from full logits, then the mean over tokens, or over samples of means over tokens."""
+    model = TinyModel()
+    means, tokens = [], []
+    for b in given:
+        log_p = F.log_softmax(model(b["input_ids"]).logits, dim=-1)
+        for row, targets in enumerate(b["shift_labels"]):
+            losses = [-log_p[row, at, target] for at, target in enumerate(targets.tolist()) if target >= 0]
+            tokens += losses
+            means += [sum(losses) / len(losses)] if losses else []
+    loss = sum(means) / len(means) if per_sample else sum(tokens) / len(tokens)
+    loss.backward()
+    return model, loss
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "per_sample"), [("default", False), ("per_token_loss", False), ("per_sample_loss", True)]
+)
+def test_cross_entropy_equals_the_formula(loss_type, per_sample):
+    given = [batch(1), batch(2, trained=((0, 2), (3, 7)))]
+    model, _, loss = run(loss_type, given)
+    reference, expected = by_hand(given, per_sample)
+    assert abs(loss.item() - expected.item()) < 1e-14
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() < 1e-14
+
+
+def test_per_sample_and_per_token_differ_on_uneven_masks():
+    given = [batch(1, trained=((1, 2), (1, 7)))]
+    assert abs(run("default", given)[2].item() - run("per_sample_loss", given)[2].item()) > 1e-3
+
+
+def test_head_sees_labelled_rows_only():
+    model, counts, _ = run("default", [batch()])
+    assert model.rows_seen == counts["loss"] == 8
+
+
+def test_row_without_label_has_weight_zero_per_sample():
+    given = [batch(1, trained=((2, 5), (0, 0)))]
+    _, counts, loss = run("per_sample_loss", given)
+    assert counts["loss"] == 1
+    assert abs(loss.item() - by_hand(given, per_sample=True)[1].item()) < 1e-14
+
+
+def test_batch_without_labels_gives_zero_and_zero_gradients():
+    model = TinyModel()
+    objective = build_objective("default", model, LabelledRowsHead(model.head))
+    prepared = objective.prepare(batch(trained=((0, 0), (0, 0))))
+    loss = objective.terms(model, prepared)["loss"]
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad.abs().max() == 0.0 for p in model.parameters())
+
+
+def test_raw_averages_a_bare_mean_over_micro_batches():
+    given = [batch(1), batch(2, trained=((0, 2), (3, 7)))]
+    _, counts, loss = run("raw", given)
+    reference = TinyModel()
+    expected = sum(reference(b["input_ids"], b["labels"]).loss for b in given) / 2
+    assert counts["loss"] == 2
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-14)
+
+
+def test_cross_entropy_without_a_head_is_an_error():
+    with pytest.raises(ConfigError, match="needs a model with an output head"):
+        build_objective("default", TinyModel(), None)
