@@ -1,0 +1,147 @@
+"""Joins the process group: from torchrun's or Slurm's environment, or as a group of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
+from mindspeed_mm.fsdp.utils.device import distributed_backend, get_device_type, set_local_device
+
+DEFAULT_MASTER_PORT = 29500
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """Place of this process in the job, as its launcher states it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    master_address: str = ""
+    """Empty for a process on its own, which needs no rendezvous."""
+    master_port: int = DEFAULT_MASTER_PORT
+
+
+def initialize_distributed(timeout_s: float) -> tuple[int, int, int]:
+    """Bind this process to its device and join the job's process group.
+
+    Args:
+        timeout_s: Limit on the rendezvous and on every collective after it.
+
+    Returns:
+        `(rank, local_rank, world_size)`.
+
+    Raises:
+        MachineError: The launcher's variables contradict each other, or the group does not come together.
+    """
+    info = resolve_launch(os.environ)
+    set_local_device(info.local_rank)
+    if not dist.is_initialized():
+        _join(info, timedelta(seconds=timeout_s))
+    return info.rank, info.local_rank, info.world_size
+
+
+def shutdown_distributed() -> None:
+    """Leave the process group, once every rank has arrived, and forget the meshes.
+
+    Called while an error is under way, it does not wait: the other ranks may never arrive.
+    """
+    destroy_parallel_state()
+    if not dist.is_initialized():
+        return
+    if sys.exc_info()[0] is None:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def resolve_launch(environment: Mapping[str, str]) -> LaunchInfo:
+    """Read torchrun's variables, else those of a Slurm step, else a job of one process.
+
+    Raises:
+        MachineError: A variable is missing beside its siblings, is no number, or is out of range.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        info = _from_torchrun(environment)
+    elif int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        info = _from_slurm(environment)
+    else:
+        info = LaunchInfo(rank=0, local_rank=0, world_size=1)
+    if not 0 <= info.rank < info.world_size:
+        raise MachineError(f"rank {info.rank} is outside a world of {info.world_size}", key="RANK")
+    return info
+
+
+def first_host(node_list: str) -> str:
+    """The first name of Slurm's compressed list: `node[07-09,12],gpu1` → `node07`."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
+    if match is None:
+        raise MachineError(f"cannot read the host list {node_list!r}", key="SLURM_STEP_NODELIST")
+    prefix, first_number, suffix = match.groups(default="")
+    return prefix + first_number + suffix
+
+
+def _from_torchrun(environment: Mapping[str, str]) -> LaunchInfo:
+    rank, world_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    return LaunchInfo(
+        rank=rank,
+        local_rank=_number(environment, "LOCAL_RANK", default=0 if world_size == 1 else None),
+        world_size=world_size,
+        master_address=environment.get("MASTER_ADDR", "localhost" if world_size > 1 else ""),
+        master_port=_number(environment, "MASTER_PORT", default=DEFAULT_MASTER_PORT),
+    )
+
+
+def _from_slurm(environment: Mapping[str, str]) -> LaunchInfo:
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+    # Jobs that share a node must not share a port.
+    own_port = 20000 + _number(environment, "SLURM_JOB_ID", default=0) % 20000
+    return LaunchInfo(
+        rank=_number(environment, "SLURM_PROCID"),
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        world_size=_number(environment, "SLURM_STEP_NUM_TASKS"),
+        master_address=environment.get("MASTER_ADDR") or first_host(hosts),
+        master_port=_number(environment, "MASTER_PORT", default=own_port),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name, "" if default is None else str(default))
+    if not text.isdigit():
+        found = f"is {text!r}, not a number" if text else "is not set, though other variables of the launcher are"
+        raise MachineError(
+            f"{name} {found}",
+            where="environment",
+            key=name,
+            way_out="Start with `mm train --nproc N`, torchrun or srun; unset RANK and WORLD_SIZE for one process.",
+        )
+    return int(text)
+
+
+def _join(info: LaunchInfo, timeout: timedelta) -> None:
+    try:
+        if info.master_address:
+            # torch reads the meeting place from the environment, where it also learns of an agent's store.
+            os.environ.update(MASTER_ADDR=info.master_address, MASTER_PORT=str(info.master_port))
+            dist.init_process_group(_backend(), rank=info.rank, world_size=info.world_size, timeout=timeout)
+        else:
+            dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    except (RuntimeError, ValueError) as error:  # torch's DistError family, and addresses it cannot read
+        raise MachineError(
+            f"rank {info.rank} of {info.world_size} could not join the job: {str(error).splitlines()[0]}",
+            where=f"{info.master_address}:{info.master_port}" if info.master_address else "",
+            way_out="Check that every rank was started, that the address is reachable and the port free.",
+        ) from error
+
+
+def _backend() -> str:
+    """Beside the accelerator's library there is always gloo, for what lives on the host."""
+    device_type = get_device_type()
+    return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{distributed_backend()}"

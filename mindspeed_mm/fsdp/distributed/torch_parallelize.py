@@ -1,0 +1,129 @@
+"""Applies the `parallel` section of a configuration to a model, in place.
+
+The order is that of `fsdp/train/assemble.py`: pipeline split → tensor → expert → context, then sharding (units, then
+the root), then prefetch order. No step renames a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
+    Unit,
+    is_below,
+    plan_units,
+    replicate_modules,
+    set_gradient_sync,
+    set_prefetch,
+    shard_units,
+    sum_gradients,
+)
+from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+
+__all__ = ["ParallelApplier", "set_gradient_sync"]
+
+
+class ParallelApplier:
+    """Applies a parallel plan to a model; `applier(model)` takes its own steps in order.
+
+    Args:
+        parallel_args: The `parallel` section.
+        shard_modules: The model's own list of modules to wrap one by one, in execution order. Patterns in
+            `fsdp_plan.apply_modules` win over it.
+        tie_groups: Names of modules that share a parameter.
+    """
+
+    def __init__(
+        self,
+        parallel_args: ParallelArguments,
+        *,
+        shard_modules: Sequence[str] = (),
+        tie_groups: Sequence[Sequence[str]] = (),
+    ) -> None:
+        self._parallel = parallel_args
+        self._plan = parallel_args.fsdp_plan
+        self._shard_modules = shard_modules
+        self._tie_groups = tie_groups
+        self._units: list[Unit] = []
+        self._model_shards_itself = False
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        """All steps of this applier. The parallel state exists; parameters are on meta or real."""
+        self.pre_fully_shard_apply(model)
+        self.fully_shard_apply(model)
+        self.post_fully_shard_apply(model)
+        return model
+
+    def pre_fully_shard_apply(self, model: nn.Module) -> None:
+        """Steps before sharding, each on one-device modules: pipeline split, tensor, expert, context.
+
+        Raises:
+            ConfigError: The plan asks for one of them: sharding alone would train another model than the plan says.
+        """
+        sizes = {
+            "pipeline_parallel_size": self._parallel.pipeline_parallel_size,
+            "tensor_parallel_size": self._parallel.tensor_parallel_size,
+            "expert_parallel_size": self._parallel.expert_parallel_size,
+            "ring_attention_size": self._parallel.ring_attention_size,
+            "ulysses_parallel_size": self._parallel.ulysses_parallel_size,
+        }
+        for key, size in sizes.items():
+            if size > 1:
+                raise ConfigError(f"{size} is not supported yet, only 1", key=f"parallel.{key}")
+
+    def fully_shard_apply(self, model: nn.Module) -> None:
+        """Shard parameters, gradients and optimizer state; gradients are summed.
+
+        A model's own `fully_shard(fsdp_plan) -> bool` is asked first; True means that it has done the work.
+        """
+        own_hook = getattr(model, "fully_shard", None)
+        self._model_shards_itself = own_hook is not None and own_hook(self._plan)
+        if not self._model_shards_itself:
+            self._shard(model)
+        sum_gradients(model)
+
+    def post_fully_shard_apply(self, model: nn.Module) -> None:
+        """Set the order of prefetching.
+
+        A model's own `set_modules_to_prefetch(fsdp_plan, ep_plan) -> bool` is asked first.
+        """
+        own_hook = getattr(model, "set_modules_to_prefetch", None)
+        if own_hook is not None and own_hook(self._plan, self._parallel.ep_plan):
+            return
+        if not self._model_shards_itself:
+            forward, backward = self._plan.num_to_forward_prefetch, self._plan.num_to_backward_prefetch
+            set_prefetch(model, self._units, forward, backward)
+
+    def _shard(self, model: nn.Module) -> None:
+        state = get_parallel_state()
+        mesh = state.get_hsdp_device_mesh() if state.is_hsdp_enable() else state.get_fsdp_device_mesh()
+        ignored = self._ignored_modules(model)
+        trained_whole = [
+            name for name in ignored if any(p.requires_grad for p in model.get_submodule(name).parameters())
+        ]
+        if trained_whole and state.sizes.world > 1:
+            replicate_modules(map(model.get_submodule, trained_whole), state.build_copies_device_mesh())
+        self._units = plan_units(self._module_names(model), self._tie_groups, ignored)
+        ignored_params = {p for name in ignored for p in model.get_submodule(name).parameters()}
+        shard_units(model, self._units, self._plan, mesh, ignored_params)
+
+    def _module_names(self, model: nn.Module) -> Sequence[str]:
+        if not self._plan.apply_modules:
+            return self._shard_modules
+        return resolve_patterns(self._plan.apply_modules, _names(model), key="parallel.fsdp_plan.apply_modules")
+
+    def _ignored_modules(self, model: nn.Module) -> list[str]:
+        """The outermost of the modules that `ignored_modules` names."""
+        if not self._plan.ignored_modules:
+            return []
+        names = resolve_patterns(self._plan.ignored_modules, _names(model), key="parallel.fsdp_plan.ignored_modules")
+        return [name for name in names if not is_below(name, set(names) - {name})]
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules()]
