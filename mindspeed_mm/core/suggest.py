@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """Up to `most` known words that look like `word`, best first."""
-    return difflib.get_close_matches(word, list(known), n=most, cutoff=0.6)
+def nearest(word: str, known: Iterable[str], most: int = 1, likeness: float = 0.6) -> list[str]:
+    """Up to `most` known words at least so like `word` (from 0 to 1), best first."""
+    return difflib.get_close_matches(word, list(known), n=most, cutoff=likeness)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

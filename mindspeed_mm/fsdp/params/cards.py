@@ -1,0 +1,94 @@
+"""What is known of models and datasets without importing them: their ids and their own configuration keys.
+
+A built-in one has a `card.yaml` in its folder (`ids`, and `keys`: key → default). An outside plugin declares its keys
+with its registration; they are handed in as `PluginKeys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.config_text import read_config_text
+from mindspeed_mm.fsdp.params.yaml_parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml_tree import plain
+
+_ENGINE = Path(__file__).resolve().parents[1]
+
+KNOWN_MODEL_IDS = frozenset(
+    [
+        "qwen3",
+        "qwen3_moe",
+        "gpt_oss",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_omni_moe",
+        "qwen3_tts",
+        "qwen3_asr",
+        "kimi_k25",
+        "kimi_k3",
+        "mimo_v25",
+        "minimax_m3_vl",
+        "step3_vl",
+        "ltx2",
+        "ltx2_3",
+        "wan2_2_container",
+        "funasr",
+        "cosyvoice3_lm",
+        "moss_tts_delay",
+    ]
+)
+"""Ids that files name; the card of one says that it is built in."""
+KNOWN_DATASET_TYPES = frozenset(
+    [
+        "huggingface",
+        "qwen3_asr",
+        "ltx2_precomputed",
+        "ltx2_3_precomputed",
+        "wan2_2",
+        "qwen3tts",
+        "funasr",
+        "cosyvoice",
+        "mosstts_delay",
+    ]
+)
+"""Dataset types that files name."""
+
+
+@dataclass(frozen=True)
+class PluginKeys:
+    """Keys that outside plugins declared with their registration: key → default (None takes any value).
+
+    A dataset's key may name a sub-section: `basic_parameters.frames`.
+    """
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    dataset: Mapping[str, Any] = field(default_factory=dict)
+
+
+@cache
+def model_cards() -> dict[str, Mapping[str, Any]]:
+    """Built-in model id → its own keys with their defaults."""
+    return _read_cards(_ENGINE / "models")
+
+
+@cache
+def dataset_cards() -> dict[str, Mapping[str, Any]]:
+    """Built-in dataset type → its own keys with their defaults."""
+    return {"huggingface": {}, **_read_cards(_ENGINE / "data" / "datasets")}
+
+
+def _read_cards(folder: Path) -> dict[str, Mapping[str, Any]]:
+    cards: dict[str, Mapping[str, Any]] = {}
+    for path in sorted(folder.glob("*/card.yaml")):
+        card = plain(parse_yaml(read_config_text(path), str(path)).root)
+        if not isinstance(card, dict) or not isinstance(card.get("ids"), list):
+            raise ConfigError("a card holds 'ids', a list", where=str(path))
+        cards.update({name: card.get("keys") or {} for name in card["ids"]})
+    return cards

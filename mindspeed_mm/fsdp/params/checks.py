@@ -1,0 +1,170 @@
+"""Rules that hold between keys, and the list of features that this version does not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.patterns import compile_pattern
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features, value_at
+
+__all__ = ["check_cross_section", "unbuilt_features"]
+
+PATTERN_KEYS = (
+    "model.freeze",
+    "parallel.fsdp_plan.apply_modules",
+    "parallel.fsdp_plan.ignored_modules",
+    "parallel.fsdp_plan.hook_modules",
+    "parallel.tp_plan.colwise_parallel",
+    "parallel.tp_plan.rowwise_parallel",
+    "parallel.tp_plan.sequence_parallel",
+    "parallel.ep_plan.apply_modules",
+    "parallel.ep_plan.apply_efsdp_modules",
+    "features.recompute_plan.apply_modules",
+    "features.activation_offload_plan.apply_modules",
+    "features.chunkmbs_plan.apply_modules",
+    "training.lora.target_modules",
+    "training.lora.modules_to_save",
+    "training.allow_missing",
+    "training.allow_unexpected",
+)
+"""Keys that hold patterns."""
+
+
+def check_cross_section(arguments: Arguments) -> list[Problem]:
+    """Every rule between keys that the configuration breaks. Pure: no file, no model, no device is asked."""
+    return [problem for rule in _RULES for problem in rule(arguments)]
+
+
+def _patterns_are_well_formed(arguments: Arguments) -> Iterator[Problem]:
+    for key in PATTERN_KEYS:
+        for pattern in value_at(arguments, key) or ():
+            try:
+                compile_pattern(pattern, key=key)
+            except ConfigError as error:
+                yield from error.problems
+
+
+def _something_is_trained(arguments: Arguments) -> Iterator[Problem]:
+    if "*" not in arguments.model.freeze:
+        return
+    if arguments.training.lora.enable:
+        yield Problem(
+            "'*' freezes everything, the adapters of training.lora.enable included",
+            key="model.freeze",
+            way_out="Take it out: training.lora freezes all but the adapters by itself.",
+        )
+    else:
+        yield Problem(
+            "'*' freezes everything: nothing is left to train", key="model.freeze", way_out="Name parts of it."
+        )
+
+
+def _learning_rates_are_in_order(arguments: Arguments) -> Iterator[Problem]:
+    training = arguments.training
+    for name in ("lr_min", "lr_start"):
+        value = getattr(training, name)
+        if value > training.lr:
+            yield Problem(f"{value} is above training.lr, {training.lr}", key=f"training.{name}", way_out="Lower it.")
+    if training.lr_decay_style == "wsd" and training.lr_warmup_ratio + training.lr_decay_ratio > 1:
+        yield Problem(
+            f"{training.lr_decay_ratio} and lr_warmup_ratio, {training.lr_warmup_ratio}, make more than all steps",
+            key="training.lr_decay_ratio",
+            way_out="For wsd it is the share of the steps that decay, e.g. 0.1.",
+        )
+
+
+def _scaling_plan_is_regex(arguments: Arguments) -> Iterator[Problem]:
+    for index, entry in enumerate(arguments.training.lr_scaling_plan):
+        try:
+            re.compile(entry.match)
+        except re.error as error:
+            key = f"training.lr_scaling_plan.{index}.match"
+            yield Problem(f"'{entry.match}' is not a regular expression: {error}", key=key)
+
+
+def _weights_have_one_source(arguments: Arguments) -> Iterator[Problem]:
+    training = arguments.training
+    if arguments.model.train_from_scratch and training.load and training.load_format == "hf":
+        yield Problem(
+            "true, but training.load names weights to start from",
+            key="model.train_from_scratch",
+            way_out="Keep one of them.",
+        )
+
+
+def _pixel_limits_are_in_order(arguments: Arguments) -> Iterator[Problem]:
+    for name in ("dataset_param", "val_dataset_param"):
+        dataset = getattr(arguments.data, name)
+        for media in ("image", "video") if dataset else ():
+            least = getattr(dataset.preprocess_parameters, f"{media}_min_pixels")
+            most = getattr(dataset.preprocess_parameters, f"{media}_max_pixels")
+            if least > most:
+                key = f"data.{name}.preprocess_parameters.{media}_min_pixels"
+                yield Problem(f"{least} is above {media}_max_pixels, {most}", key=key, way_out="Lower it.")
+
+
+def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
+    basic = arguments.data.dataset_param.basic_parameters
+    sources = {
+        "data.val_dataset_param": arguments.data.val_dataset_param,
+        "data.dataset_param.basic_parameters.val_dataset": basic.val_dataset,
+        "data.dataset_param.basic_parameters.val_rate": basic.val_rate,
+    }
+    given = [key for key, value in sources.items() if value]
+    if len(given) > 1:
+        yield Problem(f"is given beside {given[1]}", key=given[0], way_out="Keep one source of validation rows.")
+    is_plugin = arguments.data.dataset_param.dataset_type != "huggingface"
+    if arguments.training.val_interval and not given and not is_plugin:
+        yield Problem(
+            f"{arguments.training.val_interval}, but there are no rows for validation",
+            key="training.val_interval",
+            way_out="Give data.dataset_param.basic_parameters.val_dataset or val_rate.",
+        )
+
+
+def _prefetch_has_workers(arguments: Arguments) -> Iterator[Problem]:
+    loader = arguments.data.dataloader_param
+    if loader.prefetch_factor is not None and loader.num_workers == 0:
+        key = "data.dataloader_param.prefetch_factor"
+        yield Problem(f"{loader.prefetch_factor}, but num_workers is 0", key=key, way_out="Leave one of them out.")
+
+
+def _profile_has_steps(arguments: Arguments) -> Iterator[Problem]:
+    profile, memory = arguments.tools.profile, arguments.tools.memory_profile
+    if (
+        profile.enable
+        and profile.profile_type == "static"
+        and profile.static_param.end_step <= profile.static_param.start_step
+    ):
+        yield _no_steps("tools.profile.static_param", profile.static_param.start_step)
+    if memory.enable and memory.end_step <= memory.start_step:
+        yield _no_steps("tools.memory_profile", memory.start_step)
+
+
+def _no_steps(section: str, start: int) -> Problem:
+    return Problem(f"is not after start_step, {start}", key=f"{section}.end_step", way_out="Raise it.")
+
+
+def _recompute_is_given_once(arguments: Arguments) -> Iterator[Problem]:
+    """The loader moves both keys to `features`; a tree made in code may still hold two answers."""
+    for name in ("recompute", "recompute_plan"):
+        value, other = getattr(arguments.parallel, name), getattr(arguments.features, name)
+        if value is not None and value != other:
+            yield Problem(f"differs from features.{name}", key=f"parallel.{name}", way_out="Keep one of them.")
+
+
+_RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
+    _patterns_are_well_formed,
+    _something_is_trained,
+    _learning_rates_are_in_order,
+    _scaling_plan_is_regex,
+    _weights_have_one_source,
+    _pixel_limits_are_in_order,
+    _validation_has_one_source,
+    _prefetch_has_workers,
+    _profile_has_steps,
+    _recompute_is_given_once,
+)

@@ -1,0 +1,203 @@
+"""From a YAML file and overrides to a checked configuration, with the origin of every value.
+
+Priority: command line, then the file, then the defaults. All problems of a file are reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import PluginKeys
+from mindspeed_mm.fsdp.params.checks import check_cross_section
+from mindspeed_mm.fsdp.params.config_text import read_config_text
+from mindspeed_mm.fsdp.params.key_renames import Notes, settle_keys
+from mindspeed_mm.fsdp.params.origins import Origin, dump_with_origins, leaves
+from mindspeed_mm.fsdp.params.overrides import COMMAND_LINE, parse_override, put_over
+from mindspeed_mm.fsdp.params.paths import locate_inputs, resolve_path
+from mindspeed_mm.fsdp.params.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
+from mindspeed_mm.fsdp.params.unknown_keys import judge_keys
+from mindspeed_mm.fsdp.params.value_messages import problems_of
+from mindspeed_mm.fsdp.params.yaml_parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml_tree import Node, clone, find, place_of, plain, text_at, value_at_key
+
+__all__ = [
+    "PluginKeys",
+    "ResolvedConfig",
+    "dump_resolved",
+    "load_config",
+    "read_plugins",
+    "resolve_path",
+    "resolved_dict",
+]
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration that has been checked."""
+
+    arguments: Arguments
+    path: Path
+    text: str
+    """The file as it is on disk."""
+    origins: dict[str, Origin]
+    """Dotted key of every value → where it came from."""
+    warnings: tuple[str, ...]
+    """What was accepted but should be written otherwise."""
+    unchecked: tuple[str, ...]
+    """Keys that only a plugin can judge that was not imported."""
+
+    def locate(self, problems: Iterable[Problem]) -> list[Problem]:
+        """The problems with file and line of their key, where the file has it."""
+        return [
+            Problem(problem.what, problem.where or self._where(problem.key), problem.key, problem.way_out)
+            for problem in problems
+        ]
+
+    def _where(self, key: str) -> str:
+        origin = self.origins.get(key)
+        return origin.where if origin and origin.kind == "yaml" else ""
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, plugin_keys: PluginKeys | None = None) -> ResolvedConfig:
+    """Read, check and resolve a configuration.
+
+    Args:
+        path: YAML file.
+        overrides: `section.key=value`, each value parsed as YAML.
+        plugin_keys: Keys that imported plugins declared. Without them the keys of an outside plugin are listed as
+            unchecked.
+
+    Raises:
+        ConfigError: Every problem of the file and of the overrides, each with its place.
+    """
+    text, root, notes = _read(path, overrides, plugin_keys)
+    locate_inputs(root, path)
+    scope = build_scope(root, plugin_keys)
+    notes.problems += check_ids(root, plugin_keys)
+    findings = judge_keys(root, scope)
+    notes.problems += findings.problems
+    card_defaults = fill_declared(root, scope)
+    arguments = _validate(root, notes)
+    if arguments is None or notes.problems:
+        raise _all_at_once(path, notes.problems)
+    return ResolvedConfig(
+        arguments=arguments,
+        path=path,
+        text=text,
+        origins=_origins(arguments, root, card_defaults),
+        warnings=tuple(str(problem) for problem in notes.warnings),
+        unchecked=tuple(findings.unchecked),
+    )
+
+
+def read_plugins(path: Path, overrides: Sequence[str] = ()) -> tuple[list[str], str | None, str | None]:
+    """`training.plugin`, `model.model_id` and the dataset type, so that plugins can be imported before all is checked.
+
+    Raises:
+        ConfigError: The file is not readable as YAML.
+    """
+    _, root, _ = _read(path, overrides, None)
+    plugins = value_at_key(root, "training.plugin")
+    names = [plugins] if isinstance(plugins, str) else plugins if isinstance(plugins, list) else []
+    return (
+        [name for name in names if isinstance(name, str)],
+        text_at(root, "model.model_id"),
+        text_at(root, "data.dataset_param.dataset_type"),
+    )
+
+
+def resolved_dict(config: ResolvedConfig) -> dict[str, Any]:
+    """The whole configuration as plain values."""
+    return config.arguments.model_dump(mode="json")
+
+
+def dump_resolved(config: ResolvedConfig) -> str:
+    """The whole configuration as YAML; the origin of each value is a comment beside it."""
+    return dump_with_origins(resolved_dict(config), config.origins)
+
+
+def _read(path: Path, overrides: Sequence[str], plugin_keys: PluginKeys | None) -> tuple[str, Node, Notes]:
+    """The file's text, and its tree with the overrides in it, every key under the name that it has here."""
+    text = read_config_text(path)
+    document = parse_yaml(text, str(path))
+    notes = Notes(problems=list(document.problems))
+    root = clone(document.root)
+    if not isinstance(root.value, dict):
+        what = "the file is empty" if root.value is None else "the file does not hold sections"
+        raise ConfigError(what, where=str(root.place), way_out="It begins with 'model:', 'data:', 'training:' …")
+    own_keys = own_model_keys(root, plugin_keys)
+    settle_keys(root, notes, own_keys)
+    for override in overrides:
+        extra = parse_override(override, notes)
+        if extra is not None:
+            settle_keys(extra, notes, own_keys)
+            put_over(root, extra, notes)
+    return text, root, notes
+
+
+def _validate(root: Node, notes: Notes) -> Arguments | None:
+    """The typed tree, or None with what is wrong in `notes`."""
+    try:
+        arguments = Arguments.model_validate(plain(root))
+    except ValidationError as error:
+        notes.problems += problems_of(error, root)
+        return None
+    for problem in check_cross_section(arguments):
+        where = problem.where or _where(root, problem.key)
+        notes.problems.append(Problem(problem.what, where, problem.key, problem.way_out))
+    notes.warnings += _warn_meaningless(root)
+    return arguments
+
+
+def _where(root: Node, key: str) -> str:
+    names: list[str | int] = [int(name) if name.isdigit() else name for name in key.split(".")]
+    place = place_of(root, names)
+    return str(place) if place.line > 1 or place.source == COMMAND_LINE else ""
+
+
+def _warn_meaningless(root: Node) -> list[Problem]:
+    warnings = []
+    for media in ("image", "video"):
+        entry = find(root, f"data.dataset_param.preprocess_parameters.{media}_resolution")
+        if entry is not None and entry.node.value is not None:
+            key = f"data.dataset_param.preprocess_parameters.{media}_resolution"
+            way_out = f"{media}_max_pixels limits the size."
+            warnings.append(Problem("means nothing here and is ignored", str(entry.key), key, way_out))
+    return warnings
+
+
+def _all_at_once(path: Path, problems: Sequence[Problem]) -> ConfigError:
+    once = {(problem.where, problem.what): problem for problem in reversed(problems)}
+    ordered = sorted(once.values(), key=_by_line)
+    count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
+    return ConfigError(f"{path}: {count}", problems=ordered)
+
+
+def _by_line(problem: Problem) -> tuple[int, int]:
+    numbers = problem.where.rsplit(":", 2)[1:]
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else (1 << 30, 0)
+
+
+def _origins(arguments: Arguments, root: Node, card_defaults: set[str]) -> dict[str, Origin]:
+    return {key: _origin(key, root, card_defaults) for key, _ in leaves(arguments.model_dump(mode="json"))}
+
+
+def _origin(key: str, root: Node, card_defaults: set[str]) -> Origin:
+    entry = find(root, key)
+    if key in card_defaults:
+        return Origin("card")
+    if entry is None:
+        return Origin("default")
+    place = entry.node.place
+    if place.source == COMMAND_LINE:
+        return Origin("command line")
+    if place.source.startswith("derived: "):
+        return Origin("derived", place.source.removeprefix("derived: "))
+    return Origin("yaml", str(place))

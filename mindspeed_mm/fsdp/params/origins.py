@@ -1,0 +1,70 @@
+"""Where each value of a configuration came from, and the configuration written out with that."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./{}*-]*(?: [\w./-]+)*")
+_WORDS_WITH_MEANING = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from."""
+
+    kind: Literal["default", "card", "yaml", "command line", "derived"]
+    """`card`: default of a model's or dataset's own key. `derived`: worked out from other values."""
+    where: str = ""
+    """file:line:column, or what it was derived from."""
+
+    def __str__(self) -> str:
+        return self.where if self.kind == "yaml" else f"{self.kind}: {self.where}" if self.where else self.kind
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is not a section with keys."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def dump_with_origins(tree: Mapping[str, Any], origins: Mapping[str, Origin]) -> str:
+    """YAML of a nested dict; each value is followed by its origin as a comment."""
+    return "\n".join(_lines(tree, origins, "", 0)) + "\n"
+
+
+def _lines(tree: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str, level: int) -> Iterator[str]:
+    for name, value in tree.items():
+        head = f"{'  ' * level}{_scalar(name)}:"
+        if isinstance(value, Mapping) and value:
+            yield head
+            yield from _lines(value, origins, f"{prefix}{name}.", level + 1)
+        else:
+            origin = origins.get(prefix + name)
+            text = f"{head} {_flow(value)}"
+            yield f"{text.ljust(48)}  # {origin}" if origin else text
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_flow(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(str(name))}: {_flow(item)}' for name, item in value.items())}}}"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    """A scalar that every YAML reader reads back as it is: `1.0e-05` is a number to all of them, `1e-05` is not."""
+    if isinstance(value, str):
+        is_plain = _PLAIN_TEXT.fullmatch(value) and value.lower() not in _WORDS_WITH_MEANING
+        return value if is_plain and "{" not in value else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    return json.dumps(value)

@@ -1,0 +1,58 @@
+"""Paths in a configuration: tried against the working directory first, then against the YAML's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mindspeed_mm.fsdp.params.yaml_tree import Node, Place, find
+
+INPUT_PATHS = (
+    "model.model_name_or_path",
+    "model.checkpoint_path",
+    "model.text_encoder_path",
+    *(
+        f"data.{dataset}.{key}"
+        for dataset in ("dataset_param", "val_dataset_param")
+        for key in (
+            "basic_parameters.dataset",
+            "basic_parameters.dataset_dir",
+            "basic_parameters.val_dataset",
+            "basic_parameters.chat_template",
+            "basic_parameters.media_roots",
+            "preprocess_parameters.model_name_or_path",
+        )
+    ),
+    "training.load",
+    "training.lora.pretrained_lora_path",
+    "inference.load",
+    "inference.adapter",
+    "inference.processor_path",
+    "inference.data_path",
+)
+"""Keys whose paths must exist already; those that are written to are relative to the working directory."""
+
+
+def resolve_path(config: Path, path: str) -> Path:
+    """The path meant: as it is where it exists or is absolute, else beside the YAML if it exists there."""
+    given = Path(path).expanduser()
+    beside = config.parent / given
+    return beside if not given.is_absolute() and not given.exists() and beside.exists() else given
+
+
+def locate_inputs(root: Node, config: Path) -> None:
+    """Write input paths that exist only beside the YAML as paths that exist from here."""
+    for key in INPUT_PATHS:
+        entry = find(root, key)
+        if entry is not None:
+            _locate(entry.node, config)
+
+
+def _locate(node: Node, config: Path) -> None:
+    if isinstance(node.value, list):
+        for item in node.value:
+            _locate(item, config)
+    elif isinstance(node.value, str):
+        parts = [part.strip() for part in node.value.split(",")]
+        located = ",".join(str(resolve_path(config, part)) if part else part for part in parts)
+        if located != ",".join(parts):
+            node.value, node.place = located, Place(f"derived: beside the YAML, {node.place}")

@@ -1,0 +1,47 @@
+"""Questions about the schema's classes: which section stands at a key, and where a key of some name belongs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.value_types import OpenSection, Section
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section class inside a field's type, be it optional or a tuple of sections."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, tuple, Annotated):
+        found = (section_of(part) for part in get_args(annotation))
+        return next((section for section in found if section), None)
+    return None
+
+
+def is_open(section: type[Section]) -> bool:
+    """Whether plugins may add keys to the section."""
+    return issubclass(section, OpenSection)
+
+
+def walk_fields(section: type[Section] = Arguments, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the schema with its dotted name, sections before what they hold."""
+    for name, info in section.model_fields.items():
+        yield prefix + name, info
+        inner = section_of(info.annotation)
+        if inner is not None:
+            yield from walk_fields(inner, f"{prefix}{name}.")
+
+
+@cache
+def places_of_name() -> dict[str, list[str]]:
+    """Last part of a key → the dotted keys that end so."""
+    places: dict[str, list[str]] = {}
+    for key, _ in walk_fields():
+        if not key.startswith("data.val_dataset_param."):
+            places.setdefault(key.rpartition(".")[2], []).append(key)
+    return places

@@ -1,0 +1,103 @@
+"""Keys that are part of the schema but whose feature this version does not have: what they may be set to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.value_types import show
+
+_ANY_DATASET: dict[str, tuple[Any, ...]] = {
+    "attr.formatting": ("sharegpt", "alpaca"),
+    "attr.ranking": (False,),
+    "basic_parameters.packing": (False,),
+    "basic_parameters.neat_packing": (False,),
+    "basic_parameters.streaming": (False,),
+    "basic_parameters.async_preprocess": (False,),
+    "basic_parameters.preprocess_on_fly": (True,),
+    "basic_parameters.mix": (None,),
+    "basic_parameters.stage": ("sft",),
+    "basic_parameters.tool_format": (None,),
+    "basic_parameters.allow_remote_media": (False,),
+    "preprocess_parameters.use_audio_in_video": (False,),
+}
+
+BUILT_VALUES: dict[str, tuple[Any, ...]] = {
+    "parallel.tensor_parallel_size": (1,),
+    "parallel.pipeline_parallel_size": (1,),
+    "parallel.ring_attention_size": (1,),
+    "parallel.ulysses_parallel_size": (1,),
+    "parallel.expert_parallel_size": (1,),
+    "parallel.fsdp_plan.pregather": (False,),
+    "parallel.fsdp_plan.hook_modules": (None, ()),
+    "features.recompute": (False,),
+    "features.loss_cfg.router_aux_loss_coef": (0.0,),
+    "features.loss_cfg.router_aux_loss_offload": (False,),
+    "features.enable_chunk_loss": (False,),
+    "features.enable_dynamic_chunk_loss": (False,),
+    "features.enable_activation_offload": (False,),
+    "features.enable_chunk_mbs": (False,),
+    "features.enable_ep_balance": (False,),
+    "features.skip_moe_pad_tokens": (False,),
+    "model.attn_implementation": (
+        None,
+        "eager",
+        "sdpa",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flex_attention",
+        "mm_varlen",
+    ),
+    "model.mtp_num_layers": (0,),
+    "model.gdn_implementation": (None, "eager"),
+    "model.causal_conv1d_implementation": (None, "eager"),
+    "model.kda_implementation": (None, "eager"),
+    "model.skip_flash_attn_recompute": (False,),
+    "model.skip_gdn_recompute": (False,),
+    "model.skip_kda_recompute": (False,),
+    "model.use_grouped_expert_matmul": (False,),
+    "model.checkpoint_path": (None,),
+    "model.text_encoder_path": (None,),
+    "model.transformer": (None,),
+    "model.enable_gradient_checkpointing": (False,),
+    **{f"data.dataset_param.{key}": values for key, values in _ANY_DATASET.items()},
+    **{f"data.val_dataset_param.{key}": values for key, values in _ANY_DATASET.items()},
+    "data.dataloader_param.dataloader_mode": ("sampler", "base"),
+    "training.optimizer": ("adamw",),
+    "training.quantization_plan": (None,),
+    "training.lora.enable": (False,),
+    "tools.profile.enable": (False,),
+    "tools.memory_profile.enable": (False,),
+    "inference.adapter": (None,),
+}
+"""Key → values that this version can act on. Keys that are not listed are built."""
+
+
+def unbuilt_features(arguments: Arguments) -> list[Problem]:
+    """One problem for each key that asks for a feature this version does not have."""
+    problems = []
+    for key, built in BUILT_VALUES.items():
+        value = value_at(arguments, key)
+        if not any(value == known and type(value) is type(known) for known in built) and value is not _ABSENT:
+            problems.append(
+                Problem(
+                    f"{show(value)} asks for a feature that this version does not have",
+                    key=key,
+                    way_out=f"This version takes {' or '.join(show(known) for known in built)}.",
+                )
+            )
+    return problems
+
+
+_ABSENT = object()
+
+
+def value_at(arguments: Arguments, key: str) -> Any:
+    """The value at a dotted key; a marker that equals nothing when a section on the way is not given."""
+    value: Any = arguments
+    for name in key.split("."):
+        if value is None:
+            return _ABSENT
+        value = getattr(value, name)
+    return value

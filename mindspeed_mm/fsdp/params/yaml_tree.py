@@ -1,0 +1,128 @@
+"""A YAML file as a tree that knows the place of every key and value, and how to read and change such a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was written."""
+
+    source: str
+    """A file as the user named it, or `command line`."""
+    line: int = 0
+    """From 1; 0 outside of files."""
+    column: int = 0
+    """From 1."""
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+
+@dataclass
+class Node:
+    """A value with its place. `value` is a scalar, a list of nodes, or a dict of entries."""
+
+    value: Any
+    place: Place
+    size: int = 1
+    """Nodes inside, with aliases written out."""
+    depth: int = 0
+    """Levels inside."""
+    anchored: bool = False
+    """It, or something in it, has an anchor."""
+
+
+@dataclass
+class Entry:
+    """One key of a mapping."""
+
+    key: Place
+    node: Node
+
+
+def plain(node: Node) -> Any:
+    """The value without places."""
+    if isinstance(node.value, dict):
+        return {name: plain(entry.node) for name, entry in node.value.items()}
+    if isinstance(node.value, list):
+        return [plain(item) for item in node.value]
+    return node.value
+
+
+def clone(node: Node) -> Node:
+    """A copy that shares nothing with the original, nor with itself where aliases did."""
+    value = node.value
+    if isinstance(value, dict):
+        value = {name: Entry(entry.key, clone(entry.node)) for name, entry in value.items()}
+    elif isinstance(value, list):
+        value = [clone(item) for item in value]
+    return Node(value, node.place, node.size, node.depth, node.anchored)
+
+
+def find(root: Node, key: str) -> Entry | None:
+    """The entry at a dotted key."""
+    node, entry = root, None
+    for name in key.split("."):
+        entry = node.value.get(name) if isinstance(node.value, dict) else None
+        if entry is None:
+            return None
+        node = entry.node
+    return entry
+
+
+def value_at_key(root: Node, key: str) -> Any:
+    """The plain value at a dotted key, or None."""
+    entry = find(root, key)
+    return plain(entry.node) if entry else None
+
+
+def text_at(root: Node, key: str) -> str | None:
+    """The value at a dotted key if it is a text."""
+    value = value_at_key(root, key)
+    return value if isinstance(value, str) else None
+
+
+def take(root: Node, key: str) -> Entry | None:
+    """Remove and return the entry at a dotted key."""
+    entry = find(root, key)
+    if entry is not None:
+        parent, _, name = key.rpartition(".")
+        holder = find(root, parent) if parent else None
+        (holder.node if holder else root).value.pop(name)
+    return entry
+
+
+def nest(key: str, entry: Entry) -> Node:
+    """A tree that holds one entry at a dotted key."""
+    *parents, last = key.split(".")
+    node = Node({last: entry}, entry.key)
+    for name in reversed(parents):
+        node = Node({name: Entry(entry.key, node)}, entry.key)
+    return node
+
+
+def merge(root: Node, extra: Node) -> None:
+    """Put `extra` over `root`: mappings key by key, anything else as a whole."""
+    for name, entry in extra.value.items():
+        held = root.value.get(name)
+        if held is None or not isinstance(held.node.value, dict) or not isinstance(entry.node.value, dict):
+            root.value[name] = entry
+        else:
+            merge(held.node, entry.node)
+
+
+def place_of(root: Node, location: Sequence[str | int]) -> Place:
+    """Place of the value at a path of keys and list positions, or of the last part of the path that exists."""
+    node = root
+    for step in location:
+        if isinstance(node.value, dict) and step in node.value:
+            node = node.value[step].node
+        elif isinstance(node.value, list) and isinstance(step, int) and step < len(node.value):
+            node = node.value[step]
+        else:
+            break
+    return node.place
