@@ -1,8 +1,8 @@
 """Writes the digits example: scikit-learn's 1,797 scanned digits as image conversations, and a tiny Qwen3-VL folder.
 
-Run `python examples/digits/make_digits.py [FOLDER]` (default `runs/digits`). Nothing is downloaded; the same seed writes
-the same rows. A scan belongs to one split only, alone or beside others, so no test image shows a digit trained on.
-Training pictures are turned and moved a little, each its own way; validation and test pictures are the scans as they are.
+Run `python examples/digits/make_digits.py [FOLDER]` (default `runs/digits`). Nothing is downloaded; the same seed
+writes the same rows. A scan belongs to one split only, alone or beside others, so no test picture shows a scan trained
+on. Training pictures are turned and moved a little, each its own way; the others are the scans as they are.
 """
 
 from __future__ import annotations

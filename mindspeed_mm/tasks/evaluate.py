@@ -1,0 +1,131 @@
+"""`mm evaluate`: answers held-out questions by generation and counts exact matches, per task."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.tasks.answering import answer_all
+from mindspeed_mm.tasks.generation import Answer, load_generator
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
+from mindspeed_mm.tasks.questions import Question, read_questions
+from mindspeed_mm.tasks.scoring import Score, is_exact_match, score
+
+RESULTS = "results.json"
+SAMPLES = "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores by task, in the order of first appearance, and over all questions."""
+
+    tasks: dict[str, Score]
+    overall: Score
+    facts: dict[str, Any]
+    samples: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `results.json` holds."""
+        tasks = {name: score.to_dict() for name, score in self.tasks.items()}
+        return {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts}
+
+    def lines(self) -> list[str]:
+        """The accuracy of each task, for people."""
+        return [f"accuracy, {name}: {score}" for name, score in self.tasks.items()]
+
+
+def run(
+    model: Path,
+    data: Path,
+    *,
+    out: Path | None = None,
+    batch_size: int = 64,
+    max_new_tokens: int = 512,
+    media_dir: Path | None = None,
+) -> Evaluation:
+    """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
+
+    Args:
+        model: A Hugging Face folder or a run.
+        data: Rows as `read_questions` takes them, each with the model's answer.
+        out: Where the two files go; by default `eval/` inside a run, `eval/` in the working directory otherwise.
+        batch_size: Questions answered at a time.
+        max_new_tokens: Most tokens of an answer.
+        media_dir: Where relative media paths start; by default the folder of `data`.
+
+    Raises:
+        MMError: The folder is no model, rows are bad, or `out` cannot be written.
+    """
+    questions = read_questions(data, needs_answers=True, media_dir=media_dir)
+    media_dir = media_dir or data.parent
+    source = resolve_model(model)
+    out = out or (source.run or Path.cwd()) / "eval"
+    make_writable_folder(out)
+    began = time.monotonic()
+    generator = load_generator(source.folder)
+    batches = answer_all(
+        generator, questions, MediaLoader(media_dir), max_new_tokens=max_new_tokens, batch_size=batch_size
+    )
+    answers = {question.row: answer for batch in batches for question, answer in batch}
+    facts = _facts(source, data, media_dir, max_new_tokens, time.monotonic() - began, answers)
+    evaluation = evaluate_answers([(question, answers[question.row]) for question in questions], facts)
+    write_evaluation(evaluation, out)
+    return evaluation
+
+
+def evaluate_answers(answered: list[tuple[Question, Answer]], facts: dict[str, Any]) -> Evaluation:
+    """Compare each answer with the expected one."""
+    by_task: dict[str, list[bool]] = defaultdict(list)
+    samples = []
+    for question, answer in answered:
+        correct = is_exact_match(answer.text, question.expected or "")
+        by_task[question.task].append(correct)
+        samples.append(_sample(question, answer, correct))
+    tasks = {name: score(outcomes) for name, outcomes in by_task.items()}
+    overall = score(outcome for outcomes in by_task.values() for outcome in outcomes)
+    return Evaluation(tasks, overall, facts, samples)
+
+
+def write_evaluation(evaluation: Evaluation, out: Path) -> None:
+    """Write the samples, then the results: where results stand, the samples are theirs."""
+    (out / RESULTS).unlink(missing_ok=True)
+    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in evaluation.samples]
+    atomic_write_text(out / SAMPLES, "".join(lines))
+    atomic_write_text(out / RESULTS, json.dumps(evaluation.to_dict(), indent=2, ensure_ascii=False) + "\n")
+
+
+def _sample(question: Question, answer: Answer, correct: bool) -> dict[str, Any]:
+    names = question.image_names
+    return {
+        "id": question.id,
+        "task": question.task,
+        "image": names[0] if len(names) == 1 else names,
+        "question": question.text,
+        "expected": question.expected,
+        "given": answer.text,
+        "correct": correct,
+    }
+
+
+def _facts(
+    source: ModelSource,
+    data: Path,
+    media_dir: Path,
+    max_new_tokens: int,
+    seconds: float,
+    answers: dict[int, Answer],
+) -> dict[str, Any]:
+    return {
+        "model": str(source.folder.absolute()),
+        "data": str(data.absolute()),
+        "media_dir": str(media_dir.absolute()),
+        "max_new_tokens": max_new_tokens,
+        "cut_off": sum(not answer.finished for answer in answers.values()),
+        "seconds": round(seconds, 3),
+    }

@@ -1,0 +1,175 @@
+"""Greedy answers in batches from a Hugging Face folder, with transformers' own `generate`.
+
+Questions of similar length share a batch; rows are padded on the left, so that every answer starts at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+from mindspeed_mm.tasks.questions import Question, load_images
+
+SORTED_BATCHES = 8
+"""Questions are sorted by size in windows of so many batches: the pictures of one window are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said: its tokens up to and including the end token, and their text."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finished: bool
+    """False when `max_new_tokens` cut it off."""
+
+
+class Generator:
+    """A model with its processor, ready to answer.
+
+    Args:
+        model: A transformers model that generates.
+        processor: Its processor, or the tokenizer of a text model; its padding side becomes left.
+    """
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model = model.eval()
+        self.processor = processor
+        self.tokenizer = tokenizer_of(processor)
+        self.tokenizer.padding_side = "left"
+        self._end_ids = _end_ids(model, self.tokenizer)
+
+    def answer(
+        self, questions: Sequence[Question], media: MediaLoader, *, max_new_tokens: int, batch_size: int
+    ) -> Iterator[list[tuple[Question, Answer]]]:
+        """Answers, batch by batch; within a window of eight batches the questions come sorted by size.
+
+        Raises:
+            DataError: A picture cannot be read, or the model takes none.
+        """
+        window = batch_size * SORTED_BATCHES
+        for start in range(0, len(questions), window):
+            loaded = [(question, load_images(question, media)) for question in questions[start : start + window]]
+            loaded.sort(key=_size)
+            for first in range(0, len(loaded), batch_size):
+                batch = loaded[first : first + batch_size]
+                answers = self.answer_batch(batch, max_new_tokens)
+                yield list(zip((question for question, _ in batch), answers, strict=True))
+
+    def answer_batch(self, batch: Sequence[tuple[Question, list[Image.Image]]], max_new_tokens: int) -> list[Answer]:
+        """The answers to questions with their decoded pictures, in order."""
+        inputs = self._encode(batch).to(self.model.device)
+        with torch.inference_mode():
+            output_BL = self.model.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                eos_token_id=self._end_ids or None,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+        prompt_tokens = inputs["input_ids"].shape[1]
+        return [self._read_answer(row) for row in output_BL[:, prompt_tokens:].tolist()]
+
+    def _encode(self, batch: Sequence[tuple[Question, list[Image.Image]]]) -> Any:
+        """Prompts of a batch, padded on the left, with the pictures in the processor's layout."""
+        if self.processor is self.tokenizer:
+            for question, images in batch:
+                if images:
+                    raise DataError("the model takes no pictures", where=question.place, key="images")
+        conversations = [_with_images(question, images) for question, images in batch]
+        options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        if self.processor is not self.tokenizer:
+            options = {"processor_kwargs": options}
+        return self.processor.apply_chat_template(
+            conversations, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+        )
+
+    def _read_answer(self, token_ids: list[int]) -> Answer:
+        end = next((i for i, token in enumerate(token_ids) if token in self._end_ids), None)
+        kept = token_ids if end is None else token_ids[: end + 1]
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return Answer(tuple(kept), text.strip(), finished=end is not None)
+
+
+def load_generator(folder: Path) -> Generator:
+    """The model of a Hugging Face folder on this process's device, in the type that its weights are stored in.
+
+    Raises:
+        ModelFolderError: Weights, configuration or processor are missing or broken.
+    """
+    processor = load_processor(folder)  # first: it makes torchvision importable
+    find_entries(folder)  # says what is wrong with weight files in words
+    model = _load_model(folder)
+    return Generator(model.to(current_device()), processor)
+
+
+def _load_model(folder: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # seconds
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        takes_pictures = type(config) in AutoModelForImageTextToText._model_mapping
+        auto_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+        model, report = auto_class.from_pretrained(
+            folder, dtype="auto", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
+    _check_complete(report, folder)
+    return model
+
+
+def _check_complete(report: dict[str, Any], folder: Path) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in report.get(kind) or ())
+        if keys:
+            raise ModelFolderError(
+                f"{len(keys)} {kind.replace('_', ' ')}: {', '.join(keys[:5])}",
+                where=str(folder),
+                way_out="The weights do not belong to config.json.",
+            )
+
+
+def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: those of the generation configuration, else the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    if configured is None:
+        configured = tokenizer.eos_token_id
+    if configured is None:
+        return []
+    return list(configured) if isinstance(configured, list | tuple) else [configured]
+
+
+def _size(loaded: tuple[Question, list[Image.Image]]) -> tuple[int, int]:
+    """What the length of a prompt grows with: pixels first, then characters."""
+    question, images = loaded
+    pixels = sum(image.width * image.height for image in images)
+    return pixels, sum(len(str(message["content"])) for message in question.messages)
+
+
+def _with_images(question: Question, images: list[Image.Image]) -> list[dict[str, Any]]:
+    """The conversation with each image part holding its picture."""
+    remaining = iter(images)
+    conversation = []
+    for message in question.messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [{**part, "image": next(remaining)} if part["type"] == "image" else part for part in content]
+        conversation.append({"role": message["role"], "content": content})
+    return conversation

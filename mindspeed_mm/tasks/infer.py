@@ -1,0 +1,79 @@
+"""`mm infer`: one answer to a picture and a prompt, or a file of answers to a file of questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.tasks.answering import AnswerFile, answer_all
+from mindspeed_mm.tasks.generation import Answer, load_generator
+from mindspeed_mm.tasks.model_source import resolve_model
+from mindspeed_mm.tasks.questions import ask, load_images, read_questions
+
+
+@dataclass(frozen=True)
+class InferOutcome:
+    """What became of a file of questions."""
+
+    out: Path
+    answered: int
+    kept: int
+    """Answers that the file held already."""
+    cut_off: int
+    """Answers that ended at `max_new_tokens`, in the whole file."""
+
+
+def answer_prompt(model: Path, prompt: str, images: tuple[Path, ...] = (), *, max_new_tokens: int = 512) -> Answer:
+    """The answer to one prompt about some pictures.
+
+    Raises:
+        MMError: The folder is no model, or a picture cannot be read.
+    """
+    media = MediaLoader(Path.cwd(), media_roots=[image.absolute().parent for image in images])
+    question = ask(prompt, images)
+    pictures = load_images(question, media)
+    generator = load_generator(resolve_model(model).folder)
+    return generator.answer_batch([(question, pictures)], max_new_tokens)[0]
+
+
+def run(
+    model: Path,
+    data: Path,
+    out: Path,
+    *,
+    batch_size: int = 32,
+    max_new_tokens: int = 512,
+    media_dir: Path | None = None,
+    overwrite: bool = False,
+) -> InferOutcome:
+    """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
+
+    Args:
+        model: A Hugging Face folder or a run.
+        data: Rows as `read_questions` takes them.
+        out: Written batch by batch, and put into the order of the input at the end.
+        batch_size: Questions answered at a time.
+        max_new_tokens: Most tokens of an answer.
+        media_dir: Where relative media paths start; by default the folder of `data`.
+        overwrite: Forget the answers that `out` holds.
+
+    Raises:
+        MMError: The folder is no model, rows are bad, or `out` holds answers of another model or input.
+    """
+    if out.absolute() == data.absolute():
+        raise UsageError("--out names the file of questions itself", where=str(out), way_out="Choose another file.")
+    questions = read_questions(data, needs_answers=False, media_dir=media_dir)
+    source = resolve_model(model)
+    if overwrite:
+        out.unlink(missing_ok=True)
+    answers = AnswerFile(out, f"{source.fingerprint()}-{max_new_tokens}")
+    missing = answers.missing(questions)
+    kept = len(questions) - len(missing)
+    if missing:
+        generator, media = load_generator(source.folder), MediaLoader(media_dir or data.parent)
+        for batch in answer_all(generator, missing, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
+            answers.append(batch)
+    answers.sort()
+    return InferOutcome(out, len(missing), kept, sum(not record["finished"] for record in answers.records.values()))
