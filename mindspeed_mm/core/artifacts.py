@@ -238,7 +238,7 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.resolved = self.path / "resolved.yaml"
-        self.run = self.path / "run.json"
+        self.run_json = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.tensorboard = self.path / "tb"

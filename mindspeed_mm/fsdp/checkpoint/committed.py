@@ -1,0 +1,177 @@
+"""Finds the checkpoint to go on from: the newest that verifies, whatever the tracker says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.fsdp.checkpoint import layout
+from mindspeed_mm.fsdp.checkpoint.manifest import (
+    InvalidCheckpoint,
+    Manifest,
+    Verification,
+    read_manifest,
+    verify_files,
+)
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.checkpoint.recognise import recognise
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CommittedCheckpoint:
+    """A checkpoint that has been verified."""
+
+    path: Path
+    iteration: int | None
+    """None for a checkpoint that comes from elsewhere and does not say."""
+    manifest: Manifest | None
+    """None for one that comes from elsewhere: nothing could be verified."""
+    notes: tuple[str, ...] = ()
+    """What a person should know: what was cleared, which newer checkpoints were skipped and why."""
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """Context of the run that saved; empty for a checkpoint from elsewhere."""
+        return self.manifest.context if self.manifest else {}
+
+
+def find_latest(
+    save: Path, ranks: Ranks, verification: Verification, *, allow_fresh: bool = False
+) -> CommittedCheckpoint | None:
+    """The newest checkpoint of this run's own folder that verifies; what a killed save left there is cleared. Called
+    by all ranks, who share the reading.
+
+    Args:
+        save: The run folder.
+        ranks: All of them.
+        verification: How closely files are compared with the manifest.
+        allow_fresh: Return None also when checkpoints are there but none is good.
+
+    Returns:
+        None when nothing was ever committed.
+
+    Raises:
+        CheckpointError: Checkpoints are there but none is good, or the newest comes from a newer version.
+    """
+    cleared = ranks.first("clearing what a killed save left", lambda: layout.remove_leftovers(save))
+    try:
+        found = _newest_good(save, ranks, verification)
+    except InvalidCheckpoint as error:
+        if not allow_fresh:
+            raise
+        found = None
+        _log(str(error).splitlines(), ranks)
+    notes = [f"cleared {name}, which a killed save had left" for name in cleared]
+    _log([*notes, *(found.notes if found else ())], ranks)
+    return replace(found, notes=(*notes, *found.notes)) if found else None
+
+
+def open_checkpoint(path: Path, ranks: Ranks, verification: Verification) -> CommittedCheckpoint:
+    """Verify the checkpoint that a person named: a run folder's newest good one, or one step's folder. Nothing is
+    changed there. Called by all ranks.
+
+    Raises:
+        CheckpointError: It is damaged (an older one is offered), or is no checkpoint of a run.
+    """
+    kind, folder = ranks.first("looking at the checkpoint", lambda: _resolve(path))
+    if kind == "run":
+        found = _newest_good(folder, ranks, verification)
+        if found is None:
+            raise CheckpointError("holds no checkpoint", where=str(path))
+        return found
+    if kind == "foreign":
+        note = f"{folder} has no {layout.MANIFEST}: it comes from elsewhere, and damage to it would not be noticed"
+        _log([note], ranks)
+        return CommittedCheckpoint(folder, None, None, (note,))
+    try:
+        manifest = _verified(folder, ranks, verification)
+    except InvalidCheckpoint as error:
+        raise _offering_older(folder, error) from error
+    return CommittedCheckpoint(folder, manifest.iteration, manifest)
+
+
+def _resolve(path: Path) -> tuple[str, Path]:
+    """`("run", folder)`, `("ours", step folder)` or `("foreign", folder)`."""
+    kind = recognise(path)
+    if kind == "run":
+        if layout.list_iterations(path) or layout.read_tracker(path) != layout.RELEASE:
+            return "run", path
+        path = path / layout.RELEASE
+    elif kind != "dcp":
+        raise CheckpointError(
+            f"is a folder of kind '{kind}', not a checkpoint of a run",
+            where=str(path),
+            way_out="Name a Hugging Face folder in model.model_name_or_path; convert anything else to one first.",
+        )
+    return ("ours" if (path / layout.MANIFEST).exists() else "foreign"), path
+
+
+def _newest_good(save: Path, ranks: Ranks, verification: Verification) -> CommittedCheckpoint | None:
+    """Walk committed steps downwards. Raises `InvalidCheckpoint` when there are some and none is good."""
+    iterations, tracker = ranks.first(
+        "looking for checkpoints", lambda: (layout.list_iterations(save), layout.read_tracker(save))
+    )
+    skipped: list[Problem] = []
+    for iteration in reversed(iterations):
+        folder = layout.checkpoint_folder(save, iteration)
+        try:
+            manifest = _verified(folder, ranks, verification)
+        except InvalidCheckpoint as error:
+            skipped += error.problems
+            continue
+        notes = [f"skipped {problem}" for problem in skipped]
+        if tracker is not None and tracker not in map(str, iterations):
+            notes.append(f"the tracker names step {tracker}, which is not there; step {iteration} is the newest")
+        return CommittedCheckpoint(folder, iteration, manifest, tuple(notes))
+    if iterations or tracker is not None:
+        raise _none_is_good(save, skipped, tracker)
+    return None
+
+
+def _verified(folder: Path, ranks: Ranks, verification: Verification) -> Manifest:
+    """The manifest of a folder whose files all agree with it."""
+    manifest = ranks.first("reading the manifest", lambda: _manifest_of(folder))
+    shares = ranks.each(
+        "verifying",
+        lambda: verify_files(folder, manifest.files, verification, part=ranks.rank, parts=ranks.world_size),
+    )
+    if problems := list(dict.fromkeys(problem for share in shares for problem in share)):
+        raise InvalidCheckpoint(f"{folder.name} is damaged:", problems=problems)
+    return manifest
+
+
+def _manifest_of(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    if layout.checkpoint_folder(folder.parent, manifest.iteration) != folder and folder.name.startswith("iter_"):
+        raise InvalidCheckpoint(f"holds step {manifest.iteration}, which its name contradicts", where=str(folder))
+    return manifest
+
+
+def _none_is_good(save: Path, skipped: Sequence[Problem], tracker: str | None) -> InvalidCheckpoint:
+    problems = list(skipped) or [Problem(f"names step {tracker}, which is not there", str(save / layout.TRACKER))]
+    return InvalidCheckpoint(
+        f"{save}: no checkpoint in it is good. Restore one, or say --allow-fresh to start from the beginning:",
+        problems=problems,
+    )
+
+
+def _offering_older(folder: Path, error: InvalidCheckpoint) -> CheckpointError:
+    iterations = [
+        n for n in layout.list_iterations(folder.parent) if layout.checkpoint_folder(folder.parent, n) < folder
+    ]
+    if not iterations:
+        return error
+    older = layout.checkpoint_folder(folder.parent, iterations[-1])
+    return CheckpointError(f"{folder.name} is damaged. An older one is {older}:", problems=error.problems)
+
+
+def _log(lines: Sequence[str], ranks: Ranks) -> None:
+    if ranks.is_first:
+        for line in lines:
+            logger.warning(line)

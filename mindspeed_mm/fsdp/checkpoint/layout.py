@@ -1,0 +1,91 @@
+"""Names and places inside a run folder: `iter_0000123/`, its files, and the tracker."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from mindspeed_mm.core.artifacts import atomic_write_text, fsync_path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "MANIFEST.json"
+METADATA = ".metadata"
+TRAINER_STATE = "trainer_state.json"
+RELEASE = "release"
+DRAFT_SUFFIX = ".tmp"
+FORMER_SUFFIX = ".former"
+_FOLDER = re.compile(r"iter_(\d{7,})")
+
+
+def checkpoint_folder(save: Path, iteration: int) -> Path:
+    """`<save>/iter_0000123`."""
+    return save / f"iter_{iteration:07d}"
+
+
+def draft_folder(save: Path, iteration: int) -> Path:
+    """Where a checkpoint is written before it is committed."""
+    folder = checkpoint_folder(save, iteration)
+    return folder.with_name(folder.name + DRAFT_SUFFIX)
+
+
+def rng_file(rank: int) -> str:
+    """Name of a rank's random-number state."""
+    return f"rng_rank{rank}.safetensors"
+
+
+def list_iterations(save: Path) -> list[int]:
+    """Steps that have a folder, ascending; whether one is valid is not looked at."""
+    if not save.is_dir():
+        return []
+    found = (_FOLDER.fullmatch(path.name) for path in save.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def read_tracker(save: Path) -> str | None:
+    """What the tracker says: a number, `release`, or None when it is missing or unreadable."""
+    try:
+        text = (save / TRACKER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text if text == RELEASE or text.isdecimal() else None
+
+
+def write_tracker(save: Path, iteration: int) -> None:
+    """Name the newest committed step, atomically."""
+    atomic_write_text(save / TRACKER, f"{iteration}\n")
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete a committed checkpoint: it loses its name first, so that no half of it ever looks committed."""
+    doomed = folder.with_name(folder.name + DRAFT_SUFFIX)
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    fsync_path(folder.parent)
+    shutil.rmtree(doomed)
+
+
+def commit(draft: Path, folder: Path) -> None:
+    """Give a complete draft its name. A folder of that name that stands there already goes away only after that."""
+    former = folder.with_name(folder.name + FORMER_SUFFIX)
+    if folder.exists():
+        folder.rename(former)
+    draft.rename(folder)
+    fsync_path(folder.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def remove_leftovers(save: Path) -> list[str]:
+    """Clear what a killed job left: drafts, half-deleted folders, an interrupted exchange. Returns their names."""
+    cleared = []
+    for former in sorted(save.glob(f"iter_*{FORMER_SUFFIX}")):
+        folder = former.with_name(former.name.removesuffix(FORMER_SUFFIX))
+        if folder.exists():
+            shutil.rmtree(former)
+        else:
+            former.rename(folder)
+        cleared.append(former.name)
+    for draft in sorted([*save.glob(f"iter_*{DRAFT_SUFFIX}"), *save.glob(f".{TRACKER}.*{DRAFT_SUFFIX}")]):
+        shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+        cleared.append(draft.name)
+    return cleared

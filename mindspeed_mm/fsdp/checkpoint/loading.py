@@ -1,0 +1,157 @@
+"""Reads a checkpoint into a live, sharded model and its optimizer, under any world size and plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.checkpoint import layout
+from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
+from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.checkpoint.storage import Tree, read_tree
+from mindspeed_mm.fsdp.checkpoint.tree import (
+    MODEL,
+    OPTIMIZER,
+    check_same_shapes,
+    model_tensors,
+    tied_names,
+    trained_parameters,
+)
+
+WEIGHTS_ONLY = "Say --weights-only to take the weights and start with a fresh optimizer."
+
+OptimizerState = dict[str, dict[str, torch.Tensor]]
+"""Parameter → key → tensor."""
+
+
+def load_tensors(
+    checkpoint: CommittedCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+) -> None:
+    """Fill parameters, buffers and, when `optimizer` is given, its state. Called by all ranks.
+
+    Raises:
+        CheckpointError: The checkpoint was saved from another model or by another optimizer; nothing was changed.
+    """
+    reader = ranks.together("reading the index", lambda: MetadataReader(checkpoint.path))
+    held = TensorIndex(reader, checkpoint)
+    weights = ranks.together("comparing with the model", lambda: held.matched_to(model))
+    state: OptimizerState = {}
+    if optimizer is not None:
+        state = ranks.together("comparing with the optimizer", lambda: held.optimizer_room(model, optimizer))
+    tree: Tree = {MODEL: weights}
+    if state:
+        tree[OPTIMIZER] = {f"state.{name}.{key}": t for name, keys in state.items() for key, t in keys.items()}
+    with torch.no_grad():
+        read_tree(held.as_stored(tree), reader, ranks)
+    if optimizer is not None:
+        parameters = trained_parameters(model, optimizer)
+        optimizer.state.clear()
+        for name, keys in state.items():
+            optimizer.state[parameters[name]] = keys
+
+
+def load_state(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
+    """What the trainer had handed over as JSON; empty for a checkpoint from elsewhere."""
+    path = checkpoint.path / layout.TRAINER_STATE
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def load_rng(checkpoint: CommittedCheckpoint, ranks: Ranks) -> dict[str, torch.Tensor] | None:
+    """This rank's random-number state; None when it was not kept, or was kept by another number of ranks."""
+    if checkpoint.manifest is None or checkpoint.manifest.world_size != ranks.world_size:
+        return None
+    path = checkpoint.path / layout.rng_file(ranks.rank)
+    return load_file(path) if path.exists() else None
+
+
+class TensorIndex:
+    """The tensors that a checkpoint holds, compared with what is wanted of it.
+
+    Args:
+        reader: Its reader.
+        checkpoint: Where it lies and what its manifest says.
+    """
+
+    def __init__(self, reader: MetadataReader, checkpoint: CommittedCheckpoint) -> None:
+        self.path: Path = checkpoint.path
+        self.manifest = checkpoint.manifest
+        index = reader.metadata.state_dict_metadata
+        self.tensors = {k: v for k, v in index.items() if isinstance(v, TensorStorageMetadata)}
+        # A checkpoint from elsewhere may hold a bare state dict.
+        self.prefix = f"{MODEL}." if any(k.startswith((f"{MODEL}.", f"{OPTIMIZER}.")) for k in index) else ""
+
+    def model_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the model's tensors by name."""
+        return {
+            key.removeprefix(self.prefix): entry.size
+            for key, entry in self.tensors.items()
+            if key.startswith(self.prefix) and not key.startswith(f"{OPTIMIZER}.")
+        }
+
+    def matched_to(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's tensors under the names that the checkpoint has for them."""
+        wanted, aliases, held = model_tensors(model), tied_names(model), self.model_shapes()
+        for alias, name in aliases.items():
+            if alias in held and name not in held:
+                wanted[alias] = wanted.pop(name)
+            elif alias in held:
+                del held[alias]  # a shared parameter that others store once a name
+        check_same_shapes({name: t.shape for name, t in wanted.items()}, held, str(self.path))
+        return wanted
+
+    def optimizer_room(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """Room for the optimizer state that the checkpoint holds."""
+        self._check_optimizer(optimizer)
+        parameters = trained_parameters(model, optimizer)
+        on_device = {
+            id(p) for g in optimizer.param_groups for p in g["params"] if g.get("fused") or g.get("capturable")
+        }
+        start = f"{OPTIMIZER}.state."
+        state: OptimizerState = {}
+        for full_name, entry in self.tensors.items():
+            if not full_name.startswith(start):
+                continue
+            name, _, key = full_name.removeprefix(start).rpartition(".")
+            if name not in parameters:
+                raise CheckpointError(
+                    "has optimizer state for a parameter that is not trained here",
+                    where=str(self.path),
+                    key=name,
+                    way_out=WEIGHTS_ONLY,
+                )
+            parameter = parameters[name]
+            device = torch.device("cpu") if key == "step" and id(parameter) not in on_device else parameter.device
+            state.setdefault(name, {})[key] = _room(parameter, entry, device)
+        return state
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        kept = self.manifest.optimizer if self.manifest else None
+        has_state = any(key.startswith(f"{OPTIMIZER}.state.") for key in self.tensors)
+        if kept is None and not (self.manifest is None and has_state):
+            raise CheckpointError("holds no optimizer state", where=str(self.path), way_out=WEIGHTS_ONLY)
+        if kept not in {None, type(optimizer).__name__}:
+            raise CheckpointError(
+                f"holds the state of {kept}, this run has {type(optimizer).__name__}",
+                where=str(self.path),
+                key="training.optimizer",
+                way_out=WEIGHTS_ONLY,
+            )
+
+    def as_stored(self, tree: Tree) -> dict[str, Any]:
+        """The tree under the checkpoint's own keys."""
+        return dict(tree) if self.prefix else dict(tree[MODEL])
+
+
+def _room(parameter: torch.Tensor, entry: TensorStorageMetadata, device: torch.device) -> torch.Tensor:
+    """Sharded as its parameter is when it has its shape, else whole on every rank."""
+    if entry.size == parameter.shape and entry.size:
+        return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False).detach()
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)

@@ -1,0 +1,165 @@
+"""Saves, finds and loads the checkpoints of one run; in the background too."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.fsdp.checkpoint import committed, layout
+from mindspeed_mm.fsdp.checkpoint.commit import Contents, check_space, commit_checkpoint
+from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
+from mindspeed_mm.fsdp.checkpoint.loading import load_rng, load_state, load_tensors
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.checkpoint.retention import prune
+from mindspeed_mm.fsdp.checkpoint.storage import Tree
+from mindspeed_mm.fsdp.checkpoint.tree import (
+    MODEL,
+    OPTIMIZER,
+    cast_floats,
+    model_tensors,
+    optimizer_tensors,
+    snapshot,
+    tied_names,
+)
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+
+__all__ = ["CheckpointManager", "CommittedCheckpoint"]
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class CheckpointManager:
+    """Every rank makes one, at the same moment, and calls every method at the same moment.
+
+    Args:
+        save: The run folder.
+        training: The `training` section.
+        context: What the manifest records of the run: `config`, `dataset`, `global_batch`, `world_size`, `mesh`,
+            `versions`; compared by `resume.check_resumable`.
+    """
+
+    def __init__(self, save: Path, training: TrainingArguments, *, context: dict[str, Any]) -> None:
+        self.save_folder = save
+        self.training = training
+        self.context = context
+        self.ranks = Ranks(training.save_timeout_s)
+        self._last_saved: int | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if training.save_async else None
+        self._under_way: Future[None] | None = None
+
+    def save(
+        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Commit `iter_<iteration>`, or start to when `training.save_async`: training may go on at once.
+
+        Args:
+            iteration: Steps done.
+            model: Its parameters and persistent buffers are kept.
+            optimizer: Its state is kept unless `training.no_save_optim`.
+            state: JSON values, the same on every rank, and under `rng` this rank's tensors.
+
+        Raises:
+            CheckpointError: This save, or the one that was under way, failed, on all ranks alike.
+        """
+        self.wait()
+        if self._last_saved == iteration:
+            return
+        contents = self.ranks.together("collecting", lambda: self._collect(iteration, model, optimizer, state))
+        self.ranks.first("checking the disk", lambda: self._check_space(contents))
+        if self._background is None:
+            self._commit(contents)
+        else:
+            self._under_way = self._background.submit(self._commit, contents)
+            self._under_way.add_done_callback(_report_failure)
+
+    def wait(self) -> None:
+        """Return when no save is under way; call it before the process ends.
+
+        Raises:
+            CheckpointError: The save that was under way failed. It is told once.
+        """
+        future, self._under_way = self._under_way, None
+        if future is not None:
+            future.result()
+
+    def find_latest(self, *, allow_fresh: bool = False) -> CommittedCheckpoint | None:
+        """The newest good checkpoint of this run's folder; see `committed.find_latest`."""
+        return committed.find_latest(
+            self.save_folder, self.ranks, self.training.verify_checkpoint, allow_fresh=allow_fresh
+        )
+
+    def open(self, path: Path) -> CommittedCheckpoint:
+        """A checkpoint anywhere: a run folder, a step's folder, one from elsewhere; see `committed.open_checkpoint`."""
+        return committed.open_checkpoint(path, self.ranks, self.training.verify_checkpoint)
+
+    def load(
+        self, checkpoint: CommittedCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> dict[str, Any]:
+        """Fill a sharded model, its parameters off the meta device, and its optimizer.
+
+        Args:
+            checkpoint: From `find_latest` or `open`.
+            model: Under any plan and world size.
+            optimizer: None takes the weights only.
+
+        Returns:
+            What was given to `save` as `state`, with `rng` None when it cannot be this rank's.
+
+        Raises:
+            CheckpointError: It was saved from another model or by another optimizer.
+        """
+        load_tensors(checkpoint, model, None if self.training.no_load_optim else optimizer, self.ranks)
+        rng = None if self.training.no_load_rng else load_rng(checkpoint, self.ranks)
+        return {**load_state(checkpoint), "rng": rng}
+
+    def _collect(
+        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> Contents:
+        dtype = self.training.save_ckpt_dtype
+        tree: Tree = {MODEL: cast_floats(model_tensors(model), DTYPES[dtype] if dtype else None)}
+        with_optimizer = not self.training.no_save_optim
+        if with_optimizer:
+            tree[OPTIMIZER] = optimizer_tensors(model, optimizer)
+        rng = {} if self.training.no_save_rng else state.get("rng") or {}
+        return Contents(
+            iteration=iteration,
+            tree=snapshot(tree) if self._background else tree,
+            state=json.dumps({key: value for key, value in state.items() if key != "rng"}, indent=1),
+            rng={name: tensor.detach().to("cpu", copy=True) for name, tensor in rng.items()},
+            optimizer=type(optimizer).__name__ if with_optimizer else None,
+            ties=tied_names(model),
+            dtype=dtype,
+        )
+
+    def _check_space(self, contents: Contents) -> None:
+        if warning := check_space(self.save_folder, contents.bytes):
+            logger.warning(warning)
+
+    def _commit(self, contents: Contents) -> None:
+        commit_checkpoint(self.save_folder, contents, self.context, self.ranks)
+        self._last_saved = contents.iteration
+        self.ranks.first("deleting old checkpoints", self._prune)
+
+    def _prune(self) -> None:
+        try:
+            gone = prune(self.save_folder, self.training.save_total_limit)
+        except OSError as error:  # the new checkpoint is committed: nothing is lost
+            logger.warning("old checkpoints could not be deleted: %s", error)
+            return
+        for iteration in gone:
+            logger.info("deleted %s", layout.checkpoint_folder(self.save_folder, iteration))
+
+
+def _report_failure(future: Future[None]) -> None:
+    """Said at once; raised by the next `save` or `wait`."""
+    if error := future.exception():
+        logger.error("the save in the background failed: %s", error)

@@ -1,0 +1,158 @@
+"""`MANIFEST.json`: what a committed checkpoint holds, file by file, and whether the disk still holds exactly that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
+from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.fsdp.checkpoint.layout import MANIFEST
+
+FORMAT = "mindspeed-mm-checkpoint"
+FORMAT_VERSION = 1
+
+
+class InvalidCheckpoint(CheckpointError):
+    """A checkpoint that is incomplete or damaged: an older one may still be good."""
+
+
+Verification = Literal["hash", "size", "none"]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was committed."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """Measure a file."""
+        return cls(path.stat().st_size, sha256_file(path))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of `MANIFEST.json`."""
+
+    iteration: int
+    world_size: int
+    files: dict[str, FileRecord]
+    optimizer: str | None
+    """Class of the optimizer whose state is kept; None when only weights are."""
+    ties: dict[str, str] = field(default_factory=dict)
+    """Name of a shared parameter → the name under which it is stored."""
+    dtype: str | None = None
+    """Set when floating-point weights were cast for saving."""
+    context: dict[str, Any] = field(default_factory=dict)
+    """Mesh, configuration, data fingerprint and versions: see `resume.check_resumable`."""
+    time: float = 0.0
+    """Seconds since the epoch."""
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+
+    def write(self, folder: Path) -> None:
+        """Write it into a draft, last of all files, forced to the disk."""
+        atomic_write_text(folder / MANIFEST, json.dumps(asdict(self), indent=1, sort_keys=True) + "\n")
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files."""
+        return sum(record.size for record in self.files.values())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a manifest; files are not looked at.
+
+    Raises:
+        InvalidCheckpoint: It is missing or is no manifest.
+        CheckpointError: It may not be read, or comes from a newer version.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise InvalidCheckpoint(
+            f"has no {MANIFEST}: it was interrupted, or comes from elsewhere", where=str(folder)
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except ValueError as error:
+        raise InvalidCheckpoint(f"is broken: {error}", where=str(path)) from error
+    _check_format(content, path)
+    try:
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        return Manifest(**{**content, "files": files})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidCheckpoint(f"is not a manifest: {error}", where=str(path)) from error
+
+
+def _check_format(content: Any, path: Path) -> None:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InvalidCheckpoint("is not a manifest of a checkpoint", where=str(path))
+    version = content.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"has format version {version}, this installation reads up to {FORMAT_VERSION}",
+            where=str(path),
+            key="format_version",
+            way_out="Update mindspeed-mm.",
+        )
+
+
+def verify_files(
+    folder: Path, files: Mapping[str, FileRecord], verification: Verification, *, part: int = 0, parts: int = 1
+) -> list[Problem]:
+    """Compare a folder with its manifest.
+
+    Args:
+        folder: The committed checkpoint.
+        files: As the manifest lists them.
+        verification: `hash` reads every byte, `size` looks at sizes, `none` looks at nothing.
+        part: Which share of the files is hashed here; sizes are always compared in share 0.
+        parts: Number of shares, usually of ranks.
+
+    Returns:
+        One finding for each file that is missing, is extra, or differs. Empty when all is well.
+
+    Raises:
+        CheckpointError: A file may not be read.
+    """
+    if verification == "none":
+        return []
+    problems = _differing_sizes(folder, files) if part == 0 else []
+    if verification == "hash" and not problems:
+        mine = sorted(files)[part::parts]
+        problems = [p for name in mine if (p := _differing_content(folder / name, files[name]))]
+    return problems
+
+
+def _differing_sizes(folder: Path, files: Mapping[str, FileRecord]) -> list[Problem]:
+    present = {path.name: path for path in folder.iterdir() if path.name != MANIFEST}
+    problems = [
+        Problem("extra file, not in the manifest", str(present[name])) for name in sorted(present.keys() - files)
+    ]
+    for name, record in sorted(files.items()):
+        if name not in present:
+            problems.append(Problem("file is missing", str(folder / name)))
+        elif (size := present[name].stat().st_size) != record.size:
+            problems.append(Problem(f"has {size} bytes, {record.size} were committed", str(folder / name)))
+    return problems
+
+
+def _differing_content(path: Path, record: FileRecord) -> Problem | None:
+    try:
+        found = sha256_file(path)
+    except FileNotFoundError:
+        return Problem("file is missing", str(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    if found == record.sha256:
+        return None
+    return Problem(f"content has changed: SHA-256 {found[:16]}…, {record.sha256[:16]}… was committed", str(path))

@@ -1,0 +1,100 @@
+"""Reads the `.metadata` file of a torch distributed checkpoint, which is a pickle, without letting it run anything.
+
+This is the one place of the project where `pickle` is named. Only the listed classes can be built; they hold plain
+data. Whatever else a file asks for is refused by name before it is looked up.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.checkpoint.layout import METADATA
+
+_CHECKPOINT_CLASSES = {
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+}
+_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+_ALLOWED = (
+    {("torch.distributed.checkpoint.metadata", name) for name in _CHECKPOINT_CLASSES}
+    | {("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
+    | {("torch", name) for name in _DTYPES}
+    | {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
+    | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+)
+
+# What damaged bytes make an unpickler raise, beside its own error.
+_BROKEN: tuple[type[Exception], ...] = (
+    *(OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError),
+    *(OverflowError, MemoryError, RecursionError),
+)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of a distributed checkpoint: names, shapes and places of its tensors.
+
+    Raises:
+        CheckpointError: The file is missing, broken, or asks for anything beyond plain metadata.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"has no {METADATA}: the save was interrupted", where=str(folder)) from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"is refused: it {error}, which no checkpoint needs",
+            where=str(path),
+            way_out="Do not load it: it may have been made to run code.",
+        ) from error
+    except _BROKEN as error:
+        raise CheckpointError(f"is broken: {type(error).__name__}: {error}", where=str(path)) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"holds a {type(metadata).__name__}, not the index of a checkpoint", where=str(path))
+    _check_places(metadata, path)
+    return metadata
+
+
+def _check_places(metadata: Metadata, path: Path) -> None:
+    """Data may only lie in the checkpoint's own folder."""
+    for place in {info.relative_path for info in (metadata.storage_data or {}).values()}:
+        if Path(place).name != place:
+            raise CheckpointError(f"points to '{place}', outside the checkpoint", where=str(path))
+
+
+class MetadataReader(FileSystemReader):
+    """torch's reader with its `.metadata` read once, through the restricted unpickler.
+
+    Args:
+        path: A distributed checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.metadata = read_metadata(path)
+        self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What was read when the reader was made; torch asks again at every load."""
+        return self.metadata

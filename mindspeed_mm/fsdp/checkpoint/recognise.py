@@ -1,0 +1,56 @@
+"""What kind of folder somebody gave to `load` or `export`, told by looking; no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.checkpoint import layout
+
+FolderKind = Literal["hf", "dcp", "run", "megatron"]
+
+
+def recognise(path: Path) -> FolderKind:
+    """Tell a Hugging Face folder, a distributed checkpoint, a run folder and a Megatron-style folder apart.
+
+    Raises:
+        CheckpointError: It is none of them, or is not there.
+    """
+    if not path.is_dir():
+        raise _not_a_folder(path)
+    if (path / layout.METADATA).exists() or (path / layout.MANIFEST).exists():
+        return "dcp"
+    if _holds_megatron(path):
+        return "megatron"
+    if layout.list_iterations(path) or (path / layout.TRACKER).exists() or (path / "run.json").exists():
+        return "run"
+    if (path / "config.json").exists() or (path / "adapter_config.json").exists():
+        return "hf"
+    raise _unknown(path)
+
+
+def _holds_megatron(path: Path) -> bool:
+    """`mp_rank_*` here, or in the step that the tracker names."""
+    steps = [path, path / layout.RELEASE, *(layout.checkpoint_folder(path, n) for n in layout.list_iterations(path))]
+    return any(folder.is_dir() and any(folder.glob("mp_rank_*")) for folder in steps)
+
+
+def _not_a_folder(path: Path) -> CheckpointError:
+    what = "is a file, not a folder" if path.exists() else "is not there"
+    siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    return CheckpointError(
+        what, where=str(path), way_out=f"{did_you_mean(path.name, siblings)}Give a folder on this machine."
+    )
+
+
+def _unknown(path: Path) -> CheckpointError:
+    if any(path.glob("global_step*")) or (path / "zero_to_fp32.py").exists():
+        what = "is a DeepSpeed checkpoint"
+        way_out = "Turn it into a Hugging Face folder with its own zero_to_fp32.py first."
+    else:
+        content = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
+        what = f"is no checkpoint and no model folder: it holds {content}"
+        way_out = "Give a run folder, an iter_* folder in it, or a Hugging Face folder."
+    return CheckpointError(what, where=str(path), way_out=way_out)

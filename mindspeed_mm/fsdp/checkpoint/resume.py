@@ -1,0 +1,171 @@
+"""Whether a run may go on from a checkpoint: what its configuration and its data were then, and are now.
+
+Pure functions, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mindspeed_mm.core.errors import CheckpointError, Problem
+
+FREE_KEYS = (
+    "data.dataloader_param.*",
+    "data.val_dataset_param.*",
+    "data.dataset_param.basic_parameters.cache_dir",
+    "data.dataset_param.basic_parameters.dataset",
+    "data.dataset_param.basic_parameters.dataset_dir",
+    "data.dataset_param.basic_parameters.media_roots*",
+    "data.dataset_param.basic_parameters.overwrite_cache",
+    "data.dataset_param.basic_parameters.preprocess*",
+    "data.dataset_param.basic_parameters.async_preprocess*",
+    "data.dataset_param.preprocess_parameters.model_name_or_path",
+    "features.recompute*",
+    "features.enable_*",
+    "features.activation_offload_plan*",
+    "features.chunk*",
+    "inference.*",
+    "model.model_name_or_path",
+    "parallel.*",
+    "tools.*",
+    "training.allow_*",
+    "training.clip_grad_foreach",
+    "training.adam_fused",
+    "training.gradient_accumulation_steps",
+    "training.init_model_with_meta_device",
+    "training.load*",
+    "training.log_interval",
+    "training.manual_gc_interval",
+    "training.micro_batch_size",
+    "training.no_load_*",
+    "training.no_save_*",
+    "training.on_save_error",
+    "training.plugin*",
+    "training.save*",
+    "training.*_timeout_s",
+    "training.val_*",
+    "training.verify_checkpoint",
+)
+"""May change without a word: where things are, how they are computed, what is written. The data itself is compared by
+its fingerprint, the batch by its global size."""
+
+NOTED_KEYS = (
+    "data.dataset_param.basic_parameters.max_bad_fraction",
+    "data.dataset_param.basic_parameters.on_bad_sample",
+    "features.loss_cfg.router_aux_loss_coef",
+    "model.attn_implementation",
+    "parallel.fsdp_plan.*_dtype",
+    "training.adam_beta*",
+    "training.adam_eps",
+    "training.allow_hf32",
+    "training.clip_grad",
+    "training.lr*",
+    "training.max_skipped_steps",
+    "training.no_decay_*",
+    "training.on_nonfinite",
+    "training.train_epochs",
+    "training.train_iters",
+    "training.use_deter_comp",
+    "training.weight_decay",
+)
+"""May change, and the log says so: the run goes on in another way from here."""
+
+
+def check_resumable(
+    manifest_context: Mapping[str, Any], current_context: Mapping[str, Any], accept_data_change: bool = False
+) -> list[str]:
+    """Compare the run that saved with the run that resumes.
+
+    A context holds `config` (the resolved configuration, nested), `dataset` (the fingerprint of the training data),
+    `global_batch` (samples of one optimizer step), `world_size`, `mesh` (axis → size) and `versions`.
+
+    Args:
+        manifest_context: Context of the run that saved, out of the manifest.
+        current_context: Context of this run.
+        accept_data_change: Note a change of the data instead of refusing it.
+
+    Returns:
+        What changed and is allowed to, one sentence each, for the log.
+
+    Raises:
+        CheckpointError: Something changed that would make it another run; every difference is listed.
+    """
+    noted, refused = _config_changes(manifest_context, current_context)
+    changed_data = _differences(manifest_context, current_context, "dataset")
+    if changed_data and accept_data_change:
+        noted += [Problem(_change(*values), key=f"data: {key}") for key, values in changed_data.items()]
+    elif changed_data:
+        refused += [
+            Problem(_change(*values), key=f"data: {key}", way_out="Restore the data, or say --accept-data-change.")
+            for key, values in changed_data.items()
+        ]
+    refused += _batch_change(manifest_context, current_context)
+    if refused:
+        raise CheckpointError(
+            "this is not the run that saved the checkpoint. Undo these changes, or say --weights-only to start a new "
+            "run from its weights:",
+            problems=refused,
+        )
+    return [str(problem) for problem in noted] + _environment_notes(manifest_context, current_context)
+
+
+def _config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
+    noted: list[Problem] = []
+    refused: list[Problem] = []
+    for key, values in _differences(before, now, "config").items():
+        if _matches(key, NOTED_KEYS):
+            noted.append(Problem(_change(*values), key=key))
+        elif not _matches(key, FREE_KEYS):
+            refused.append(Problem(_change(*values), key=key))
+    return noted, refused
+
+
+def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+    then, today = before.get("global_batch"), now.get("global_batch")
+    if then == today or then is None:
+        return []
+    way_out = f"Choose gradient_accumulation_steps so that micro_batch_size × data ranks × accumulation is {then}."
+    return [Problem(_change(then, today), key="global batch size", way_out=way_out)]
+
+
+def _environment_notes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    notes = [f"{key} {_change(*values)}" for key, values in _differences(before, now, "versions").items()]
+    then, today = before.get("world_size"), now.get("world_size")
+    if then != today:
+        notes.append(
+            f"world size {_change(then, today)}: weights and optimizer are resharded, each rank's random numbers are "
+            "derived from seed and step"
+        )
+    return notes
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], part: str) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (then, now) of every leaf that differs once both are plain JSON, as the manifest is."""
+    then, today = (_leaves(json.loads(json.dumps(side.get(part, {}), default=str))) for side in (before, now))
+    keys = sorted(then.keys() | today.keys())
+    return {key: (then.get(key), today.get(key)) for key in keys if then.get(key) != today.get(key)}
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    leaves: dict[str, Any] = {}
+    for key, item in value.items():
+        leaves |= _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
+
+
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _change(then: Any, today: Any) -> str:
+    return f"was {_shortened(then)}, is {_shortened(today)}"
+
+
+def _shortened(value: Any, most: int = 80) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -1,0 +1,95 @@
+"""Writes and reads a tree of tensors as a torch distributed checkpoint; errors name the file and the reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+
+Tree = dict[str, dict[str, torch.Tensor]]
+"""`{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor}}`. Tensors only: anything else would be
+stored as a pickle."""
+
+
+class _TruthfulFileSystem(FileSystem):
+    """Raises the operating system's error. torch's archive writer hides it behind "unexpected pos 704 vs 598"."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except RuntimeError as error:
+            cause = _os_error(error)
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """The operating system's error that an exception arose from or while handling."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
+def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> None:
+    """Write this rank's shards of `tree`, forced to the disk. Called by all ranks.
+
+    Raises:
+        OSError: A file could not be written, on whichever rank.
+        CheckpointError: Anything else went wrong.
+    """
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.fs = _TruthfulFileSystem()
+    with _plain_errors(folder), _without_process_group_warning():
+        dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+
+
+def read_tree(tree: Tree, reader: MetadataReader, ranks: Ranks | None = None) -> None:
+    """Fill the tensors of `tree` in place, each rank reading what its shards need.
+
+    Args:
+        tree: Allocated tensors; sharded ones are filled shard by shard.
+        reader: The checkpoint.
+        ranks: All of them; None reads in this process alone.
+
+    Raises:
+        CheckpointError: A file is missing or broken.
+    """
+    group = ranks.group if ranks else None
+    with _plain_errors(Path(reader.path)), _without_process_group_warning():
+        dcp.load(tree, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _plain_errors(folder: Path) -> Iterator[None]:
+    """torch's exception is a traceback; what happened stands in the failures that it carries."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, cause.filename) from error
+        text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {text}", where=str(folder)) from error
+
+
+@contextmanager
+def _without_process_group_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

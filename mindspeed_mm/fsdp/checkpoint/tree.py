@@ -1,0 +1,134 @@
+"""What a checkpoint holds of a live, sharded model and its optimizer, as a tree of named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.fsdp.checkpoint.storage import Tree
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_SHOWN = 5
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what recompute and compile wrappers put in."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters (frozen ones too) and persistent buffers, by name; they alias the model's memory.
+
+    A shared parameter appears once, under the first of its names: see `tied_names`.
+
+    Raises:
+        CheckpointError: A module keeps state that is no tensor.
+    """
+    aliases = tied_names(model)
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in model.state_dict().items():  # FSDP2 hooks in here and hands out shards
+        name = plain_name(key)
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"keeps state that is no tensor but a {type(value).__name__}",
+                where=name,
+                way_out="Keep it in a buffer: checkpoints hold tensors only.",
+            )
+        if name not in aliases:
+            tensors[name] = value.detach()
+    return tensors
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further name of a shared parameter or buffer → its first name."""
+    first_names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    everything = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in everything:
+        first = first_names.setdefault(id(tensor), plain_name(name))
+        if first != plain_name(name):
+            aliases[plain_name(name)] = first
+    return aliases
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Optimizer state as `state.<parameter>.<key>`; parameters that have not been stepped yet have none.
+
+    Hyperparameters are not kept: they follow from the configuration, and the learning rate from the step.
+
+    Raises:
+        CheckpointError: The optimizer keeps state that is no tensor.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in trained_parameters(model, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(f"optimizer state '{key}' of '{name}' is a {type(value).__name__}, not a tensor")
+            tensors[f"state.{name}.{key}"] = value
+    return tensors
+
+
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by their names in the model."""
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {names[id(parameter)]: parameter for parameter in parameters}
+
+
+def cast_floats(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Floating-point tensors in `dtype`; the rest, and everything when it is None, as they are."""
+    return {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def snapshot(tree: Tree) -> Tree:
+    """A copy in host memory that training cannot change any more."""
+    return {
+        part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        for part, tensors in tree.items()
+    }
+
+
+def tree_bytes(tree: Tree) -> int:
+    """Bytes of the whole tree over all ranks: a sharded tensor states its global shape."""
+    return sum(tensor.numel() * tensor.element_size() for tensors in tree.values() for tensor in tensors.values())
+
+
+def check_same_shapes(wanted: Mapping[str, Iterable[int]], held: Mapping[str, Iterable[int]], where: str) -> None:
+    """Compare a model's tensors with a checkpoint's.
+
+    Args:
+        wanted: Name → shape in the model.
+        held: Name → shape in the checkpoint.
+        where: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: With the first differences of each kind and the totals.
+    """
+    wanted_shapes = {name: tuple(shape) for name, shape in wanted.items()}
+    held_shapes = {name: tuple(shape) for name, shape in held.items()}
+    missing = [Problem("missing from the checkpoint", key=n) for n in wanted_shapes if n not in held_shapes]
+    unknown = [Problem("not in the model", key=n) for n in held_shapes if n not in wanted_shapes]
+    differing = [
+        Problem(f"{list(held_shapes[n])} in the checkpoint, {list(shape)} in the model", key=n)
+        for n, shape in wanted_shapes.items()
+        if n in held_shapes and held_shapes[n] != shape
+    ]
+    if missing or unknown or differing:
+        raise CheckpointError(
+            f"{where} was saved from another model: {len(missing)} tensors are missing, {len(unknown)} unknown, "
+            f"{len(differing)} of another shape. Resume with the configuration that saved it. Among them:",
+            problems=[*missing[:_SHOWN], *unknown[:_SHOWN], *differing[:_SHOWN]],
+        )

@@ -1,0 +1,306 @@
+"""The commit protocol under failure: nothing half-written stays, nothing saved before is lost, all ranks agree."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.checkpoint import commit, layout, manager, retention
+from mindspeed_mm.fsdp.checkpoint.manifest import FORMAT_VERSION, read_manifest, verify_files
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from tests.fsdp.checkpoint import small_run
+from tests.fsdp.checkpoint.small_run import CONTEXT, build, differing, everything, saved_run
+from tests.helpers.distributed import run_ranks
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    saved_run(tmp_path, 3)
+    folder = tmp_path / "iter_0000003"
+    assert names(tmp_path) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+    assert names(folder) == [
+        ".metadata",
+        "MANIFEST.json",
+        "__0_0.distcp",
+        "rng_rank0.safetensors",
+        "trainer_state.json",
+    ]
+    assert (tmp_path / layout.TRACKER).read_text() == "3\n"
+    manifest = read_manifest(folder)
+    assert (manifest.iteration, manifest.world_size, manifest.optimizer) == (3, 1, "AdamW")
+    assert (manifest.context, manifest.format_version) == (CONTEXT, FORMAT_VERSION)
+    assert manifest.ties == {"head.weight": "embed.weight"}
+    assert set(manifest.files) == {*names(folder)} - {"MANIFEST.json"}
+    assert verify_files(folder, manifest.files, "hash") == []
+    assert json.loads((folder / "trainer_state.json").read_text()) == {"iteration": 3}
+
+
+def test_only_tensors_are_stored_and_ties_once(tmp_path: Path) -> None:
+    from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import read_metadata
+
+    saved_run(tmp_path, 1)
+    index = read_metadata(tmp_path / "iter_0000001").state_dict_metadata
+    assert {type(entry).__name__ for entry in index.values()} == {"TensorStorageMetadata"}
+    assert "model.embed.weight" in index
+    assert "model.head.weight" not in index
+    assert "model.scratch" not in index
+    assert index["model.frozen.weight"].properties.dtype == torch.bfloat16
+    assert "optimizer.state.block.0.weight.exp_avg" in index
+
+
+def test_optimizer_and_generators_can_be_left_out_and_weights_cast(tmp_path: Path) -> None:
+    model, _ = saved_run(tmp_path, 2, no_save_optim=True, no_save_rng=True, save_ckpt_dtype="bf16")
+    folder = tmp_path / "iter_0000002"
+    assert "rng_rank0.safetensors" not in names(folder)
+    assert (read_manifest(folder).optimizer, read_manifest(folder).dtype) == (None, "bf16")
+    fresh, optimizer = build(seed=9)
+    checkpoints = small_run.manager(tmp_path)
+    found = checkpoints.find_latest()
+    assert found is not None
+    with pytest.raises(CheckpointError, match=r"no optimizer state\. Say --weights-only"):
+        checkpoints.load(found, fresh, optimizer)
+    checkpoints.load(found, fresh, None)
+    assert torch.equal(fresh.embed.weight, model.embed.weight.bfloat16().float())
+    assert fresh.steps_seen == 2
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def full_disk_on_one_rank(save: str, save_async: bool) -> list[str]:
+    """A real refused write, in the middle of a file, on rank 1 only; then the next save goes through."""
+    model, optimizer = build()
+    checkpoints = small_run.manager(save, save_async=save_async)
+    checkpoints.save(1, model, optimizer, {})
+    checkpoints.wait()
+    small_run.train_step(model, optimizer, 1)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+    said = []
+    for attempt in (lambda: checkpoints.save(2, model, optimizer, {}), checkpoints.wait):
+        try:
+            attempt()
+        except CheckpointError as error:
+            said.append(str(error))
+    dist.barrier()
+    said += names(Path(save))
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    checkpoints.save(2, model, optimizer, {})
+    checkpoints.wait()
+    return [*said, (Path(save) / layout.TRACKER).read_text()]
+
+
+@pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
+def test_full_disk_on_one_rank_fails_all_and_loses_nothing(save_async: bool, tmp_path: Path) -> None:
+    for said in run_ranks(2, full_disk_on_one_rank, str(tmp_path), save_async):
+        error, *files, tracker = said
+        assert "the disk is full: a checkpoint needs" in error
+        assert "bytes" in error and "are free" in error and str(tmp_path) in error
+        assert files == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert tracker == "2\n"
+
+
+@pytest.mark.parametrize("function", ["_fresh_folder", "_write", "_hash_own_files", "_commit"])
+def test_failure_in_any_phase_leaves_the_older_checkpoint_alone(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = saved_run(tmp_path, 1)
+    before = (tmp_path / "iter_0000001" / "MANIFEST.json").read_bytes()
+    real = getattr(commit, function)
+
+    def broken(*args: Any) -> None:
+        real(*args) if function != "_commit" else None
+        raise OSError(errno.EIO, "Input/output error", "/some/file")
+
+    monkeypatch.setattr(commit, function, broken)
+    with pytest.raises(CheckpointError, match=r"/some/file .*could not be written: Input/output error"):
+        small_run.manager(tmp_path).save(2, model, optimizer, {})
+    assert names(tmp_path) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert (tmp_path / "iter_0000001" / "MANIFEST.json").read_bytes() == before
+
+
+def test_unforeseen_error_of_one_rank_reaches_all() -> None:
+    for rank, said in enumerate(run_ranks(2, error_on_rank_one)):
+        assert said == ["writing failed on rank 1: ZeroDivisionError: division by zero", 10 + rank]
+
+
+def error_on_rank_one() -> list[Any]:
+    ranks = Ranks(20)
+    try:
+        ranks.together("writing", lambda: 1 / (1 - ranks.rank))
+    except CheckpointError as error:
+        return [str(error), ranks.together("again", lambda: 10 + ranks.rank)]
+    return []
+
+
+def test_failed_save_in_the_background_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = build()
+    checkpoints = small_run.manager(tmp_path, save_async=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "write_tree", lambda *args: 1 // 0)
+        checkpoints.save(1, model, optimizer, {})
+        with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+            checkpoints.save(2, model, optimizer, {})
+        checkpoints.save(2, model, optimizer, {})
+        with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+            checkpoints.wait()
+    assert "the save in the background failed" in caplog.text
+    checkpoints.wait()  # told once
+    checkpoints.save(2, model, optimizer, {})
+    checkpoints.wait()
+    assert names(tmp_path) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def test_space_is_checked_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = build()
+    needed = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
+    needed -= model.head.weight.nbytes
+    checkpoints = small_run.manager(tmp_path)
+    monkeypatch.setattr(commit, "free_bytes", lambda path: needed - 1)
+    with pytest.raises(CheckpointError, match=rf"the disk is full: .* {needed:,} bytes, {needed - 1:,} are free"):
+        checkpoints.save(1, model, optimizer, {})
+    assert names(tmp_path) == []
+    monkeypatch.setattr(commit, "free_bytes", lambda path: int(1.1 * needed))
+    checkpoints.save(1, model, optimizer, {})
+    assert f"needs {needed:,} bytes and only" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(commit, "free_bytes", lambda path: int(1.3 * needed))
+    checkpoints.save(2, model, optimizer, {})
+    assert "needs" not in caplog.text
+
+
+def test_state_that_is_no_json_and_extra_state_are_refused_before_writing(tmp_path: Path) -> None:
+    model, optimizer = build()
+    checkpoints = small_run.manager(tmp_path)
+    with pytest.raises(CheckpointError, match="collecting failed on rank 0: TypeError"):
+        checkpoints.save(1, model, optimizer, {"when": object()})
+    type(model.idle).get_extra_state = lambda self: {"a": 1}  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CheckpointError, match=r"_extra_state.*no tensor but a dict"):
+            checkpoints.save(1, model, optimizer, {})
+    finally:
+        del type(model.idle).get_extra_state
+    assert names(tmp_path) == []
+
+
+# --- same step, retention --------------------------------------------------------------------------------------------
+
+
+def test_the_same_step_is_saved_once_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    model, optimizer = saved_run(tmp_path, 1, 2)
+    folder = tmp_path / "iter_0000002"
+    (folder / "__0_0.distcp").write_bytes(b"damaged")
+    checkpoints = small_run.manager(tmp_path)
+    checkpoints.save(2, model, optimizer, {})
+    committed = folder.stat().st_ino
+    checkpoints.save(2, model, optimizer, {})
+    assert folder.stat().st_ino == committed
+    assert verify_files(folder, read_manifest(folder).files, "hash") == []
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
+
+
+def test_retention(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1, 2, 3, 4, 5, save_total_limit=3)
+    assert layout.list_iterations(tmp_path) == [3, 4, 5]
+    assert names(tmp_path)[-1] == layout.TRACKER  # nothing half-deleted
+
+
+def test_retention_keeps_two_good_ones_whatever_is_asked(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "iter_0000003" / ".metadata").unlink()
+    assert retention.prune(tmp_path, None) == []
+    assert retention.prune(tmp_path, 1) == [1]
+    assert layout.list_iterations(tmp_path) == [2, 3, 4]  # 3 is damaged: it does not count and stays as evidence
+
+
+def test_failing_to_delete_old_ones_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(manager, "prune", refuse)
+    saved_run(tmp_path, 1)
+    assert "old checkpoints could not be deleted" in caplog.text
+    assert layout.read_tracker(tmp_path) == "1"
+
+
+# --- kill -9 ---------------------------------------------------------------------------------------------------------
+
+
+def save_for_ever(save: str) -> None:
+    model, optimizer = build()
+    checkpoints = small_run.manager(save, save_total_limit=3)
+    found = checkpoints.find_latest()
+    step = found.iteration or 0 if found else 0
+    while True:
+        step += 1
+        small_run.train_step(model, optimizer, step)
+        checkpoints.save(step, model, optimizer, {"iteration": step})
+
+
+def kill_at_random(target: Callable[..., None], save: Path, delay_s: float) -> None:
+    process = get_context("fork").Process(target=target, args=(str(save),))
+    process.start()
+    time.sleep(delay_s)
+    assert process.pid is not None and process.is_alive()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_kill_at_random_moments(kills: int, tmp_path: Path) -> None:
+    random_moment = random.Random(kills)
+    newest = 0
+    mid_save = 0
+    for _ in range(kills):
+        kill_at_random(save_for_ever, tmp_path, 0.2 + random_moment.random() * 0.5)
+        mid_save += any(name.endswith(".tmp") for name in names(tmp_path))
+        for step in layout.list_iterations(tmp_path):
+            folder = layout.checkpoint_folder(tmp_path, step)
+            assert verify_files(folder, read_manifest(folder).files, "hash") == []
+        tracker = layout.read_tracker(tmp_path)
+        assert tracker is not None and int(tracker) in layout.list_iterations(tmp_path)
+        found = small_run.manager(tmp_path).find_latest()
+        assert found is not None and found.iteration is not None and found.iteration >= max(newest, int(tracker))
+        newest = found.iteration
+        model, optimizer = build(seed=4)
+        assert small_run.manager(tmp_path).load(found, model, optimizer)["iteration"] == newest
+        assert not [name for name in names(tmp_path) if name.endswith((".tmp", ".former"))]
+    assert newest > kills  # it did save
+    assert mid_save or kills < 20
+
+
+def test_two_runs_of_the_same_steps_save_the_same(tmp_path: Path) -> None:
+    """The state that the kill test reloads is the state of that step."""
+    torch.manual_seed(3)
+    first = everything(*saved_run(tmp_path, 2))
+    torch.manual_seed(3)
+    again, optimizer = build(seed=8)
+    checkpoints = small_run.manager(tmp_path)
+    found = checkpoints.find_latest()
+    assert found is not None
+    checkpoints.load(found, again, optimizer)
+    assert differing(first, everything(again, optimizer)) == []
