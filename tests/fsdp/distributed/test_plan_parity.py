@@ -1,0 +1,143 @@
+"""Every sharding plan trains like one plain process: loss, gradients, norm and weights, uneven masks and images, fp64.
+
+Each planted fault passes through the same assertion and must fail it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mindspeed_mm.fsdp.distributed.fully_shard_parallel import fsdp_modules, set_gradient_sync
+from tests.fsdp.distributed.training_step import IMAGES, SAMPLES, Variant, reference_steps, train_steps
+from tests.helpers.distributed import run_ranks
+from tests.helpers.parity import ParityError, StepRecord, compare_steps
+
+TOLERANCE = 1e-10
+NO_IMAGES = (0,) * SAMPLES
+ZERO3: dict[str, Any] = {}
+ZERO2: dict[str, Any] = {"fsdp_plan": {"reshard_after_forward": False}}
+PREFETCH: dict[str, Any] = {"fsdp_plan": {"num_to_forward_prefetch": 2, "num_to_backward_prefetch": 2}}
+OFFLOAD: dict[str, Any] = {"fsdp_plan": {"cpu_offload": True, "pin_memory": True}}
+IGNORED: dict[str, Any] = {"fsdp_plan": {"ignored_modules": ["model.visual.merger"]}}
+PATTERNS: dict[str, Any] = {"fsdp_plan": {"apply_modules": ["model.language_model.layers.{*}", "*.merger"]}}
+REPLICATED: dict[str, Any] = {"fully_shard_parallel_size": 1}
+HYBRID: dict[str, Any] = {"fully_shard_parallel_size": 2}
+REGROUPED: dict[str, Any] = {"fsdp_plan": {"reshard_after_forward": 2}}
+
+# name → (ranks, plan, accumulation, images, steps)
+PLANS: dict[str, tuple[int, dict[str, Any], int, tuple[int, ...], int]] = {
+    "zero3": (2, ZERO3, 1, IMAGES, 2),
+    "zero3, accumulation 2": (2, ZERO3, 2, IMAGES, 1),
+    "zero3, accumulation 4": (2, ZERO3, 4, IMAGES, 1),
+    "zero3, no image anywhere": (2, ZERO3, 1, NO_IMAGES, 1),
+    "zero2, accumulation 2": (2, ZERO2, 2, IMAGES, 2),
+    "prefetch": (2, PREFETCH, 1, IMAGES, 1),
+    "offload": (2, OFFLOAD, 1, IMAGES, 1),
+    "ignored modules": (2, IGNORED, 2, IMAGES, 1),
+    "patterns": (2, PATTERNS, 1, IMAGES, 1),
+    "replicated": (2, REPLICATED, 1, IMAGES, 1),
+    "replicated, accumulation 4": (2, REPLICATED, 4, IMAGES, 1),
+    "zero3 on 4": (4, ZERO3, 2, IMAGES, 1),
+    "hybrid 2x2": (4, HYBRID, 1, IMAGES, 2),
+    "hybrid 2x2, accumulation 2": (4, HYBRID, 2, IMAGES, 1),
+    "resharded to 2 of 4": (4, REGROUPED, 1, IMAGES, 1),
+}
+
+
+def average_instead_of_sum(model: nn.Module) -> None:
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(float(dist.get_world_size()))
+
+
+def drop_last_micro_batch(model: nn.Module, index: int, last: int) -> None:
+    set_gradient_sync(model, index == 0)
+
+
+def norm_of_own_shards(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(local)
+
+
+def norm_with_copies(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    squares = norm_of_own_shards(parameters).square()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+# name → (ranks, plan, accumulation, variant)
+FAULTS: dict[str, tuple[int, dict[str, Any], int, Variant]] = {
+    "mean instead of sum": (2, ZERO3, 1, Variant(after_sharding=average_instead_of_sum)),
+    "mean instead of sum, replicated": (2, REPLICATED, 1, Variant(after_sharding=average_instead_of_sum)),
+    "last micro-batch not reduced": (2, ZERO3, 2, Variant(set_sync=drop_last_micro_batch)),
+    "last micro-batch not reduced, replicated": (2, REPLICATED, 2, Variant(set_sync=drop_last_micro_batch)),
+    "each rank its own denominator": (2, ZERO3, 1, Variant(divisor=lambda _, here: here * dist.get_world_size())),
+    "norm of own shards": (2, ZERO3, 1, Variant(norm=norm_of_own_shards)),
+    "norm counts copies": (2, REPLICATED, 1, Variant(norm=norm_with_copies)),
+}
+
+
+def run_on_ranks(folder: str) -> dict[str, list[StepRecord]]:
+    here = dist.get_world_size()
+    plans = {
+        name: train_steps(folder, plan, accumulation, images=images, steps=steps)
+        for name, (ranks, plan, accumulation, images, steps) in PLANS.items()
+        if ranks == here
+    }
+    faults = {
+        name: train_steps(folder, plan, accumulation, variant=variant)
+        for name, (ranks, plan, accumulation, variant) in FAULTS.items()
+        if ranks == here
+    }
+    return plans | faults
+
+
+def run_alone(folder: str) -> list[StepRecord]:
+    return train_steps(folder, ZERO3, 2, steps=2)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_folder: Path) -> Callable[[tuple[int, ...], int], list[StepRecord]]:
+    made = {images: reference_steps(str(tiny_folder), images=images, steps=2) for images in (IMAGES, NO_IMAGES)}
+    return lambda images, steps: made[images][:steps]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_folder: Path) -> dict[int, list[dict[str, list[StepRecord]]]]:
+    """Records by number of ranks, then by rank."""
+    return {ranks: run_ranks(ranks, run_on_ranks, str(tiny_folder), timeout_s=120) for ranks in (2, 4)}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_equals_one_process(name, measured, reference):
+    ranks, _, _, images, steps = PLANS[name]
+    for on_rank in measured[ranks]:
+        compare_steps(reference(images, steps), on_rank[name], TOLERANCE)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_seen(name, measured, reference):
+    ranks, *_ = FAULTS[name]
+    with pytest.raises(ParityError):
+        for on_rank in measured[ranks]:
+            compare_steps(reference(IMAGES, 1), on_rank[name], TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_ranks_agree_to_the_bit(name, measured):
+    ranks, *_ = PLANS[name]
+    for one, other in itertools.pairwise(on_rank[name] for on_rank in measured[ranks]):
+        compare_steps(one, other, 0.0)
+
+
+def test_one_process_is_bitwise_plain(tiny_folder):
+    (alone,) = run_ranks(1, run_alone, str(tiny_folder))
+    compare_steps(reference_steps(str(tiny_folder), 2, steps=2), alone, 0.0)
