@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.params.config_text import read_config_text
 from mindspeed_mm.fsdp.params.key_renames import Notes, settle_keys
 from mindspeed_mm.fsdp.params.origins import Origin, dump_with_origins, leaves
 from mindspeed_mm.fsdp.params.overrides import COMMAND_LINE, parse_override, put_over
-from mindspeed_mm.fsdp.params.paths import locate_inputs, resolve_path
+from mindspeed_mm.fsdp.params.paths import derive_processor_folder, locate_inputs, resolve_path
 from mindspeed_mm.fsdp.params.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
 from mindspeed_mm.fsdp.params.unknown_keys import judge_keys
 from mindspeed_mm.fsdp.params.value_messages import problems_of
@@ -79,6 +79,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, plugin_keys: Plugi
     """
     text, root, notes = _read(path, overrides, plugin_keys)
     locate_inputs(root, path)
+    derive_processor_folder(root)
     scope = build_scope(root, plugin_keys)
     notes.problems += check_ids(root, plugin_keys)
     findings = judge_keys(root, scope)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_mm.fsdp.params.yaml_tree import Node, Place, find
+from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, Place, find, merge, nest, text_at
 
 INPUT_PATHS = (
     "model.model_name_or_path",
@@ -37,6 +37,24 @@ def resolve_path(config: Path, path: str) -> Path:
     given = Path(path).expanduser()
     beside = config.parent / given
     return beside if not given.is_absolute() and not given.exists() and beside.exists() else given
+
+
+def derive_processor_folder(root: Node) -> None:
+    """A dataset that names no processor uses the model's folder."""
+    folder = text_at(root, "model.model_name_or_path")
+    for dataset in ("data.dataset_param", "data.val_dataset_param"):
+        key = f"{dataset}.preprocess_parameters.model_name_or_path"
+        given, section, holder = find(root, key), find(root, key.rpartition(".")[0]), find(root, dataset)
+        is_absent = (given is None or given.node.value is None) and (
+            holder is not None or dataset == "data.dataset_param"
+        )
+        if folder and is_absent and all(_takes_keys(entry) for entry in (holder, section, find(root, "data"))):
+            place = Place("derived: model.model_name_or_path")
+            merge(root, nest(key, Entry(place, Node(folder, place))))
+
+
+def _takes_keys(entry: Entry | None) -> bool:
+    return entry is None or entry.node.value is None or isinstance(entry.node.value, dict)
 
 
 def locate_inputs(root: Node, config: Path) -> None:

@@ -1,0 +1,143 @@
+"""The command `mm`: a table of verbs, each imported only when it is called, and the border where errors become lines.
+
+Anything that a person can act on is printed without a traceback, with the exit code of its class; anything else is a
+bug and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from mindspeed_mm import __version__
+from mindspeed_mm.core.errors import ExitCode, MMError
+from mindspeed_mm.core.suggest import did_you_mean
+
+VERBS = {
+    "train": "Train a model from one YAML.",
+    "check": "Find what is wrong with a YAML before training.",
+    "config": "Show the resolved configuration and where each value came from.",
+    "schema": "Explain a key, or print the JSON schema.",
+    "export": "Write a run as a Hugging Face folder.",
+    "infer": "Let a model answer.",
+    "evaluate": "Score a model on held-out rows.",
+    "report": "Make one HTML page of a run.",
+}
+"""Verb → help line. `mindspeed_mm.cli.<verb>.command` is imported when the verb is called."""
+
+EXAMPLES = """
+\b
+Examples:
+  mm check run.yaml
+  mm train run.yaml training.lr=2e-5 --nproc 8
+
+Exit codes: 0 ok, 1 bug, 2 usage or configuration, 3 environment, 4 data, model folder or checkpoint, 5 diverged,
+75 stopped after a saved checkpoint: run the same command again.
+"""
+
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended, as shells have it."""
+
+
+class LazyGroup(click.Group):
+    """Verbs that are listed from a table and imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs, in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a verb."""
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"mindspeed_mm.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs without importing them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb, or say which one is near."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            hint = did_you_mean(args[0], VERBS)
+            ctx.fail(f"'{args[0]}' is no verb. {hint}Verbs: {', '.join(VERBS)}.")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mm")
+@click.option("--traceback", "show_traceback", is_flag=True, help="Show where in the code an error came from.")
+def cli(show_traceback: bool) -> None:
+    """Train, evaluate and export multimodal models from one YAML."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and end the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code; errors are printed to stderr.
+
+    Args:
+        arguments: Words after `mm`. `--traceback` may stand anywhere.
+    """
+    # Nothing is downloaded or reported unless asked; set here, before any verb imports a Hugging Face library.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    words = [word for word in arguments if word != "--traceback"]
+    with_traceback = len(words) < len(arguments) or os.environ.get("MM_TRACEBACK") == "1"
+    try:
+        result = cli.main(list(words), prog_name="mm", standalone_mode=False)
+        return result if isinstance(result, int) else ExitCode.OK
+    except click.UsageError as error:
+        return _report(_explain_usage(error), ExitCode.USAGE, with_traceback)
+    except click.ClickException as error:
+        return _report(error.format_message(), ExitCode.USAGE, with_traceback)
+    except click.Abort:
+        return _report("interrupted", INTERRUPTED, with_traceback)
+    except MMError as error:
+        return _report(str(error), error.exit_code, with_traceback)
+    except BrokenPipeError:
+        # The reader of our output is gone (`mm config run.yaml | head`): not an error, and nothing more can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except Exception as error:  # noqa: BLE001 - the border of the process: what nobody foresaw is a bug, and says so
+        return _report(_describe_bug(error), ExitCode.BUG, with_traceback)
+
+
+def _report(message: str, code: int, with_traceback: bool) -> int:
+    """Print an error, each line marked with the rank when it is not the first."""
+    text = f"{traceback.format_exc()}\n{message}" if with_traceback else message
+    rank = os.environ.get("RANK", "0")
+    prefix = "" if rank == "0" else f"[rank {rank}] "
+    sys.stdout.flush()
+    print("\n".join(prefix + line for line in text.splitlines()), file=sys.stderr, flush=True)
+    return int(code)
+
+
+def _explain_usage(error: click.UsageError) -> str:
+    message = error.format_message()
+    option = getattr(error, "option_name", None)
+    if isinstance(error, click.NoSuchOption) and option and "." in option:
+        message += f" Overrides take no dashes: {option.lstrip('-')}=VALUE."
+    usage = f"See {error.ctx.command_path} --help." if error.ctx else "See mm --help."
+    return f"{message} {usage}"
+
+
+def _describe_bug(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"this is a bug: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})\n"
+        "Run the command again with --traceback and report what it prints."
+    )

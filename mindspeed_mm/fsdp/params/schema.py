@@ -1,0 +1,124 @@
+"""The schema as a reference: help, type and default of each key, and JSON schema."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.suggest import nearest
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.key_renames import ALIASES, MEANINGLESS
+from mindspeed_mm.fsdp.params.schema_walk import places_of_name, section_of, walk_fields
+from mindspeed_mm.fsdp.params.unbuilt import BUILT_VALUES
+from mindspeed_mm.fsdp.params.value_types import show
+
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    type(None): "null",
+    Any: "anything",
+}
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+@dataclass(frozen=True)
+class KeyReference:
+    """What a person wants to know of one key."""
+
+    key: str
+    type: str
+    default: str
+    help: str
+    other_names: tuple[str, ...] = ()
+    this_version: str = ""
+    """What this version takes, where that is less than the schema."""
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the whole configuration, for editors."""
+    schema = Arguments.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "MindSpeed-MM configuration", **schema}
+
+
+def reference(key: str = "") -> list[KeyReference]:
+    """References of one key, or of every key of a section, or of all.
+
+    Raises:
+        UsageError: No such key; the message names the nearest.
+    """
+    found = [_describe(name, info) for name, info in walk_fields() if _is_asked_for(name, key)]
+    if not found:
+        names = [name for name, _ in walk_fields()]
+        by_last = places_of_name()
+        near = [name for name in names if name.endswith(f".{key}")] or nearest(key, names, most=3, likeness=0.8)
+        near = near or [name for last in nearest(key.rpartition(".")[2], by_last) for name in by_last[last]]
+        moved = dict(ALIASES).get(key) or MEANINGLESS.get(key)
+        hint = f"It is {moved}." if moved else f"Did you mean {' or '.join(near[:3])}?" if near else ""
+        raise UsageError("no such key", key=key, way_out=hint or f"Sections: {', '.join(Arguments.model_fields)}.")
+    return found
+
+
+def _is_asked_for(name: str, key: str) -> bool:
+    return not key or name == key or name.startswith(f"{key}.")
+
+
+def _describe(key: str, info: FieldInfo) -> KeyReference:
+    is_section = section_of(info.annotation) is not None
+    values = BUILT_VALUES.get(key)
+    return KeyReference(
+        key=key,
+        type=type_name(info),
+        default=""
+        if is_section and info.default_factory
+        else show(_as_written(info.get_default(call_default_factory=True))),
+        help=re.sub(r"\s+", " ", info.description or "").strip(),
+        other_names=tuple(old for old, new in ALIASES if new == key),
+        this_version=f"only {' or '.join(show(_as_written(value)) for value in values)}" if values else "",
+    )
+
+
+def _as_written(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def type_name(info: FieldInfo) -> str:
+    """The type of a key in words, with its limits."""
+    limits = [
+        f"{words} {getattr(rule, name):g}"
+        for rule in _rules(info)
+        for name, words in _LIMITS.items()
+        if hasattr(rule, name)
+    ]
+    return ", ".join([_name(info.annotation), *dict.fromkeys(limits)])
+
+
+def _rules(info: FieldInfo) -> Iterator[Any]:
+    yield from info.metadata
+    for part in get_args(info.annotation):
+        for rule in get_args(part)[1:] if get_origin(part) is Annotated else ():
+            yield from getattr(rule, "metadata", [rule])
+
+
+def _name(annotation: Any) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if section_of(annotation) is not None:
+        return "list of sections" if origin is tuple else "section"
+    if origin is Annotated:
+        return _name(parts[0])
+    if origin is Literal:
+        return " | ".join(str(part) for part in parts)
+    if origin in (Union, types.UnionType):
+        return " | ".join(dict.fromkeys(_name(part) for part in parts))
+    if origin is tuple:
+        return f"list of {_name(parts[0])}s"
+    if origin is dict:
+        return "mapping"
+    return _TYPE_NAMES.get(annotation, str(annotation))

@@ -1,0 +1,48 @@
+"""`mm config`: the configuration as a run would see it, with the origin of each value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config, resolved_dict
+
+
+def run(config_path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Read and check a configuration without importing plugins.
+
+    Raises:
+        ConfigError: Every problem of the file.
+    """
+    return load_config(config_path, overrides)
+
+
+def as_text(config: ResolvedConfig, only_given: bool = False) -> str:
+    """YAML with origins; optionally without the values that are defaults."""
+    text = dump_resolved(config)
+    return _without_defaults(text) if only_given else text
+
+
+def as_dict(config: ResolvedConfig) -> dict[str, Any]:
+    """For machines: the configuration, the origins, and what was noticed."""
+    return {
+        "config": resolved_dict(config),
+        "origins": {key: str(origin) for key, origin in config.origins.items()},
+        "warnings": list(config.warnings),
+        "unchecked": list(config.unchecked),
+    }
+
+
+def _without_defaults(text: str) -> str:
+    """Drop default values, then the sections that hold nothing any more."""
+    kept: list[str] = []
+    for line in reversed([line for line in text.splitlines() if not line.endswith("  # default")]):
+        is_section = line.rstrip().endswith(":")
+        if not is_section or (kept and _indent(kept[-1]) > _indent(line)):
+            kept.append(line)
+    return "\n".join([*reversed(kept), ""])
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())

@@ -1,0 +1,37 @@
+"""`mm schema`: what a key means, which values it takes, and what this version can do with it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from mindspeed_mm.fsdp.params.schema import KeyReference, json_schema, reference
+
+
+def run(key: str = "") -> list[KeyReference]:
+    """References of a key, of a section, or of everything.
+
+    Raises:
+        UsageError: No such key.
+    """
+    return reference(key)
+
+
+def as_text(references: list[KeyReference]) -> str:
+    """A paragraph for each key."""
+    return "\n\n".join(_paragraph(entry) for entry in references)
+
+
+def as_dict(key: str = "") -> Any:
+    """For machines: the JSON schema of everything, or the references of a key."""
+    return [asdict(entry) for entry in reference(key)] if key else json_schema()
+
+
+def _paragraph(entry: KeyReference) -> str:
+    default = f" = {entry.default}" if entry.default else ""
+    lines = [f"{entry.key}: {entry.type}{default}", f"    {entry.help}"]
+    if entry.other_names:
+        lines.append(f"    Other names: {', '.join(entry.other_names)}.")
+    if entry.this_version:
+        lines.append(f"    This version takes {entry.this_version}.")
+    return "\n".join(lines)
