@@ -1,0 +1,125 @@
+"""`build_mm_dataset` and `build_mm_dataloader`: from the `data` section to batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.dataloader.dataloader import DEFAULT_TIMEOUT_S, MMDataLoader, WorkerOptions
+from mindspeed_mm.fsdp.data.dataloader.sampler import DataPosition, Deal, build_sampler
+from mindspeed_mm.fsdp.data.split import split_dataset
+from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.register import data_register
+
+_BASIC = "data.dataset_param.basic_parameters"
+
+
+def build_mm_dataset(
+    dataset_param: DatasetParam, *, seed: int = 42, val_dataset_param: DatasetParam | None = None
+) -> tuple[Any, Any | None]:
+    """The training data set and, where the configuration asks for one, the validation data set.
+
+    Args:
+        dataset_param: The `dataset_param` section; `preprocess_parameters.model_name_or_path` filled in.
+        seed: Of the split by `val_rate`.
+        val_dataset_param: A section of its own for validation.
+
+    Raises:
+        ConfigError: Unknown `dataset_type`, more than one way to validate, or something not built yet.
+        DataError: Files are missing or broken.
+    """
+    basic = dataset_param.basic_parameters
+    asked = {"data.val_dataset_param": val_dataset_param, f"{_BASIC}.val_dataset": basic.val_dataset}
+    ways = [key for key, value in {**asked, f"{_BASIC}.val_rate": basic.val_rate or None}.items() if value is not None]
+    if len(ways) > 1:
+        raise ConfigError(f"validation data come from {' and '.join(ways)}", key=ways[0], way_out="Keep one of them.")
+    train, own_validation = _build(dataset_param)
+    if own_validation is not None or not ways:
+        return train, own_validation
+    if val_dataset_param is not None:
+        return train, _build(val_dataset_param)[0]
+    if basic.val_dataset is not None:
+        return train, _build(_for_validation(dataset_param))[0]
+    return split_dataset(train, basic.val_rate or 0.0, seed, most=basic.val_max_samples)
+
+
+def build_mm_dataloader(
+    dataset: Any,
+    dataloader_param: DataloaderParam,
+    *,
+    micro_batch_size: int,
+    gradient_accumulation_steps: int,
+    dp_rank: int,
+    dp_size: int,
+    seed: int,
+    position: DataPosition | None = None,
+    processor: Any = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> MMDataLoader:
+    """The loader of one data rank.
+
+    Args:
+        dataset: Of `build_mm_dataset`.
+        dataloader_param: The `dataloader_param` section.
+        micro_batch_size: Rows of a micro-batch.
+        gradient_accumulation_steps: Micro-batches of a step.
+        dp_rank: This rank among those that hold different samples.
+        dp_size: How many there are.
+        seed: Of the order.
+        position: Where to start; None: at the beginning.
+        processor: For a plugin's data set without `collate_fn` that names a built-in collator.
+        timeout_s: Longest wait for a micro-batch.
+
+    Raises:
+        ConfigError: A sampler, a mode or a collator is unknown or not built yet.
+        DataError: The data set is smaller than one global batch and `drop_last` is set.
+    """
+    if dataloader_param.enable_preload:
+        raise ConfigError("this is not built yet", key="data.dataloader_param.enable_preload")
+    pin = dataloader_param.pin_memory
+    return MMDataLoader(
+        dataset,
+        _collator(dataset, dataloader_param, processor),
+        build_sampler(dataloader_param, len(dataset), seed),
+        Deal(micro_batch_size, gradient_accumulation_steps, dp_rank, dp_size),
+        drop_last=dataloader_param.drop_last,
+        seed=seed,
+        position=position or DataPosition(0, 0),
+        workers=WorkerOptions(
+            num_workers=dataloader_param.num_workers,
+            prefetch_factor=dataloader_param.prefetch_factor or 2,
+            pin_memory=get_device_type() != "cpu" and pin is not False,
+            timeout_s=timeout_s,
+        ),
+    )
+
+
+def _build(dataset_param: DatasetParam) -> tuple[Any, Any | None]:
+    entry = data_register.get(dataset_param.dataset_type)
+    made = entry(dataset_param.basic_parameters, dataset_param.preprocess_parameters, dataset_param)
+    return made if isinstance(made, tuple) else (made, None)
+
+
+def _for_validation(dataset_param: DatasetParam) -> DatasetParam:
+    basic = dataset_param.basic_parameters
+    own = {"dataset": basic.val_dataset, "max_samples": basic.val_max_samples}
+    return dataset_param.model_copy(update={"basic_parameters": basic.model_copy(update=own)})
+
+
+def _collator(dataset: Any, dataloader_param: DataloaderParam, processor: Any) -> Collator:
+    """The data set's own `collate_fn` comes first, then what its samples need, then what the configuration names."""
+    own = getattr(dataset, "collate_fn", None)
+    if own is not None:
+        return own
+    if hasattr(dataset, "build_collator"):
+        return dataset.build_collator(dataloader_param.collate_param)
+    if processor is None:
+        raise ConfigError(
+            f"{type(dataset).__name__} has no collate_fn",
+            key="data.dataset_param.dataset_type",
+            way_out="Give the data set a `collate_fn(samples) -> batch`.",
+        )
+    return build_collator(processor, build_mm_plugin(processor, PreprocessParameters()), dataloader_param.collate_param)

@@ -1,0 +1,71 @@
+"""A part of a data set, set aside for validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
+
+_SPLIT_STREAM = 2**64 - 1
+"""Beside the streams of the epochs."""
+
+
+class DatasetPart(Dataset[Any]):
+    """Some of the samples of a data set; everything else about it stays.
+
+    Args:
+        whole: The data set.
+        indices: Which samples.
+        name: For the fingerprint.
+    """
+
+    def __init__(self, whole: Any, indices: np.ndarray, name: str) -> None:
+        self._whole, self._indices, self._name = whole, indices, name
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._whole[int(self._indices[index])]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+    def place(self, index: int) -> str:
+        """Where sample `index` stands."""
+        number = int(self._indices[index])
+        return str(self._whole.place(number)) if hasattr(self._whole, "place") else str(number)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """That of the whole, and which part this is."""
+        return {**self._whole.fingerprint(), "part": self._name, "rows": len(self)}
+
+
+def split_dataset(dataset: Any, rate: float, seed: int, *, most: int | None = None) -> tuple[DatasetPart, DatasetPart]:
+    """Training and validation part, chosen by the seed.
+
+    Args:
+        dataset: A map-style data set.
+        rate: Share of the samples that go to validation.
+        seed: Of the choice.
+        most: Upper bound of the validation part.
+
+    Raises:
+        ConfigError: One of the parts would be empty.
+    """
+    size = len(dataset)
+    held_out = round(rate * size)
+    if not 0 < held_out < size:
+        raise ConfigError(
+            f"{rate} of {size} samples leaves one side empty", key="data.dataset_param.basic_parameters.val_rate"
+        )
+    order = permutation(size, seed, _SPLIT_STREAM)
+    validation = np.sort(order[:held_out])[:most]
+    training = np.sort(order[held_out:])
+    return DatasetPart(dataset, training, "training"), DatasetPart(dataset, validation, "validation")
