@@ -1,0 +1,30 @@
+"""`mm report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+EXAMPLES = """
+\b
+Examples:
+  mm report runs/digits/run
+  mm report runs/first runs/second --out comparison.html
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="The HTML file; default: report.html in the first run.")
+@click.option("--json", "as_json", is_flag=True, help="Print where the report is as JSON.")
+def command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+    """Write one self-contained HTML page about RUNS: curves, accuracy, held-out samples, environment, configuration.
+
+    Several runs are drawn into the same charts.
+    """
+    from mindspeed_mm.tasks import report  # matplotlib and pillow: the help does without
+
+    written = report.run(runs, out)
+    click.echo(json.dumps({"report": str(written)}) if as_json else str(written))
