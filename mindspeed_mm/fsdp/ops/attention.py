@@ -1,0 +1,296 @@
+"""The attention function `mm_varlen`, registered with transformers: packed rows without a dense mask, plain batches.
+
+A packed row carries transformers' own names (`cu_seq_lens_q`, `max_length_q`, …) through the model's `**kwargs`;
+documents never see each other. On an accelerator torch's variable-length flash kernel does the work where it can,
+elsewhere a loop over documents: on a CPU it is faster than a dense mask at every size, and needs no T² memory.
+
+Shapes: B rows, H heads, K key-value heads, T query tokens, S key tokens, D head width, Dv width of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mindspeed_mm.core.errors import MMError
+
+ATTENTION_NAME = "mm_varlen"
+"""Never with "flash" in it: transformers would look for a kernel of that name."""
+
+
+class AttentionError(MMError):
+    """Attention was called in a way that would mix documents, or that it does not know."""
+
+
+def register_attention() -> str:
+    """Register `mm_varlen` with transformers and return the name, for `attn_implementation`. May be called again."""
+    # transformers takes a second to import, and whoever builds a model has it already.
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, varlen_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, varlen_mask)
+    return ATTENTION_NAME
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, with the signature that transformers calls.
+
+    Args:
+        module: The attention module; its `is_causal` counts when the argument is not given.
+        query: (B, H, T, D), B = 1 when packed.
+        key: (B, K, S, D); K divides H.
+        value: (B, K, S, Dv).
+        attention_mask: From `varlen_mask`.
+        dropout: Probability.
+        scaling: Factor on the scores; default 1 / √D.
+        is_causal: Whether a token sees only those before it.
+        sliding_window: How many tokens it sees, itself included; None on full layers.
+        s_aux: (H,) learned sink logits, which take part in the softmax and carry no value.
+        cu_seq_lens_q: (documents + 1,) borders in the row, 0 first, T last. Given: the row is packed.
+        cu_seq_lens_k: The same for keys.
+        max_length_q: Longest document.
+        max_length_k: The same for keys.
+        others: What models pass along and attention has no use for.
+
+    Returns:
+        (B, T, H, Dv), and None in the place of the attention weights.
+
+    Raises:
+        AttentionError: The borders belong to another row, come with a mask that they contradict, or are missing; or a
+            score transformation is asked for.
+    """
+    if others.get("softcap") is not None:
+        raise AttentionError(f"{ATTENTION_NAME} has no softcap", way_out="Set model.attn_implementation: eager.")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    layer = _Layer(dropout, scaling, causal, sliding_window, s_aux)
+    check_mask(attention_mask, packed=cu_seq_lens_q is not None)
+    if cu_seq_lens_q is None:
+        output = layer.attend(query, key, value, attention_mask)
+        return output.transpose(1, 2).contiguous(), None
+    cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+    if layer.fits_flash(query, value) and max_length_q is not None and max_length_k is not None:
+        lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        return layer.attend_flash(query, key, value, *lengths), None
+    borders_q, borders_k = cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist()
+    check_borders(borders_q, query)
+    check_borders(borders_k, key)
+    output = layer.attend_documents(query, key, value, borders_q, borders_k)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def varlen_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    config: Any = None,
+    **others: Any,
+) -> torch.Tensor | None:
+    """The mask of a layer type, with the signature that transformers calls: None where the order of tokens says it all.
+
+    A right-padded batch needs none either: under a causal order no token sees the padding after it, and what padding
+    tokens compute is never read. Sliding layers bring their window to attention. Everything else gets transformers' own
+    boolean mask (B, 1, T, S): left padding, decoding with a cache, two-way and chunked attention, composed masks.
+
+    Returns:
+        None; a mask; or the empty mark of a packed row, whose borders reach attention on another way.
+    """
+    causal = "allow_is_bidirectional_skip" not in others and not use_vmap and q_length == kv_length
+    windowed = local_size in (None, getattr(config, "sliding_window", None))
+    if causal and windowed:
+        if attention_mask is None:
+            # transformers forbids the skip when positions start again inside a row.
+            return None if allow_is_causal_skip else torch.empty(1, 1, 0, 0, dtype=torch.bool)
+        if allow_is_causal_skip and is_right_padded(attention_mask):
+            return None
+    from transformers.masking_utils import sdpa_mask  # loaded by whoever calls this
+
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
+        local_size=local_size,
+        **others,
+    )
+
+
+def is_right_padded(attention_mask: torch.Tensor) -> bool:
+    """Whether every row of a (B, T) mask is ones, then zeros."""
+    mask = attention_mask.bool()
+    return bool((mask[:, :1].all() & (mask[:, 1:] <= mask[:, :-1]).all()).item())
+
+
+def check_borders(borders: list[int], tensor: torch.Tensor) -> None:
+    """Raise `AttentionError` unless the borders span the tokens of (1, H, T, D): a tower that is handed the text's
+    borders would otherwise cut its own tokens by them, and say nothing."""
+    rows, tokens = tensor.shape[0], tensor.shape[2]
+    if rows == 1 and borders[0] == 0 and borders[-1] == tokens:
+        return
+    raise AttentionError(
+        f"document borders {borders[0]}…{borders[-1]} do not span a row of {tokens} tokens (rows: {rows})",
+        way_out="A packed batch is one row. If a tower got the text's cu_seq_lens, take them out of its arguments.",
+    )
+
+
+def check_mask(attention_mask: torch.Tensor | None, *, packed: bool) -> None:
+    """Raise `AttentionError` for a packed row without borders, and for borders beside a mask that knows none."""
+    if attention_mask is None:
+        return
+    marked = attention_mask.numel() == 0
+    if marked and not packed:
+        raise AttentionError(
+            "positions start again inside a row, but the batch has no document borders",
+            way_out="Give cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k beside position_ids.",
+        )
+    if packed and not marked:
+        raise AttentionError(
+            f"a packed row came with a mask of shape {tuple(attention_mask.shape)}",
+            way_out="Leave attention_mask out of packed batches; this model's own mask cannot be packed.",
+        )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What one call of attention is asked to do, whatever kernel does it."""
+
+    dropout: float
+    scaling: float | None
+    causal: bool
+    window: int | None
+    sinks: torch.Tensor | None
+
+    def attend_documents(
+        self,
+        q_1HTD: torch.Tensor,
+        k_1KSD: torch.Tensor,
+        v_1KSD: torch.Tensor,
+        borders_q: list[int],
+        borders_k: list[int],
+    ) -> torch.Tensor:
+        """(1, H, T, Dv): every document on its own."""
+        spans = zip(borders_q[:-1], borders_q[1:], borders_k[:-1], borders_k[1:], strict=True)
+        outputs = [
+            self.attend(q_1HTD[:, :, q0:q1], k_1KSD[:, :, k0:k1], v_1KSD[:, :, k0:k1], None)
+            for q0, q1, k0, k1 in spans
+            if q1 > q0
+        ]
+        return torch.cat(outputs, dim=2)
+
+    def attend(
+        self, q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(B, H, T, Dv) by scaled dot-product attention. One query token sees all keys, as in decoding."""
+        tokens, keys = q_BHTD.shape[2], k_BKSD.shape[2]
+        causal = self.causal and tokens > 1 and mask is None
+        if causal and self.window is not None and keys > self.window:
+            mask, causal = _band(tokens, self.window, q_BHTD.device), False
+        scale = q_BHTD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+        if mask is not None or self.sinks is not None:
+            k_BKSD, v_BKSD = (t.repeat_interleave(groups, dim=1) for t in (k_BKSD, v_BKSD))
+        if self.sinks is not None:
+            return self._attend_with_sinks(q_BHTD, k_BKSD, v_BKSD, mask, causal, scale)
+        return F.scaled_dot_product_attention(
+            q_BHTD,
+            k_BKSD,
+            v_BKSD,
+            attn_mask=mask,
+            dropout_p=self.dropout,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=groups > 1 and mask is None,
+        )
+
+    def fits_flash(self, q_1HTD: torch.Tensor, v_1KSD: torch.Tensor) -> bool:
+        """Whether torch's variable-length flash kernel takes this call."""
+        half = q_1HTD.dtype in (torch.bfloat16, torch.float16)
+        width = q_1HTD.shape[-1]
+        plain = self.sinks is None and self.dropout == 0.0
+        return q_1HTD.is_cuda and half and plain and width == v_1KSD.shape[-1] and width <= 256
+
+    def attend_flash(
+        self,
+        q_1HTD: torch.Tensor,
+        k_1KSD: torch.Tensor,
+        v_1KSD: torch.Tensor,
+        cu_q: torch.Tensor,
+        cu_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+    ) -> torch.Tensor:
+        """(1, T, H, D) in one call, without reading the borders on the host."""
+        from torch.nn.attention.varlen import varlen_attn  # of use on an accelerator only
+
+        groups = q_1HTD.shape[1] // k_1KSD.shape[1]
+        q_THD, k_THD, v_THD = (
+            t.transpose(1, 2).flatten(0, 1)
+            for t in (q_1HTD, k_1KSD.repeat_interleave(groups, dim=1), v_1KSD.repeat_interleave(groups, dim=1))
+        )
+        left = self.window - 1 if self.causal and self.window is not None else -1
+        window = (left, 0 if self.causal else -1)
+        cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
+        output = varlen_attn(q_THD, k_THD, v_THD, cu_q, cu_k, max_q, max_k, scale=self.scaling, window_size=window)
+        return output.unsqueeze(0)
+
+    def _attend_with_sinks(
+        self,
+        q_BHTD: torch.Tensor,
+        k_BHSD: torch.Tensor,
+        v_BHSD: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        """Sinks by plain attention: a key in front whose score is the sink's logit and whose value is zero.
+
+        Every head gets one more feature, 1 in queries, 0 in keys and sink / scale in the key in front. A query in
+        front, dropped again, keeps the causal diagonal where it was.
+        """
+        batch, heads, _, width = q_BHTD.shape
+        assert self.sinks is not None
+        logits = (self.sinks.to(q_BHTD.dtype) / scale).view(1, heads, 1, 1).expand(batch, -1, -1, -1)
+        sink_key = torch.cat([logits.new_zeros(batch, heads, 1, width), logits], dim=-1)
+        q = F.pad(q_BHTD, (0, 1), value=1.0)
+        k = torch.cat([sink_key, F.pad(k_BHSD, (0, 1))], dim=2)
+        v = F.pad(v_BHSD, (0, 0, 1, 0))
+        if causal:
+            q = F.pad(q, (0, 0, 1, 0))
+        if mask is not None:
+            mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+        output = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.dropout, is_causal=causal, scale=scale
+        )
+        return output[:, :, 1:] if causal else output
+
+
+def _band(tokens: int, window: int, device: torch.device) -> torch.Tensor:
+    """(1, 1, T, T) bool: a token sees itself and the `window - 1` before it."""
+    position = torch.arange(tokens, device=device)
+    distance = position[:, None] - position[None, :]
+    return ((distance >= 0) & (distance < window))[None, None]
