@@ -1,0 +1,318 @@
+"""Declarative key maps: how the tensors of one layout become those of another.
+
+A rule names source and target patterns and the operations between them. Applying a map reads nothing: it gives steps,
+each of which says which stored keys it uses up and which target tensors they make, and the ledger proves that every
+key is used exactly once. A map without reordering can be turned round.
+
+    Rule("blocks.{n}.attn.{part}.weight", "layers.{n}.self_attention.{part}.weight")                      # rename
+    Rule(("{at}.q.weight", "{at}.k.weight", "{at}.v.weight"), "{at}.qkv.weight", (Concat(0),))            # merge
+    Rule(("{at}.experts.{e}.gate.weight", "{at}.experts.{e}.up.weight"), "{at}.experts.gate_up", (Stack(0), Concat(1)))
+
+`{name}` stands for one part of a key between dots, `{name*}` for any number of them. A placeholder that only the
+sources have is collected, in numerical order, and one that only the targets have is dealt out.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mindspeed_mm.checkpoint.lazy_tensor import (
+    Concatenated,
+    LazyTensor,
+    Reordered,
+    Selected,
+    Sliced,
+    Stacked,
+    Transposed,
+)
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+
+Column = list[LazyTensor]
+"""The tensors of one pattern: one, or as many as a collected placeholder has values."""
+
+
+class Op(ABC):
+    """An operation on the columns of a rule, one column for each pattern."""
+
+    def apply(self, columns: list[Column]) -> list[Column]:
+        """The columns after the operation."""
+        return self._apply(columns)
+
+    @property
+    def inverse(self) -> Op:
+        """The operation that undoes this one."""
+        return self._inverse()
+
+    @abstractmethod
+    def _apply(self, columns: list[Column]) -> list[Column]: ...
+
+    @abstractmethod
+    def _inverse(self) -> Op: ...
+
+
+@dataclass(frozen=True)
+class Concat(Op):
+    """All columns into one, one after another along `dim`. `sizes` are needed to undo unequal ones."""
+
+    dim: int
+    sizes: tuple[int, ...] | None = None
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        return [[Concatenated([tensor for column in columns for tensor in column], self.dim)]]
+
+    def _inverse(self) -> Op:
+        return Split(self.dim, self.sizes)
+
+
+@dataclass(frozen=True)
+class Split(Op):
+    """One column into several along `dim`: into `sizes`, or into `parts` equal ones."""
+
+    dim: int
+    sizes: tuple[int, ...] | None = None
+    parts: int | None = None
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        ((base,),) = columns
+        length, sizes = base.shape[self.dim], self.sizes
+        if sizes is None:
+            parts = self.parts or 2
+            sizes = (length // parts,) * parts
+        if sum(sizes) != length:
+            raise ValueError(f"cannot split {length} into {sizes}")
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [[Sliced(base, self.dim, start, size)] for start, size in zip(starts, sizes, strict=True)]
+
+    def _inverse(self) -> Op:
+        return Concat(self.dim, self.sizes)
+
+
+@dataclass(frozen=True)
+class Stack(Op):
+    """Each column's collected tensors into one with a new dim."""
+
+    dim: int = 0
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        return [[Stacked(column, self.dim)] for column in columns]
+
+    def _inverse(self) -> Op:
+        return Unstack(self.dim)
+
+
+@dataclass(frozen=True)
+class Unstack(Op):
+    """Each column's one tensor into those along `dim`."""
+
+    dim: int = 0
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        return [[Selected(base, self.dim, i) for i in range(base.shape[self.dim])] for (base,) in columns]
+
+    def _inverse(self) -> Op:
+        return Stack(self.dim)
+
+
+@dataclass(frozen=True)
+class Transpose(Op):
+    """Two dims of every tensor swapped."""
+
+    dim0: int = 0
+    dim1: int = 1
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        return [[Transposed(tensor, self.dim0, self.dim1) for tensor in column] for column in columns]
+
+    def _inverse(self) -> Op:
+        return self
+
+
+@dataclass(frozen=True)
+class Reorder(Op):
+    """Positions along `dim` in another order: new position i is old position `order[i]`."""
+
+    dim: int
+    order: tuple[int, ...]
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        order = torch.tensor(self.order)
+        return [[Reordered(tensor, self.dim, order) for tensor in column] for column in columns]
+
+    def _inverse(self) -> Op:
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return Reorder(self.dim, tuple(back))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One application of a rule: these stored keys, all of each, make these tensors."""
+
+    sources: tuple[str, ...]
+    targets: Mapping[str, LazyTensor]
+
+
+class Rule:
+    """One line of a key map. Patterns may be given as one string or several."""
+
+    def __init__(self, sources: str | Sequence[str], targets: str | Sequence[str], ops: Sequence[Op] = ()) -> None:
+        self.sources = (sources,) if isinstance(sources, str) else tuple(sources)
+        self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
+        self.ops = tuple(ops)
+
+    @property
+    def inverse(self) -> Rule:
+        """The rule that leads back."""
+        return Rule(self.targets, self.sources, [op.inverse for op in reversed(self.ops)])
+
+    @cached_property
+    def regexes(self) -> list[re.Pattern[str]]:
+        """One for each source pattern."""
+        return [_compile(pattern) for pattern in self.sources]
+
+    @cached_property
+    def shared(self) -> list[str]:
+        """Placeholders that sources and targets have in common: one application for each of their values."""
+        return [name for name in _names(self.sources) if name in _names(self.targets)]
+
+    def build(self, columns: list[list[tuple[str, dict[str, str]]]], tensors: Mapping[str, LazyTensor]) -> Step:
+        """One application.
+
+        Args:
+            columns: For each source pattern its matches, a key with its placeholders' values.
+            tensors: The tensors by key.
+
+        Raises:
+            ModelFolderError: A source is absent, or shapes do not fit the operations.
+        """
+        _check_complete(self, columns)
+        work: list[Column] = [[tensors[key] for key, _ in column] for column in columns]
+        values = {name: columns[0][0][1][name] for name in self.shared}
+        keys = tuple(key for column in columns for key, _ in column)
+        try:
+            for op in self.ops:
+                work = op.apply(work)
+            made = [self._named(pattern, column, values) for pattern, column in zip(self.targets, work, strict=True)]
+        except (ValueError, IndexError) as error:
+            raise ModelFolderError(f"{error} (rule {self})", key=keys[0]) from error
+        return Step(keys, {key: tensor for column in made for key, tensor in column})
+
+    def _named(self, pattern: str, column: Column, values: dict[str, str]) -> list[tuple[str, LazyTensor]]:
+        dealt = [name for name in _names([pattern]) if name not in values]
+        if not dealt and len(column) == 1:
+            return [(_fill(pattern, values), column[0])]
+        if len(dealt) != 1:
+            raise ValueError(f"{len(column)} tensors for the one target {pattern}")
+        return [(_fill(pattern, values | {dealt[0]: str(i)}), tensor) for i, tensor in enumerate(column)]
+
+    def __repr__(self) -> str:
+        return f"{' + '.join(self.sources)} -> {' + '.join(self.targets)}"
+
+
+class KeyMap:
+    """Rules in order; a key goes to the first that takes it.
+
+    Args:
+        rules: The rules.
+        keep_others: Pass a key that no rule takes on under its own name, instead of leaving it over.
+    """
+
+    def __init__(self, rules: Iterable[Rule], *, keep_others: bool = False) -> None:
+        self.rules, self.keep_others = list(rules), keep_others
+
+    @property
+    def inverse(self) -> KeyMap:
+        """The map that leads back."""
+        return KeyMap([rule.inverse for rule in self.rules], keep_others=self.keep_others)
+
+    def steps(self, tensors: Mapping[str, LazyTensor]) -> list[Step]:
+        """What becomes of these tensors. Keys that no rule takes are in no step."""
+        groups: dict[tuple[int, tuple[str, ...]], list[list[tuple[str, dict[str, str]]]]] = {}
+        others: list[str] = []
+        for key in sorted(tensors, key=natural_order):
+            found = self._match(key)
+            if found is None:
+                others.append(key)
+                continue
+            position, column, values = found
+            rule = self.rules[position]
+            group = (position, tuple(values.get(name, "") for name in rule.shared))
+            groups.setdefault(group, [[] for _ in rule.sources])[column].append((key, values))
+        steps = [self.rules[position].build(columns, tensors) for (position, _), columns in groups.items()]
+        return steps + [Step((key,), {key: tensors[key]}) for key in others if self.keep_others]
+
+    def _match(self, key: str) -> tuple[int, int, dict[str, str]] | None:
+        for position, rule in enumerate(self.rules):
+            for column, regex in enumerate(rule.regexes):
+                if match := regex.fullmatch(key):
+                    return position, column, match.groupdict()
+        return None
+
+
+def check_used_once(steps: Iterable[Step], sources: Iterable[str], targets: Iterable[str]) -> None:
+    """The ledger: every source key used exactly once, every target key made exactly once.
+
+    Raises:
+        ModelFolderError: Naming the keys (the first five of each kind, and how many there are).
+    """
+    steps = list(steps)
+    used = Counter(key for step in steps for key in step.sources)
+    made = Counter(key for step in steps for key in step.targets)
+    problems = [
+        *_listed("is not used", [key for key in sources if used[key] == 0]),
+        *_listed("is used more than once", [key for key, times in used.items() if times > 1]),
+        *_listed("is not made", [key for key in targets if made[key] == 0]),
+        *_listed("is made more than once", [key for key, times in made.items() if times > 1]),
+        *_listed("is made but not wanted", [key for key in made if key not in set(targets)]),
+    ]
+    if problems:
+        raise ModelFolderError("the key map does not fit", problems=problems)
+
+
+def natural_order(key: str) -> list[tuple[int, str]]:
+    """Sort key that puts `layers.2` before `layers.10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in key.split(".")]
+
+
+def _listed(what: str, keys: Sequence[str], most: int = 5) -> list[Problem]:
+    more = [Problem(f"and {len(keys) - most} more")] if len(keys) > most else []
+    return [Problem(what, key=key) for key in keys[:most]] + more
+
+
+_PLACEHOLDER = re.compile(r"\{(\w+)(\*?)\}")
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    text, position, seen = "", 0, set()
+    for match in _PLACEHOLDER.finditer(pattern):
+        name = match[1]
+        value = f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if match[2] else '[^.]+'})"
+        text += re.escape(pattern[position : match.start()]) + value
+        position = match.end()
+        seen.add(name)
+    return re.compile(text + re.escape(pattern[position:]))
+
+
+def _names(patterns: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(match[1] for pattern in patterns for match in _PLACEHOLDER.finditer(pattern)))
+
+
+def _fill(pattern: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], pattern)
+
+
+def _check_complete(rule: Rule, columns: list[list[tuple[str, dict[str, str]]]]) -> None:
+    present = [key for column in columns for key, _ in column]
+    for pattern, column in zip(rule.sources, columns, strict=True):
+        if not column:
+            raise ModelFolderError(f"there is nothing for '{pattern}' beside it (rule {rule})", key=present[0])
+        collected = [name for name in _names([pattern]) if name not in rule.shared]
+        indices = [values[name] for _, values in column for name in collected]
+        if collected and indices != [str(i) for i in range(len(column))]:
+            raise ModelFolderError(f"'{pattern}' is not numbered from 0 without holes: {indices}", key=present[0])

@@ -1,0 +1,207 @@
+"""Tensors that are described first and read later, region by region, straight into their destination.
+
+A key map is an expression over stored tensors (concatenate, stack, slice, transpose …). Every node can write any
+region of itself into a given tensor, so a rank reads no more than its shard and no intermediate copy is made.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+Region = tuple[tuple[int, int], ...]
+"""One (start, length) for each dim."""
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """The region that covers a tensor."""
+    return tuple((0, length) for length in shape)
+
+
+class LazyTensor(ABC):
+    """A tensor known by shape and dtype, read on demand, made of `parts`."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[LazyTensor] = ()) -> None:
+        self.shape, self.dtype, self.parts = tuple(shape), dtype, tuple(parts)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def copy_to(self, out: torch.Tensor, region: Region) -> None:
+        """Write this tensor's `region` into `out`, which has the region's lengths; dtype and device are `out`'s."""
+        self._copy_to(out, region)
+
+    def read(self) -> torch.Tensor:
+        """All of it, on the CPU: a view of the file where that is possible."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        self._copy_to(out, whole(self.shape))
+        return out
+
+    @abstractmethod
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None: ...
+
+
+class TensorReader(Protocol):
+    """Whatever gives a stored tensor by its key, as a view where it can (a memory-mapped file)."""
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """The tensor of this key, on the CPU."""
+        ...
+
+
+class Stored(LazyTensor):
+    """A tensor that lies in a file."""
+
+    def __init__(self, key: str, shape: Sequence[int], dtype: torch.dtype, reader: Callable[[], TensorReader]) -> None:
+        super().__init__(shape, dtype)
+        self.key, self._reader = key, reader
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        tensor = self._reader().get_tensor(self.key)
+        for dim, (start, length) in enumerate(region):
+            tensor = tensor.narrow(dim, start, length)
+        # Over to an accelerator in the stored dtype: fewer bytes on the bus, and the cast is done there.
+        out.copy_(tensor if out.device == tensor.device else tensor.to(out.device))
+
+    def read(self) -> torch.Tensor:  # noqa: D102
+        return self._reader().get_tensor(self.key)
+
+
+class Concatenated(LazyTensor):
+    """Tensors one after another along `dim`."""
+
+    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+        _check_same([_without(part.shape, dim) for part in parts], "concatenate")
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        super().__init__(shape, parts[0].dtype, parts)
+        self.dim = dim
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        wanted_start, wanted_length = region[self.dim]
+        position = 0
+        for part in self.parts:
+            start = max(wanted_start, position)
+            end = min(wanted_start + wanted_length, position + part.shape[self.dim])
+            if start < end:
+                inner = (*region[: self.dim], (start - position, end - start), *region[self.dim + 1 :])
+                part.copy_to(out.narrow(self.dim, start - wanted_start, end - start), inner)
+            position += part.shape[self.dim]
+
+
+class Stacked(LazyTensor):
+    """Tensors of one shape along a new dim."""
+
+    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+        _check_same([part.shape for part in parts], "stack")
+        super().__init__((*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:]), parts[0].dtype, parts)
+        self.dim = dim
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        start, length = region[self.dim]
+        inner = (*region[: self.dim], *region[self.dim + 1 :])
+        for position in range(length):
+            self.parts[start + position].copy_to(out.select(self.dim, position), inner)
+
+
+class Sliced(LazyTensor):
+    """A run of `length` from `start` along `dim`."""
+
+    def __init__(self, base: LazyTensor, dim: int, start: int, length: int) -> None:
+        super().__init__((*base.shape[:dim], length, *base.shape[dim + 1 :]), base.dtype, [base])
+        self.base, self.dim, self.start = base, dim, start
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        start, length = region[self.dim]
+        self.base.copy_to(out, (*region[: self.dim], (self.start + start, length), *region[self.dim + 1 :]))
+
+
+class Selected(LazyTensor):
+    """One position along `dim`, which vanishes."""
+
+    def __init__(self, base: LazyTensor, dim: int, position: int) -> None:
+        super().__init__(_without(base.shape, dim), base.dtype, [base])
+        self.base, self.dim, self.position = base, dim, position
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        inner = (*region[: self.dim], (self.position, 1), *region[self.dim :])
+        self.base.copy_to(out.unsqueeze(self.dim), inner)
+
+
+class Transposed(LazyTensor):
+    """Two dims swapped."""
+
+    def __init__(self, base: LazyTensor, dim0: int, dim1: int) -> None:
+        super().__init__(_swapped(base.shape, dim0, dim1), base.dtype, [base])
+        self.base, self.dim0, self.dim1 = base, dim0, dim1
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        self.base.copy_to(out.transpose(self.dim0, self.dim1), tuple(_swapped(region, self.dim0, self.dim1)))
+
+
+class Reordered(LazyTensor):
+    """Positions along `dim` in another order: position i of this tensor is position `order[i]` of the base."""
+
+    def __init__(self, base: LazyTensor, dim: int, order: torch.Tensor) -> None:
+        super().__init__(base.shape, base.dtype, [base])
+        self.base, self.dim, self.order = base, dim, order
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        start, length = region[self.dim]
+        run_start = 0
+        order = self.order[start : start + length].tolist()
+        for position in range(1, length + 1):  # runs of neighbours are copied in one go
+            if position < length and order[position] == order[position - 1] + 1:
+                continue
+            inner = (*region[: self.dim], (order[run_start], position - run_start), *region[self.dim + 1 :])
+            self.base.copy_to(out.narrow(self.dim, run_start, position - run_start), inner)
+            run_start = position
+
+
+class Computed(LazyTensor):
+    """The result of a function of whole tensors, for what the nodes above cannot express. Computed at each read."""
+
+    def __init__(
+        self,
+        parts: Sequence[LazyTensor],
+        function: Callable[[list[torch.Tensor]], torch.Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(shape, dtype, parts)
+        self.function = function
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        tensor = self.function([part.read() for part in self.parts])
+        out.copy_(tensor[tuple(slice(start, start + length) for start, length in region)])
+
+
+def stored_keys(tensor: LazyTensor) -> Iterator[str]:
+    """The keys of the stored tensors under an expression, in reading order."""
+    if isinstance(tensor, Stored):
+        yield tensor.key
+    for part in tensor.parts:
+        yield from stored_keys(part)
+
+
+def _check_same(shapes: Sequence[tuple[int, ...]], what: str) -> None:
+    if len(set(shapes)) != 1:
+        raise ValueError(f"cannot {what} tensors of shapes {sorted(set(shapes))}")
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _swapped(items: Sequence[Item], a: int, b: int) -> list[Item]:
+    found = list(items)
+    found[a], found[b] = found[b], found[a]
+    return found

@@ -1,0 +1,172 @@
+"""The weights of a Hugging Face folder as lazy tensors: one file, or shards with an index that must agree with them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
+from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"^(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors$")
+
+
+def find_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the folder by key, from the files' own headers.
+
+    Raises:
+        ModelFolderError: There are no safetensors, a file is damaged, or index and shards disagree.
+    """
+    index = _find_index(folder)
+    if index is None:
+        return read_header(_single_file(folder))
+    weight_map = _read_index(index)
+    headers = {name: read_header(folder / name) for name in _named_files(weight_map, folder, index)}
+    problems = [*_wrong_shards(weight_map, headers, index), *_orphans(weight_map, headers, folder, index)]
+    if problems:
+        raise ModelFolderError(f"{folder}: index and shards disagree", problems=problems)
+    return {key: headers[name][key] for key, name in weight_map.items()}
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[dict[str, Stored]]:
+    """The folder's tensors as views of memory-mapped files, open for the length of the `with` block.
+
+    Raises:
+        ModelFolderError: As `find_entries`.
+    """
+    entries = find_entries(folder)
+    with ExitStack() as stack:
+        opened: dict[Path, TensorReader] = {}
+
+        def reader(file: Path) -> TensorReader:
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            return opened[file]
+
+        yield {
+            key: Stored(key, entry.shape, entry.dtype, lambda file=entry.file: reader(file))  # type: ignore[misc]
+            for key, entry in entries.items()
+        }
+
+
+def _find_index(folder: Path) -> Path | None:
+    if (folder / _INDEX).exists():
+        return folder / _INDEX
+    others = sorted(folder.glob("*.safetensors.index.json"))
+    return others[0] if len(others) == 1 else None
+
+
+def _single_file(folder: Path) -> Path:
+    files = sorted(folder.glob("*.safetensors"))
+    if folder / "model.safetensors" in files:
+        return folder / "model.safetensors"
+    if len(files) == 1 and not _SHARD.match(files[0].name):
+        return files[0]
+    if files:
+        raise ModelFolderError(
+            f"holds {len(files)} safetensors file(s) ({files[0].name} …) but no {_INDEX}",
+            where=str(folder),
+            way_out="Copy the index file of the original model.",
+        )
+    raise _no_safetensors(folder)
+
+
+def _no_safetensors(folder: Path) -> ModelFolderError:
+    pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if not pickles:
+        return ModelFolderError(
+            "no *.safetensors here",
+            where=str(folder),
+            key="model.model_name_or_path",
+            way_out="Copy the model's weights, or set model.train_from_scratch: true.",
+        )
+    danger = _unsafe_globals(pickles[0])
+    if danger:
+        return ModelFolderError(
+            f"is a pickle that would run {', '.join(danger)}",
+            where=str(pickles[0]),
+            way_out="Do not load this file; get the weights as safetensors from a source that you trust.",
+        )
+    return ModelFolderError(
+        f"only pickled weights here ({pickles[0].name}); they are never loaded",
+        where=str(folder),
+        way_out='If you trust them, convert them once: python -c "from transformers import AutoModelForCausalLM as A; '
+        f"A.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}-safetensors')\" "
+        "(with the Auto class of this model).",
+    )
+
+
+def _unsafe_globals(file: Path) -> list[str]:
+    """What a pickled checkpoint would import beyond torch's allow-list. The file is scanned, never run."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
+    except (ValueError, RuntimeError, OSError):
+        return []  # not a torch archive: refused by name above all the same
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ModelFolderError(
+            f"is not a valid index: {error}", where=str(index), way_out="Copy the index file again."
+        ) from error
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelFolderError(
+            "weight_map is not a table of key to file", where=str(index), way_out="Copy the index file again."
+        )
+    return weight_map
+
+
+def _named_files(weight_map: dict[str, str], folder: Path, index: Path) -> list[str]:
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if Path(name).name != name or not (folder / name).exists()]
+    if missing:
+        keys = {name: sum(1 for file in weight_map.values() if file == name) for name in missing}
+        problems = [
+            Problem(f"'{name}' is named for {keys[name]} tensor(s) but is not there", str(index))
+            for name in missing[:5]
+        ]
+        raise ModelFolderError(
+            f"{len(missing)} of {len(names)} shards are missing. Copy or download them again.", problems=problems
+        )
+    return names
+
+
+def _wrong_shards(weight_map: dict[str, str], headers: dict[str, dict[str, TensorEntry]], index: Path) -> list[Problem]:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for name, header in headers.items():
+        for key in header:
+            homes[key].append(name)
+    return [
+        Problem(f"says '{name}', found in {' and '.join(homes[key]) or 'no shard'}", str(index), key)
+        for key, name in weight_map.items()
+        if homes[key] != [name]
+    ]
+
+
+def _orphans(
+    weight_map: dict[str, str], headers: dict[str, dict[str, TensorEntry]], folder: Path, index: Path
+) -> list[Problem]:
+    stems = {match["stem"] for name in headers if (match := _SHARD.match(name))}
+    found = [
+        Problem("is named by no entry of the index", str(file), way_out="Remove it, or copy the right index.")
+        for file in sorted(folder.glob("*.safetensors"))
+        if file.name not in headers and (match := _SHARD.match(file.name)) and match["stem"] in stems
+    ]
+    for name, header in headers.items():
+        found += [
+            Problem(f"stands in '{name}' but not in the index", str(index), key)
+            for key in set(header) - set(weight_map)
+        ]
+    return found

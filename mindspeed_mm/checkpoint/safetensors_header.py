@@ -1,0 +1,158 @@
+"""Reads and checks the header of a safetensors file, so that a damaged file is named for what it is.
+
+The library's own reader calls a Git LFS pointer or an HTML page "header too large" and accepts a key that stands twice.
+Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes without holes
+(https://huggingface.co/docs/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from mindspeed_mm.core.errors import ModelFolderError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The library's own cap."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""Names of the format → torch. Half-byte types have no torch counterpart here and are refused."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies."""
+
+    key: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file, by key, without reading them.
+
+    Raises:
+        ModelFolderError: The file is empty, cut, a Git LFS pointer, a web page, holds a key twice or has a header that
+            does not describe its bytes.
+    """
+    file_bytes = _size(file)
+    with file.open("rb") as stream:
+        header = _parse(_header_text(stream, file, file_bytes), file)
+        data_bytes = file_bytes - stream.tell()
+    header.pop("__metadata__", None)
+    entries = {key: _entry(key, value, file) for key, value in header.items()}
+    spans = sorted(tuple(value["data_offsets"]) for value in header.values())
+    _check_spans(spans, data_bytes, file)
+    for key, value in header.items():
+        begin, end = value["data_offsets"]
+        if end - begin != entries[key].size_bytes:
+            raise _damaged(file, f"'{key}' takes {end - begin} bytes, its shape {entries[key].size_bytes}")
+    return entries
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise ModelFolderError(
+            f"cannot be read: {error.strerror}", where=str(file), way_out="Copy the file again."
+        ) from error
+
+
+def _header_text(stream: BinaryIO, file: Path, file_bytes: int) -> bytes:
+    start = stream.read(64)
+    if file_bytes == 0:
+        raise _damaged(file, "the file is empty")
+    if start.startswith(b"version https://git-lfs"):
+        raise ModelFolderError(
+            "is a Git LFS pointer, not the weights", where=str(file), way_out="Run 'git lfs pull' in the folder."
+        )
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise _damaged(file, f"is a web page (starts with {start.lstrip()[:9].decode(errors='replace')!r})")
+    length = int.from_bytes(start[:8], "little")
+    if file_bytes < 8 or length > MAX_HEADER_BYTES:
+        raise _damaged(file, f"is no safetensors file (starts with {start[:8]!r})")
+    if file_bytes < 8 + length:
+        raise _damaged(file, f"is cut: {file_bytes} bytes, of which the header alone would take {8 + length}")
+    stream.seek(8)
+    return stream.read(length)
+
+
+def _parse(text: bytes, file: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise _damaged(file, f"the header holds the key '{twice}' twice")
+        return found
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"the header is not valid JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _damaged(file, "the header is not a table of tensors")
+    return header
+
+
+def _entry(key: str, value: Any, file: Path) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+        plausible = all(isinstance(n, int) and n >= 0 for n in [*shape, begin, end])
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(file, f"the header's entry of '{key}' is incomplete") from error
+    if not plausible:
+        raise _damaged(file, f"the header's entry of '{key}' has a negative or non-integer size")
+    if dtype not in DTYPES:
+        raise ModelFolderError(
+            f"'{key}' is stored as {dtype}, which cannot be trained",
+            where=str(file),
+            way_out="Use the unquantised weights of this model.",
+        )
+    return TensorEntry(key, file, DTYPES[dtype], tuple(shape))
+
+
+def _check_spans(spans: list[tuple[int, ...]], data_bytes: int, file: Path) -> None:
+    position = 0
+    for begin, end in spans:
+        if begin != position:
+            raise _damaged(file, f"the header leaves a hole or an overlap at byte {position}")
+        position = end
+    if position > data_bytes:
+        raise _damaged(file, f"is cut: {data_bytes} bytes of tensors, the header promises {position}")
+    if position < data_bytes:
+        raise _damaged(file, f"holds {data_bytes - position} bytes that its header does not name")
+
+
+def _damaged(file: Path, what: str) -> ModelFolderError:
+    return ModelFolderError(what, where=str(file), way_out="Copy or download the file again.")

@@ -1,0 +1,136 @@
+"""Finds the class and the configuration of a model, and constructs it without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementation
+from mindspeed_mm.fsdp.models.base_model import BaseModel
+from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.model_folder import load_config, native_class, require_folder
+from mindspeed_mm.fsdp.ops.attention import register_attention
+from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.params.model_args import ModelArguments
+
+
+def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
+    """The class to build and the configuration to build it from."""
+    trusted = model_args.trust_remote_code
+    if model_args.model_id is None:
+        folder = require_folder(model_args.model_name_or_path)
+        config = load_config(folder, trust_remote_code=trusted)
+        return native_class(config, folder, trust_remote_code=trusted), config
+    entry = model_register.get(model_args.model_id)
+    model_class = entry if isinstance(entry, type) else entry()  # a function puts off a heavy import
+    if not is_transformers(model_class) and not _has_config(model_args):
+        return model_class, model_args
+    folder = require_folder(model_args.model_name_or_path)
+    config = load_config(folder, trust_remote_code=trusted, plugin_class=model_class)
+    _check_fits(model_class, config, model_args)
+    return model_class, config
+
+
+def _has_config(model_args: ModelArguments) -> bool:
+    return bool(model_args.model_name_or_path) and (Path(str(model_args.model_name_or_path)) / "config.json").exists()
+
+
+def _check_fits(model_class: type, config: Any, model_args: ModelArguments) -> None:
+    expected = getattr(model_class, "config_class", None)
+    if expected is not None and not isinstance(config, expected):
+        raise ConfigError(
+            f"'{model_args.model_id}' builds {expected.model_type} models, this is a {config.model_type} model",
+            where=str(model_args.model_name_or_path),
+            key="model.model_id",
+            way_out="Name the model_id of this folder's model, or leave model_id out.",
+        )
+
+
+def override_config(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Set dotted settings of a configuration. Raises `ConfigError` for one that it does not have."""
+    for name, value in overrides.items():
+        *sections, last = name.split(".")
+        target = config
+        for section in sections:
+            target = getattr(target, section, None)
+        if not hasattr(target, last):
+            raise ConfigError("the model's configuration has no such setting", key=name)
+        setattr(target, last, value)
+
+
+def construct(model_class: Any, config: Any, model_args: ModelArguments, param_dtype: torch.dtype | None) -> nn.Module:
+    """The model, parameters on the meta device unless its class loads its weights by code of its own."""
+    attention = resolve_attn_implementation(model_args.attn_implementation, model_class, param_dtype=param_dtype)
+    options = {"dtype": master_dtype(param_dtype), "attn_implementation": attention}
+    if _loads_itself(model_class) and not model_args.train_from_scratch:
+        return model_class.from_pretrained(require_folder(model_args.model_name_or_path), config=config, **options)
+    if not is_transformers(model_class):
+        with parameters_on_meta():
+            return (
+                model_class._from_config(config, **options)
+                if hasattr(model_class, "_from_config")
+                else model_class(config)
+            )
+    return _construct_transformers(model_class, config, options, model_args)
+
+
+def _construct_transformers(
+    model_class: Any, config: Any, options: dict[str, Any], model_args: ModelArguments
+) -> nn.Module:
+    from transformers.initialization import no_init_weights
+
+    registered_here = options["attn_implementation"] == "mm_varlen"
+    if registered_here:
+        options = options | {"attn_implementation": "sdpa"}  # a name of ours is known to a built model only
+    with parameters_on_meta(), no_init_weights():
+        model = model_class._from_config(config, **options)
+    model.tie_weights()  # part of the initialisation that was left out
+    if registered_here:
+        register_attention()
+        model.set_attn_implementation("mm_varlen")
+    if options["dtype"] == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped matrix products have no fp64
+    if model.can_generate():
+        _set_generation_config(model, require_folder(model_args.model_name_or_path))
+    return model
+
+
+def _set_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").exists():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    except (ValueError, TypeError, OSError) as error:
+        raise ModelFolderError(
+            f"is not readable: {error}", where=str(folder / "generation_config.json"), way_out="Repair or remove it."
+        ) from error
+
+
+def is_transformers(model_class: Any) -> bool:
+    """Whether a class is one of transformers, or derives from one."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+
+
+def _loads_itself(model_class: Any) -> bool:
+    """Whether a plugin brings a `from_pretrained` of its own."""
+    from transformers import PreTrainedModel
+
+    method = getattr(model_class, "from_pretrained", None)
+    inherited = (BaseModel.from_pretrained.__func__, PreTrainedModel.from_pretrained.__func__)  # type: ignore[attr-defined]
+    return method is not None and getattr(method, "__func__", method) not in inherited
+
+
+def master_dtype(param_dtype: torch.dtype | None) -> torch.dtype:
+    """fp32, or fp64 where the plan computes in it."""
+    return torch.float64 if param_dtype == torch.float64 else torch.float32

@@ -1,0 +1,65 @@
+"""Which part of a full tensor this rank holds, for plain tensors and for DTensors with any sharded placements."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+
+from mindspeed_mm.checkpoint.lazy_tensor import Region, whole
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The plain tensor with this rank's part, for writing in place."""
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+
+
+def local_pieces(parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, Region]]:
+    """Views of the local tensor, each with the region of the full tensor that it holds.
+
+    One piece for ordinary sharding; an uneven combination of plans on one dim may give several.
+    """
+    local = local_tensor(parameter)
+    if not isinstance(parameter, DTensor):
+        yield local, whole(local.shape)
+        return
+    runs = [_runs(parameter, dim) for dim in range(parameter.ndim)]
+    for chosen in itertools.product(*runs):
+        piece = local
+        for dim, (local_start, _, length) in enumerate(chosen):
+            piece = piece.narrow(dim, local_start, length)
+        yield piece, tuple((start, length) for _, start, length in chosen)
+
+
+def _runs(parameter: DTensor, dim: int) -> list[tuple[int, int, int]]:
+    """Stretches along `dim`: (start in the local tensor, start in the full one, length)."""
+    positions = torch.arange(parameter.shape[dim])
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []  # this rank is outside the mesh and holds nothing
+    for mesh_axis, placement in enumerate(parameter.placements):
+        positions = _shard(positions, dim, placement, parameter.device_mesh.size(mesh_axis), coordinate[mesh_axis])
+    if positions.numel() == 0:
+        return []
+    borders = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten() + 1
+    starts = [0, *borders.tolist(), positions.numel()]
+    return [(start, int(positions[start]), end - start) for start, end in itertools.pairwise(starts)]
+
+
+def _shard(positions: torch.Tensor, dim: int, placement: Placement, parts: int, part: int) -> torch.Tensor:
+    if placement.is_replicate() or getattr(placement, "dim", None) != dim:
+        if placement.is_partial():
+            raise ValueError(f"a parameter cannot be {placement}")
+        return positions
+    # A strided shard is cut a second time by a later mesh axis: each of `split_factor` stretches gives its own part.
+    stretches = _chunk(positions, getattr(placement, "split_factor", 1))
+    return torch.cat([_chunk(stretch, parts)[part] for stretch in stretches])
+
+
+def _chunk(positions: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """`torch.chunk`, filled up with empty parts: what `fully_shard` and DTensor call an uneven shard."""
+    found = list(positions.chunk(parts))
+    return found + [positions[:0]] * (parts - len(found))

@@ -1,0 +1,240 @@
+"""Reads a model folder's config.json with suspicion, and finds the class that it describes.
+
+A folder is data: its own Python files run only when `model.trust_remote_code` says so and transformers has no class of
+its own for the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.suggest import did_you_mean
+
+_KEY = "model.model_name_or_path"
+_PRIVATE_KEYS = frozenset(
+    {"_name_or_path", "_commit_hash", "_attn_implementation_autoset", "_from_model_config", "_num_labels"}
+    | {"_class_name", "_diffusers_version", "_valid_kwargs_names"}
+)
+"""Keys with an underscore that libraries write. Any other would set private state of a configuration object."""
+_AUTO_CLASSES = (
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForCausalLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as it stands.
+
+    Raises:
+        ModelFolderError: No folder, no file, no valid JSON, keys that reach for private state, quantised weights, or a
+            file that is a link out of the folder.
+    """
+    if not folder.is_dir():
+        raise ModelFolderError(
+            f"'{folder}' is not a folder",
+            key=_KEY,
+            way_out="Use a local folder with the model's files; nothing is downloaded.",
+        )
+    check_links(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelFolderError(
+            "no config.json here", where=str(folder), key=_KEY, way_out="Use a folder with a model's config.json."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(
+            f"is not valid JSON: {error}", where=str(path), way_out="Copy the file again."
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelFolderError("is not a table of settings", where=str(path), way_out="Copy the file again.")
+    _check_keys(config, path)
+    return config
+
+
+def load_config(folder: Path, *, trust_remote_code: bool = False, plugin_class: type | None = None) -> Any:
+    """The folder's configuration as transformers' object.
+
+    Args:
+        folder: The model folder.
+        trust_remote_code: Let the folder's own Python define a configuration that transformers does not know.
+        plugin_class: The registered class that will be built. Of a model type that transformers does not know it takes
+            its own `config_class`, or the settings as a plain object with attributes.
+
+    Raises:
+        ModelFolderError: As `read_config`, or the model type is unknown, or a setting has a wrong type.
+    """
+    from transformers import AutoConfig  # seconds to import
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = read_config(folder)
+    model_type = config.get("model_type")
+    is_native = model_type in CONFIG_MAPPING
+    own_config_class = getattr(plugin_class, "config_class", None)
+    if not is_native and plugin_class is not None and own_config_class is None:
+        return SimpleNamespace(**config)
+    if not is_native and own_config_class is None and not (trust_remote_code and "auto_map" in config):
+        raise _unknown_type(folder, config, list(CONFIG_MAPPING))
+    try:
+        if not is_native and own_config_class is not None:
+            return own_config_class.from_dict(config)
+        trusted = trust_remote_code and not is_native
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trusted)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelFolderError(
+            f"transformers cannot read it: {reason}",
+            where=str(folder / "config.json"),
+            way_out="Compare it with the original model's config.json.",
+        ) from error
+
+
+def native_class(config: Any, folder: Path, *, trust_remote_code: bool = False) -> type:
+    """transformers' class for a configuration: the one that `architectures` names, else the one of the model type.
+
+    Raises:
+        ModelFolderError: There is none, and the folder's own code may not run or defines none.
+    """
+    import transformers  # seconds to import
+
+    for name in config.architectures or []:
+        found = getattr(transformers, name, None) if not name.startswith("_") else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    for auto in _auto_classes(config):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    if trust_remote_code and (found := _class_of_folder(config, folder)) is not None:
+        return found
+    raise ModelFolderError(
+        f"transformers has no class for architectures {config.architectures} (model type '{config.model_type}')",
+        where=str(folder / "config.json"),
+        way_out="Register a plugin's class and name it in model.model_id.",
+    )
+
+
+def folder_warnings(folder: Path, *, trust_remote_code: bool = False) -> list[str]:
+    """What deserves a word but stops nothing: code that is not run, names that differ in case only."""
+    found = []
+    if (code := _code_files(folder)) and not trust_remote_code:
+        found.append(f"{folder}: {', '.join(path.name for path in code)}: not run, the class of transformers is used")
+    by_name = defaultdict(list)
+    for path in sorted(folder.iterdir()):
+        by_name[path.name.casefold()].append(path.name)
+    clashes = [names for names in by_name.values() if len(names) > 1]
+    found += [f"{folder}: {' and '.join(names)} differ only in case" for names in clashes]
+    return found
+
+
+def code_hash(folder: Path) -> str:
+    """SHA-256 over the folder's Python files, to be noted in a run that executed them; empty when there are none."""
+    digest = hashlib.sha256()
+    files = _code_files(folder)
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest() if files else ""
+
+
+def check_links(folder: Path) -> None:
+    """Raise `ModelFolderError` when a file links out of the folder. The hub's cache links within its own repository."""
+    home = folder.resolve()
+    allowed = home.parent.parent if home.parent.name == "snapshots" else home
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.resolve().is_relative_to(allowed):
+            raise ModelFolderError(
+                f"links out of the folder, to {path.resolve()}",
+                where=str(path),
+                way_out="Replace the link by the file itself.",
+            )
+
+
+def _code_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.py"))
+
+
+def _auto_classes(config: Any) -> Iterator[Any]:
+    import transformers  # seconds to import
+
+    for name in _AUTO_CLASSES:
+        if hasattr(transformers, name):
+            yield getattr(transformers, name)
+
+
+def _class_of_folder(config: Any, folder: Path) -> type | None:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module  # seconds to import
+
+    references = getattr(config, "auto_map", None) or {}
+    for name in (*_AUTO_CLASSES, "AutoModel"):
+        if name in references:
+            return get_class_from_dynamic_module(references[name], str(folder), local_files_only=True)
+    return None
+
+
+def _check_keys(config: Any, path: Path, section: str = "") -> None:
+    """Refuse private keys and quantised weights, at any depth."""
+    for key, value in config.items():
+        if key.startswith("_") and key not in _PRIVATE_KEYS:
+            raise ModelFolderError(
+                f"'{key}' is a private setting that no library writes",
+                where=str(path),
+                key=section + key,
+                way_out="Remove it.",
+            )
+        if key == "quantization_config" and value:
+            method = value.get("quant_method", "unknown") if isinstance(value, dict) else value
+            raise ModelFolderError(
+                f"the weights are quantised ({method}) and cannot be trained",
+                where=str(path),
+                key=section + key,
+                way_out="Use the unquantised weights of this model.",
+            )
+        if isinstance(value, dict):
+            _check_keys(value, path, f"{section}{key}.")
+
+
+def _unknown_type(folder: Path, config: dict[str, Any], known: list[str]) -> ModelFolderError:
+    model_type = config.get("model_type")
+    where = str(folder / "config.json")
+    if "auto_map" in config:
+        return ModelFolderError(
+            f"model type '{model_type}' is defined by the folder's own Python code, which is not run",
+            where=where,
+            key="auto_map",
+            way_out="Read the code, then set model.trust_remote_code: true; or register a plugin's class.",
+        )
+    if model_type is None:
+        return ModelFolderError(
+            "names no model_type", where=where, key="model_type", way_out="Copy the original model's config.json."
+        )
+    return ModelFolderError(
+        f"'{model_type}' is not a model type of transformers",
+        where=where,
+        key="model_type",
+        way_out=f"{did_you_mean(str(model_type), known)}A class of your own is registered by a plugin.",
+    )
+
+
+def require_folder(model_name_or_path: str | None) -> Path:
+    """The folder that the configuration names.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    if not model_name_or_path:
+        raise ConfigError(
+            "is not set", key=_KEY, way_out="Name the local folder of the model, the one with config.json."
+        )
+    return Path(model_name_or_path)

@@ -1,0 +1,140 @@
+"""Builds the model that a configuration names, without weights, and fills it once it is sharded.
+
+Between the two stands whatever changes the model: `build` → adapters, plans, `fully_shard` → `load_weights`. No rank
+ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.transformers_map import conversion_rules
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementation
+from mindspeed_mm.fsdp.models.construction import (
+    construct,
+    is_transformers,
+    master_dtype,
+    override_config,
+    resolve_class,
+)
+from mindspeed_mm.fsdp.models.initialization import initialize
+from mindspeed_mm.fsdp.models.materialize import materialize
+from mindspeed_mm.fsdp.models.model_folder import folder_warnings, require_folder
+from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.weight_loading import LoadReport, stream_weights
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
+    from mindspeed_mm.fsdp.params.model_args import ModelArguments
+
+__all__ = ["LoadReport", "ModelHub", "resolve_attn_implementation"]
+
+
+class ModelHub:
+    """Models by id or by folder."""
+
+    @staticmethod
+    def build(
+        model_args: ModelArguments,
+        *,
+        param_dtype: torch.dtype | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        feature_args: FeatureArguments | None = None,
+    ) -> nn.Module:
+        """The model with parameters on the meta device and real buffers; ties are live.
+
+        Args:
+            model_args: The `model` section.
+            param_dtype: What the plan computes in. Trainable parameters are fp32 masters all the same (fp64 under
+                fp64); frozen ones are kept in it.
+            overrides: Settings of the model's configuration to change, dotted (`text_config.num_hidden_layers`).
+            feature_args: The `features` section, for a model's `overwrite_transformer_config`.
+
+        Raises:
+            ConfigError: The id is not registered, the folder is not named, a pattern matches nothing, or nothing is
+                left to train.
+            ModelFolderError: The folder cannot be understood.
+        """
+        ensure_torchvision()
+        model_class, config = resolve_class(model_args)
+        override_config(config, overrides or {})
+        if hasattr(model_class, "overwrite_transformer_config"):
+            config = model_class.overwrite_transformer_config(config, model_args, feature_args) or config
+        model = construct(model_class, config, model_args, param_dtype)
+        _freeze(model, model_args.freeze)
+        _set_dtypes(model, param_dtype)
+        if is_transformers(type(model)):
+            model._mm_conversion_rules = conversion_rules(model)  # type: ignore[assignment, arg-type]
+        return model
+
+    @staticmethod
+    def load_weights(
+        model: nn.Module,
+        model_args: ModelArguments,
+        *,
+        seed: int,
+        device: torch.device,
+        folder: Path | None = None,
+        buffer_device: torch.device | None = None,
+        allow_missing: Sequence[str] = (),
+        allow_unexpected: Sequence[str] = (),
+    ) -> LoadReport:
+        """Give the model memory and values: a folder's weights straight into the shards, or new ones.
+
+        Args:
+            model: From `build`, sharded or not.
+            model_args: The `model` section.
+            seed: For weights from scratch, which are the same under every plan.
+            device: Of the parameters.
+            folder: Other weights than those of `model.model_name_or_path`; they are loaded even with
+                `train_from_scratch`.
+            buffer_device: Of the buffers, when parameters are offloaded to the host.
+            allow_missing: Patterns of names that the folder may lack; those are initialised.
+            allow_unexpected: Patterns of stored names that the model may lack.
+
+        Raises:
+            ModelFolderError: The weights are damaged or do not fit, with a diff.
+        """
+        has_values = not any(parameter.is_meta for parameter in model.parameters())
+        materialize(model, device, buffer_device)
+        if has_values and folder is None:  # by the model's own `from_pretrained`
+            return LoadReport(folder=str(model_args.model_name_or_path))
+        units = find_blocks(model)
+        if model_args.train_from_scratch and folder is None:
+            return LoadReport(initialized=tuple(initialize(model, seed=seed, units=units)))
+        source = folder or require_folder(model_args.model_name_or_path)
+        report = stream_weights(
+            model, source, seed=seed, units=units, allow_missing=allow_missing, allow_unexpected=allow_unexpected
+        )
+        notes = folder_warnings(source, trust_remote_code=model_args.trust_remote_code)
+        return replace(report, warnings=(*notes, *report.warnings))
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    if not patterns:
+        return
+    for name in resolve_patterns(patterns, [name for name, _ in model.named_modules()], key="model.freeze"):
+        model.get_submodule(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"{', '.join(patterns)} freezes every parameter: nothing is left to train",
+            key="model.freeze",
+            way_out="Leave a module out of the list.",
+        )
+
+
+def _set_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    master = master_dtype(param_dtype)
+    for parameter in model.parameters():
+        dtype = master if parameter.requires_grad else param_dtype or master
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)

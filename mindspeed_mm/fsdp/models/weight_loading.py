@@ -1,0 +1,274 @@
+"""Streams a folder's safetensors straight into the shards that this rank holds, and accounts for every key."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.keymap import Step, check_used_once
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.transformers_map import loading_steps
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.patterns import compile_pattern
+from mindspeed_mm.fsdp.models.initialization import initialize
+from mindspeed_mm.fsdp.models.local_shard import local_pieces
+from mindspeed_mm.fsdp.models.ties import shared_parameters
+
+_MOST = 5
+"""How many keys of each kind a message lists."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading did, for the log and the run record."""
+
+    folder: str = ""
+    """Where the weights came from; empty when they were initialised from scratch."""
+    tensors: int = 0
+    """Stored tensors read."""
+    size_bytes: int = 0
+    """Their bytes as stored, of the whole model."""
+    seconds: float = 0.0
+    initialized: tuple[str, ...] = ()
+    """Parameters that were initialised instead."""
+    ignored: tuple[str, ...] = ()
+    """Stored keys that the model has no place for, and that were allowed."""
+    nonfinite: tuple[str, ...] = ()
+    """Parameters with NaN or infinity in this rank's shards."""
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user."""
+
+
+@dataclass
+class _Diff:
+    """What does not fit between a folder and a model."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[Problem] = field(default_factory=list)
+
+    def check(self, folder: Path) -> None:
+        if not (self.missing or self.unexpected or self.mismatched):
+            return
+        problems = [
+            *_listed([Problem("missing in the folder", key=key) for key in self.missing]),
+            *_listed([Problem("stored, but the model has no place for it", key=key) for key in self.unexpected]),
+            *_listed(self.mismatched),
+        ]
+        counts = (
+            f"{len(self.missing)} missing, {len(self.unexpected)} unexpected, {len(self.mismatched)} of another form"
+        )
+        raise ModelFolderError(
+            f"{folder}: the weights do not fit the model: {counts}. What is meant to differ is listed in "
+            "training.allow_missing and training.allow_unexpected.",
+            problems=problems,
+        )
+
+
+def stream_weights(
+    model: nn.Module,
+    folder: Path,
+    *,
+    seed: int,
+    units: Sequence[str],
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+) -> LoadReport:
+    """Fill parameters and persistent buffers, which have memory already. No communication: each rank reads its part.
+
+    Args:
+        model: Built by `ModelHub.build`, sharded or not.
+        folder: With safetensors.
+        seed: For parameters that the folder is allowed to lack.
+        units: As in `initialize`.
+        allow_missing: Patterns of the model's names that the folder may lack.
+        allow_unexpected: Patterns of stored names that the model may lack.
+
+    Raises:
+        ModelFolderError: Damaged files; keys missing, left over or of another shape; quantised weights; tied weights
+            that differ in the folder.
+    """
+    started = time.perf_counter()
+    targets = _targets(model)
+    aliases = {alias: names[0] for names in shared_parameters(model) for alias in names[1:]}
+    with open_weights(folder) as stored:
+        steps = _steps(model, stored, {*targets, *aliases})
+        diff, initialized, ignored = _compare(model, targets, aliases, steps, allow_missing, allow_unexpected)
+        diff.check(folder)
+        _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
+        nonfinite = _copy(targets, aliases, steps, folder)
+        size_bytes = sum(tensor.size_bytes for tensor in stored.values())
+    parameters = {name for name, _ in model.named_parameters()}
+    if fresh := parameters.intersection(initialized):
+        initialize(model, seed=seed, units=units, names=fresh)
+    return LoadReport(
+        folder=str(folder),
+        tensors=len(stored),
+        size_bytes=size_bytes,
+        seconds=time.perf_counter() - started,
+        initialized=tuple(initialized),
+        ignored=tuple(ignored),
+        nonfinite=tuple(nonfinite),
+        warnings=tuple(_warnings(folder, initialized, ignored, nonfinite)),
+    )
+
+
+def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, each once, and the buffers that a checkpoint holds."""
+    targets: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                targets[f"{module_name}.{name}" if module_name else name] = buffer
+    return targets
+
+
+def _steps(model: nn.Module, stored: Mapping[str, Stored], wanted: Collection[str]) -> list[Step]:
+    rules = getattr(model, "_mm_conversion_rules", None)
+    if rules is not None:
+        return loading_steps(model, stored, wanted, rules)  # type: ignore[arg-type]
+    key_map = getattr(model, "key_map", None)
+    if key_map is not None:
+        steps = key_map.steps(stored)
+        used = {key for step in steps for key in step.sources}
+        return steps + [Step((key,), {key: tensor}) for key, tensor in stored.items() if key not in used]
+    return [Step((key,), {key: tensor}) for key, tensor in stored.items()]
+
+
+def _compare(
+    model: nn.Module,
+    targets: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    steps: Sequence[Step],
+    allow_missing: Sequence[str],
+    allow_unexpected: Sequence[str],
+) -> tuple[_Diff, list[str], list[str]]:
+    """The differences, the allowed ones apart: (what is wrong, names to initialise, names to ignore)."""
+    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    reached = {aliases.get(key, key) for key in made}
+    missing = [name for name in targets if name not in reached]
+    unexpected = [key for key in made if aliases.get(key, key) not in targets]
+    may_lack = _matcher(allow_missing, "training.allow_missing", getattr(model, "_keys_to_ignore_on_load_missing", ()))
+    may_hold = _matcher(
+        allow_unexpected, "training.allow_unexpected", getattr(model, "_keys_to_ignore_on_load_unexpected", ())
+    )
+    diff = _Diff(
+        missing=[name for name in missing if not may_lack(name)],
+        unexpected=[key for key in unexpected if not may_hold(key)],
+        mismatched=[
+            problem
+            for key, tensor in made.items()
+            if aliases.get(key, key) in targets
+            and (problem := _mismatch(key, tensor, targets[aliases.get(key, key)])) is not None
+        ],
+    )
+    return diff, [name for name in missing if may_lack(name)], [key for key in unexpected if may_hold(key)]
+
+
+def _matcher(patterns: Sequence[str], key: str, regexes: Collection[str] | None) -> Any:
+    """Whether a name matches one of our patterns, or one of the regular expressions that a transformers class lists."""
+    own = [compile_pattern(pattern, key=key) for pattern in patterns]
+    theirs = [re.compile(regex) for regex in regexes or ()]
+    return lambda name: any(p.fullmatch(name) for p in own) or any(p.search(name) for p in theirs)
+
+
+def _mismatch(key: str, tensor: LazyTensor, target: torch.Tensor) -> Problem | None:
+    if tensor.shape != tuple(target.shape):
+        return Problem(f"stored with shape {tensor.shape}, the model has {tuple(target.shape)}", key=key)
+    if target.is_floating_point() and (not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2):
+        return Problem(
+            f"stored as {str(tensor.dtype).removeprefix('torch.')}: quantised weights cannot be trained", key=key
+        )
+    return None
+
+
+def _check_ledger(
+    steps: Sequence[Step],
+    stored: Mapping[str, Stored],
+    wanted: set[str],
+    initialized: Sequence[str],
+    ignored: Sequence[str],
+) -> None:
+    made = {key for step in steps for key in step.targets}
+    check_used_once(steps, stored, (wanted & made) | set(ignored))
+
+
+def _copy(
+    targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str], steps: Sequence[Step], folder: Path
+) -> list[str]:
+    """Read every target's local part. Returns the names with NaN or infinity in it."""
+    nonfinite, filled = [], set()
+    for step in steps:
+        for key, tensor in step.targets.items():
+            name = aliases.get(key, key)
+            if name not in targets:
+                continue
+            if name in filled:
+                _check_equal(key, tensor, name, targets[name], folder)
+                continue
+            filled.add(name)
+            if not _copy_local(tensor, targets[name]):
+                nonfinite.append(name)
+    return nonfinite
+
+
+@torch.no_grad()
+def _copy_local(tensor: LazyTensor, target: torch.Tensor) -> bool:
+    """Whether all that was read is finite."""
+    finite = True
+    for piece, region in local_pieces(target):
+        if piece.numel():
+            tensor.copy_to(piece, region)
+            finite = finite and _is_finite(piece)
+    return finite
+
+
+def _is_finite(piece: torch.Tensor) -> bool:
+    if not piece.is_floating_point():
+        return True
+    low, high = piece.aminmax()  # one pass without a copy; NaN goes through
+    return bool(low.isfinite() & high.isfinite())
+
+
+@torch.no_grad()
+def _check_equal(key: str, tensor: LazyTensor, name: str, target: torch.Tensor, folder: Path) -> None:
+    """A weight that is tied in the model and stored twice must be the same both times."""
+    for piece, region in local_pieces(target):
+        other = torch.empty_like(piece)
+        tensor.copy_to(other, region)
+        if not torch.equal(other, piece):
+            raise ModelFolderError(
+                f"is stored with other values than '{name}', but the model ties the two",
+                where=str(folder),
+                key=key,
+                way_out="Set tie_word_embeddings in config.json as the weights were trained.",
+            )
+
+
+def _warnings(folder: Path, initialized: Sequence[str], ignored: Sequence[str], nonfinite: Sequence[str]) -> list[str]:
+    found = []
+    if initialized:
+        found.append(f"{folder}: {_some(initialized)} not stored; initialised")
+    if ignored:
+        found.append(f"{folder}: {_some(ignored)} stored but not used")
+    if nonfinite:
+        found.append(f"{folder}: NaN or infinity in {_some(nonfinite)}")
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:_MOST])
+    return listed if len(names) <= _MOST else f"{listed} and {len(names) - _MOST} more"
+
+
+def _listed(problems: Sequence[Problem]) -> list[Problem]:
+    more = [Problem(f"and {len(problems) - _MOST} more")] if len(problems) > _MOST else []
+    return [*problems[:_MOST], *more]
