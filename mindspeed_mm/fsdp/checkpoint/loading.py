@@ -88,17 +88,18 @@ class TensorIndex:
         # A checkpoint from elsewhere may hold a bare state dict.
         self.prefix = f"{MODEL}." if any(k.startswith((f"{MODEL}.", f"{OPTIMIZER}.")) for k in index) else ""
 
-    def model_shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the model's tensors by name."""
+    def model_entries(self) -> dict[str, TensorStorageMetadata]:
+        """The model's tensors by name."""
         return {
-            key.removeprefix(self.prefix): entry.size
+            key.removeprefix(self.prefix): entry
             for key, entry in self.tensors.items()
             if key.startswith(self.prefix) and not key.startswith(f"{OPTIMIZER}.")
         }
 
     def matched_to(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's tensors under the names that the checkpoint has for them."""
-        wanted, aliases, held = model_tensors(model), tied_names(model), self.model_shapes()
+        wanted, aliases = model_tensors(model), tied_names(model)
+        held = {name: entry.size for name, entry in self.model_entries().items()}
         for alias, name in aliases.items():
             if alias in held and name not in held:
                 wanted[alias] = wanted.pop(name)

@@ -59,11 +59,11 @@ def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> None:
         dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
 
 
-def read_tree(tree: Tree, reader: MetadataReader, ranks: Ranks | None = None) -> None:
+def read_tree(tree: dict[str, Any], reader: MetadataReader, ranks: Ranks | None = None) -> None:
     """Fill the tensors of `tree` in place, each rank reading what its shards need.
 
     Args:
-        tree: Allocated tensors; sharded ones are filled shard by shard.
+        tree: Allocated tensors under the checkpoint's keys, nested or not; sharded ones are filled shard by shard.
         reader: The checkpoint.
         ranks: All of them; None reads in this process alone.
 

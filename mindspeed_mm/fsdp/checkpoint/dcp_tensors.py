@@ -1,0 +1,47 @@
+"""The tensors of a distributed checkpoint, whole, one at a time, in one process without a model or a process group."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from mindspeed_mm.checkpoint.lazy_tensor import Stored
+from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
+from mindspeed_mm.fsdp.checkpoint.loading import TensorIndex
+from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
+from mindspeed_mm.fsdp.checkpoint.storage import read_tree
+
+_KEPT = 2
+
+
+class DcpTensors:
+    """Reads a checkpoint's model by name. The last tensors read are kept: a map that cuts one into many asks for it
+    again and again.
+
+    Args:
+        checkpoint: From `committed.open_checkpoint`.
+    """
+
+    def __init__(self, checkpoint: CommittedCheckpoint) -> None:
+        self._reader = MetadataReader(checkpoint.path)
+        self._index = TensorIndex(self._reader, checkpoint)
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    def lazy(self) -> dict[str, Stored]:
+        """Every tensor of the model by name, not read yet."""
+        entries = self._index.model_entries()
+        return {name: Stored(name, entry.size, entry.properties.dtype, lambda: self) for name, entry in entries.items()}
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """One whole tensor in host memory, in the dtype that it was saved in."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        entry = self._index.model_entries()[key]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        read_tree({f"{self._index.prefix}{key}": tensor}, self._reader)
+        self._kept[key] = tensor
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return tensor

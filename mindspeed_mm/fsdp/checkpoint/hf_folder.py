@@ -1,0 +1,169 @@
+"""A Hugging Face folder on disk: weights in safetensors shards with an index, beside the files of the source model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+
+MAX_SHARD_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
+_ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}
+_ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE"}
+_ASSET_FOLDERS = {"additional_chat_templates"}
+
+
+@dataclass(frozen=True)
+class DtypeRule:
+    """In which dtype a tensor is written: as the source model has it, since training may hold it wider."""
+
+    of_key: Mapping[str, torch.dtype]
+    """Dtype of each of the source's tensors."""
+    default: torch.dtype | None
+    """For floating-point tensors that the source lacks; None leaves them as they are."""
+
+    @classmethod
+    def of_source(cls, source: Path, dtype: torch.dtype | None = None) -> DtypeRule:
+        """What the source folder's weights and configuration say, or `dtype` for everything."""
+        if dtype is not None:
+            return cls({}, dtype)
+        has_weights = any(source.glob("*.safetensors"))
+        of_key = {key: entry.dtype for key, entry in find_entries(source).items()} if has_weights else {}
+        return cls(of_key, config_dtype(source))
+
+    def __call__(self, key: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype to write tensor `key` in, which is held in `dtype`."""
+        if not dtype.is_floating_point:
+            return dtype
+        return self.of_key.get(key) or self.default or dtype
+
+
+def config_dtype(source: Path) -> torch.dtype | None:
+    """The dtype that a folder's config.json names, None when it names none."""
+    config = _read_json(source / "config.json")
+    nested = [value for value in config.values() if isinstance(value, dict)]
+    names = [part.get("dtype") or part.get("torch_dtype") for part in (config, *nested)]
+    name = next((n for n in names if isinstance(n, str)), None)
+    found = getattr(torch, name.removeprefix("torch."), None) if name else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def write_weights(
+    tensors: Mapping[str, LazyTensor],
+    folder: Path,
+    dtype_of: Callable[[str, torch.dtype], torch.dtype],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write `model.safetensors`, or shards with an index, holding one shard in memory at a time.
+
+    Args:
+        tensors: By key, in the order of writing.
+        folder: Exists.
+        dtype_of: (key, dtype held) → dtype written.
+        max_shard_bytes: Largest size of one file, unless a single tensor is larger.
+        ranks: Given when reading is a collective: all read, rank 0 writes.
+    """
+    ranks = ranks or Ranks()
+    dtypes = {key: dtype_of(key, tensor.dtype) for key, tensor in tensors.items()}
+    sizes = {key: torch.Size(t.shape).numel() * dtypes[key].itemsize for key, t in tensors.items()}
+    shards = plan_shards(sizes, max_shard_bytes)
+    for name, keys in shards.items():
+        shard: dict[str, torch.Tensor] = {}
+        for key in keys:
+            tensor = tensors[key].read()
+            if ranks.is_first:
+                shard[key] = tensor.to(dtypes[key]).contiguous()
+        ranks.first("writing", lambda name=name, shard=shard: save_file(shard, folder / name, {"format": "pt"}))  # type: ignore[misc]
+    if len(shards) > 1:
+        parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
+        ranks.first("writing the index", lambda: _write_index(folder, shards, sum(sizes.values()), parameters))
+
+
+def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
+    """File name → keys, in order, each file as full as the limit allows; names as transformers gives them."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for key, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(key)
+        filled += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": keys for i, keys in enumerate(shards, start=1)}
+
+
+def _write_index(folder: Path, shards: Mapping[str, Iterable[str]], total_bytes: int, parameters: int) -> None:
+    weight_map = {key: name for name, keys in shards.items() for key in keys}
+    index = {"metadata": {"total_parameters": parameters, "total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
+    """Copy configuration, generation configuration, tokenizer, processor, chat template and licence.
+
+    Args:
+        source: A Hugging Face folder.
+        folder: Where to.
+        dtype: Written into config.json when given.
+
+    Returns:
+        Names of what was copied.
+
+    Raises:
+        ModelFolderError: There is no config.json.
+    """
+    if not (source / "config.json").is_file():
+        raise ModelFolderError("has no config.json", where=str(source), way_out="Name the model's own folder.")
+    assets = [path for path in sorted(source.iterdir()) if _is_asset(path)]
+    for path in assets:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        else:
+            shutil.copyfile(path, folder / path.name)
+    if dtype is not None:
+        config = _with_dtype(_read_json(folder / "config.json"), str(dtype).removeprefix("torch."))
+        config.setdefault("dtype", str(dtype).removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    return [path.name for path in assets]
+
+
+def _is_asset(path: Path) -> bool:
+    if path.is_dir():
+        return path.name in _ASSET_FOLDERS
+    if path.name.endswith(".index.json"):
+        return False
+    return path.suffix in _ASSET_SUFFIXES or path.name in _ASSET_NAMES
+
+
+def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The configuration with every dtype that it and its parts name replaced."""
+    return {
+        key: _with_dtype(value, name)
+        if isinstance(value, dict)
+        else (name if key in {"dtype", "torch_dtype"} and value is not None else value)
+        for key, value in config.items()
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ModelFolderError(f"is not JSON: {error}", where=str(path)) from error
+    return content if isinstance(content, dict) else {}
