@@ -15,6 +15,7 @@ from torch import nn
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.models.materialize import materialize
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -32,14 +33,22 @@ class Assembled:
     towers: IdleTowers | None
     loaded: LoadReport
 
+    @property
+    def attention(self) -> str:
+        """Name of the attention implementation, for the log."""
+        return getattr(getattr(self.model, "config", None), "_attn_implementation", None) or "the model's own"
 
-def assemble(arguments: Arguments, device: torch.device, weights: Path | None = None) -> Assembled:
+
+def assemble(
+    arguments: Arguments, device: torch.device, *, weights: Path | None = None, load_weights: bool = True
+) -> Assembled:
     """Build, shard and load the model that the configuration names.
 
     Args:
         arguments: The whole configuration.
         device: Where the parameters live.
         weights: Folder of weights other than `model.model_name_or_path` (`training.load` with a Hugging Face folder).
+        load_weights: False leaves the parameters without values: a checkpoint will fill them.
 
     Raises:
         ConfigError: A pattern of the plan matches nothing.
@@ -55,14 +64,20 @@ def assemble(arguments: Arguments, device: torch.device, weights: Path | None = 
 
     ParallelApplier(arguments.parallel, shard_modules=spec.shard_modules, tie_groups=spec.tie_groups)(model)
 
-    loaded = ModelHub.load_weights(
-        model,
-        arguments.model,
-        folder=weights,
-        seed=arguments.training.seed,
-        device=device,
-        allow_missing=arguments.training.allow_missing or (),
-        allow_unexpected=arguments.training.allow_unexpected or (),
-    )
+    loaded = LoadReport()
+    parameter_device = torch.device("cpu") if arguments.parallel.fsdp_plan.cpu_offload else device
+    if load_weights:
+        loaded = ModelHub.load_weights(
+            model,
+            arguments.model,
+            folder=weights,
+            seed=arguments.training.seed,
+            device=parameter_device,
+            buffer_device=device,
+            allow_missing=arguments.training.allow_missing,
+            allow_unexpected=arguments.training.allow_unexpected,
+        )
+    else:
+        materialize(model, parameter_device, device)
     model.train()
     return Assembled(model, spec, head, towers, loaded)

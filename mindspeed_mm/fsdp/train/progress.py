@@ -74,7 +74,10 @@ class Progress:
     ) -> None:
         self._stream = stream or sys.stdout
         self._speaks = rank == 0
-        self._log = log_file.open("a", encoding="utf-8") if log_file is not None and self._speaks else None
+        self._log: TextIO | None = None
+        if log_file is not None and self._speaks:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            self._log = log_file.open("a", encoding="utf-8")
         self._tensorboard_folder = tensorboard if self._speaks else None
         self._tensorboard: Any = None
         self._live = self._speaks and self._stream.isatty() and "NO_COLOR" not in os.environ

@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 
-class ResumeOptions(Protocol):
+@dataclass(frozen=True)
+class ResumeOptions:
     """The part of the command line that decides where a run starts."""
 
-    resume: bool
-    weights_only: bool
-    allow_fresh: bool
-    accept_data_change: bool
+    resume: bool = True
+    """Continue from the newest checkpoint in `training.save`; else refuse a folder that has one."""
+    weights_only: bool = False
+    """Take a checkpoint's weights and start at step 0."""
+    allow_fresh: bool = False
+    """Start from the beginning although checkpoints exist and none is valid."""
+    accept_data_change: bool = False
+    """Continue although the data set is not the one that the checkpoint was trained on."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,8 @@ class ResumePoint:
 
     manager: CheckpointManager | None = None
     checkpoint: CommittedCheckpoint | None = None
-    source: CheckpointManager | None = None
-    """Reads `checkpoint`; another run's manager when `training.load` names one."""
+    reader: CheckpointManager | None = None
+    """Reads `checkpoint`."""
     weights: Path | None = None
     """Hugging Face folder to take weights from instead of `model.model_name_or_path`."""
     weights_only: bool = False
@@ -41,9 +47,9 @@ class ResumePoint:
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the checkpoint into a sharded model; returns the loop's state, None when the run starts at step 0."""
-        if self.checkpoint is None or self.source is None:
+        if self.checkpoint is None or self.reader is None:
             return None
-        state = self.source.load(self.checkpoint, model, optimizer if self.with_optimizer else None)
+        state = self.reader.load(self.checkpoint, model, optimizer if self.with_optimizer else None)
         return None if self.weights_only else state
 
 
@@ -60,16 +66,42 @@ def find_resume_point(
     """
     training = arguments.training
     manager = CheckpointManager(Path(training.save), training, context=context) if training.save else None
-    if manager is not None and options.resume:
+    if manager is not None and not options.resume:
+        refuse_used_folder(manager.save_folder)
+    elif manager is not None:
         own = manager.find_latest(allow_fresh=options.allow_fresh)
         if own is not None:
-            for line in check_resumable(own.context, context, accept_data_change=options.accept_data_change):
-                note(line)
-            note(f"resume from {own.path}")
-            return ResumePoint(manager, own, manager, weights_only=options.weights_only)
+            return _from_own(own, manager, options, context, note)
     if training.load is None:
         return ResumePoint(manager)
     return _from_elsewhere(Path(training.load), arguments, options, manager, note)
+
+
+def refuse_used_folder(save: Path) -> None:
+    """Raise when the run folder holds checkpoints and nobody wants to continue them."""
+    if iterations := list_iterations(save):
+        raise CheckpointError(
+            f"holds a run already, saved up to step {iterations[-1]}",
+            where=str(save),
+            key="training.save",
+            way_out="Say --resume auto to continue it, or give the new run a folder of its own.",
+        )
+
+
+def _from_own(
+    checkpoint: CommittedCheckpoint,
+    manager: CheckpointManager,
+    options: ResumeOptions,
+    context: dict[str, Any],
+    note: Callable[[str], None],
+) -> ResumePoint:
+    if options.weights_only:
+        note(f"weights from {checkpoint.path}; the run starts at step 0")
+        return ResumePoint(manager, checkpoint, manager, weights_only=True, with_optimizer=False)
+    for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
+        note(line)
+    note(f"resume from {checkpoint.path}")
+    return ResumePoint(manager, checkpoint, manager)
 
 
 def _from_elsewhere(
@@ -90,8 +122,9 @@ def _from_elsewhere(
     if kind == "hf":
         note(f"weights from {load}")
         return ResumePoint(manager, weights=load)
-    source = CheckpointManager(load, arguments.training, context={})
-    checkpoint = source.find_latest()
-    note(f"start from {checkpoint.path if checkpoint else load}")
-    weights_only = options.weights_only or arguments.training.no_load_optim
-    return ResumePoint(manager, checkpoint, source, weights_only=options.weights_only, with_optimizer=not weights_only)
+    reader = manager or CheckpointManager(load, arguments.training, context={})
+    checkpoint = reader.open(load)
+    note(f"start from {checkpoint.path}")
+    # Weights without an optimizer, or from a run that kept no state of its loop, are a new run's beginning.
+    weights_only = options.weights_only or arguments.training.no_load_optim or checkpoint.manifest is None
+    return ResumePoint(manager, checkpoint, reader, weights_only=weights_only, with_optimizer=not weights_only)

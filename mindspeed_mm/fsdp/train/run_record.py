@@ -39,7 +39,6 @@ class RunRecord:
             return
         atomic_write_text(self.folder.config, config.text)
         atomic_write_text(self.folder.resolved, dump_resolved(config))
-        self.folder.log.mkdir(parents=True, exist_ok=True)
         self._run = {
             "status": "running",
             "exit_code": None,
@@ -59,7 +58,7 @@ class RunRecord:
 
     def _write_run(self) -> None:
         if self.folder is not None:
-            atomic_write_text(self.folder.run, json.dumps(self._run, indent=2, ensure_ascii=False, default=str) + "\n")
+            atomic_write_text(self.folder.run_json, json.dumps(self._run, indent=2, ensure_ascii=False, default=str) + "\n")
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Append to `events.jsonl`."""

@@ -30,7 +30,7 @@ from mindspeed_mm.core.errors import (
 )
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, shutdown_distributed
-from mindspeed_mm.fsdp.distributed.parallel_state import init_parallel_state
+from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, build_objective
 from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
@@ -44,7 +44,7 @@ from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, GarbageCollectionHook, LogHook, ValidationHook
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
-from mindspeed_mm.fsdp.train.resume import ResumePoint, find_resume_point
+from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
 from mindspeed_mm.fsdp.train.run_record import RunRecord
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
@@ -52,21 +52,13 @@ from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device, su
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(ResumeOptions):
     """What the command line adds to a configuration."""
 
     steps: int | None = None
     """Stop after this many steps of this start; the schedule stays that of the whole run."""
     dry_run: bool = False
     """Build everything, run nothing."""
-    resume: bool = True
-    """Continue from the newest checkpoint in `training.save`."""
-    weights_only: bool = False
-    """Take a checkpoint's weights and start at step 0."""
-    allow_fresh: bool = False
-    """Start from the beginning although checkpoints exist and none is valid."""
-    accept_data_change: bool = False
-    """Continue although the data set is not the one that the checkpoint was trained on."""
 
 
 class Trainer:
@@ -106,7 +98,9 @@ class Trainer:
         train_set, validation_set = self._build_data()
         context = self._context(train_set)
         resume = find_resume_point(self.arguments, self.options, context, self.progress.note)
-        assembled = assemble(self.arguments, self.device, weights=resume.weights, load=resume.checkpoint is None)
+        assembled = assemble(
+            self.arguments, self.device, weights=resume.weights, load_weights=resume.checkpoint is None
+        )
         optimizer = build_optimizer(assembled.model, training)
         seed_everything(training.seed, self.rank)
         state = resume.load(assembled.model, optimizer)
@@ -129,6 +123,7 @@ class Trainer:
     @contextmanager
     def _distributed(self) -> Iterator[None]:
         parallel, training = self.arguments.parallel, self.arguments.training
+        joined_already = dist.is_initialized()
         self.rank, local_rank, self.world_size = initialize_distributed(timeout_s=training.setup_timeout_s)
         try:
             self.device = set_local_device(local_rank)
@@ -139,8 +134,10 @@ class Trainer:
             if training.use_deter_comp:
                 torch.use_deterministic_algorithms(True)
             yield
-        finally:
-            shutdown_distributed()
+        except BaseException:
+            leave(joined_already, wait=False)  # the other ranks may never arrive
+            raise
+        leave(joined_already, wait=True)
 
     @contextmanager
     def _run_folder(self) -> Iterator[RunRecord]:
@@ -155,7 +152,10 @@ class Trainer:
             yield RunRecord(folder, self.rank)
 
     def _build_data(self) -> tuple[Any, Any]:
-        return build_mm_dataset(self.arguments.data.dataset_param, seed=self.arguments.training.seed)
+        data = self.arguments.data
+        return build_mm_dataset(
+            data.dataset_param, seed=self.arguments.training.seed, val_dataset_param=data.val_dataset_param
+        )
 
     def _build_loader(self, dataset: Any, state: dict[str, Any] | None) -> Any:
         training = self.arguments.training
@@ -174,7 +174,7 @@ class Trainer:
         training = self.arguments.training
         if training.train_epochs is None:
             return training.train_iters
-        return max(1, int(training.train_epochs * loader.steps_per_epoch))
+        return max(1, loader.steps_for(training.train_epochs))
 
     def _build_engine(
         self, assembled: Assembled, optimizer: torch.optim.Optimizer, total_steps: int, state: dict[str, Any] | None
@@ -208,9 +208,8 @@ class Trainer:
         training = self.arguments.training
         hooks: list[Hook] = [LogHook(record, self.progress, training.log_interval)]
         if validation_set is not None and training.val_interval > 0:
-            hooks.append(
-                ValidationHook(lambda: self._validation(validation_set), training.val_interval, record, self.progress)
-            )
+            passes = self._validation_loader(validation_set)
+            hooks.append(ValidationHook(passes.one_pass, training.val_interval, record, self.progress))
         if resume.manager is not None:
             hooks.append(
                 CheckpointHook(
@@ -227,8 +226,18 @@ class Trainer:
             hooks.append(GarbageCollectionHook(training.manual_gc_interval))
         return hooks
 
-    def _validation(self, dataset: Any) -> Iterator[list[Any]]:
-        raise NotImplementedError
+    def _validation_loader(self, dataset: Any) -> Any:
+        training, param = self.arguments.training, self.arguments.data.dataloader_param
+        return build_mm_dataloader(
+            dataset,
+            # In this process: workers of its own would cost more to start than a pass takes to read.
+            param.model_copy(update={"num_workers": 0, "drop_last": False}),
+            micro_batch_size=training.val_micro_batch_size or training.micro_batch_size,
+            gradient_accumulation_steps=1,
+            dp_rank=self.state.data_rank,
+            dp_size=self.state.data_size,
+            seed=training.seed,
+        )
 
     # --- what is said and written ------------------------------------------------------------------------------------
 
@@ -275,9 +284,9 @@ class Trainer:
             f"({trainable / 1e6:.2f} M trained), {dtype}, attention {assembled.attention}"
         )
         note(
-            f"data   {len(loader.dataset):,} samples, "
-            f"global batch {self._global_batch()} = {training.micro_batch_size} × {self.state.data_size} ranks × {training.gradient_accumulation_steps} accumulated, "
-            f"{loader.steps_per_epoch} steps an epoch"
+            f"data   {len(loader.dataset):,} samples, {loader.steps_per_epoch} steps an epoch, "
+            f"global batch {self._global_batch()} = {training.micro_batch_size} × {self.state.data_size} ranks × "
+            f"{training.gradient_accumulation_steps} accumulated"
         )
         note(
             f"plan   {get_device_type()} × {self.world_size}, {self.state.describe()}; "
@@ -297,6 +306,13 @@ class Trainer:
             f"stopped after step {engine.iteration}; nothing was saved",
             way_out="Set training.save to keep checkpoints.",
         )
+
+
+def leave(joined_already: bool, *, wait: bool) -> None:
+    """Undo what `_distributed` set up; a process group that the caller had made stays the caller's."""
+    destroy_parallel_state()
+    if not joined_already:
+        shutdown_distributed(wait=wait)
 
 
 def build_schedule(arguments: Arguments, total_steps: int) -> Schedule:
