@@ -1,0 +1,173 @@
+"""A rank without images trains in step with one that has some: exactly as one process does, and without hanging."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.distributed.fully_shard_parallel import fsdp_modules
+from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
+from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from tests.fsdp.distributed.training_step import Variant, reference_steps, train_steps
+from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.parity import StepRecord, compare_steps, full
+
+IMAGES_ON_FIRST_RANK = (1, 0, 2, 0, 0, 0, 0, 0)
+
+
+def freeze_tower(model: nn.Module) -> None:
+    model.model.visual.requires_grad_(False)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+PREPARATIONS = {"trainable": lambda model: None, "frozen": freeze_tower, "recomputed": checkpoint_activations}
+
+
+def steps_on_ranks(folder: str) -> dict[str, list[StepRecord]]:
+    return {
+        name: train_steps(folder, {}, images=IMAGES_ON_FIRST_RANK, variant=Variant(prepare=prepare))
+        for name, prepare in PREPARATIONS.items()
+    }
+
+
+def step_without_idle_towers(folder: str) -> list[StepRecord]:
+    return train_steps(folder, {}, images=IMAGES_ON_FIRST_RANK, variant=Variant(idle_towers=False))
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_folder: Path) -> list[dict[str, list[StepRecord]]]:
+    return run_ranks(2, steps_on_ranks, str(tiny_folder))
+
+
+@pytest.mark.parametrize("name", PREPARATIONS)
+def test_loss_and_gradients_are_exactly_those_of_one_process(name, measured, tiny_folder):
+    (expected,) = reference_steps(str(tiny_folder), 2, images=IMAGES_ON_FIRST_RANK, prepare=PREPARATIONS[name])
+    for on_rank in measured:
+        (found,) = on_rank[name]
+        # The norm adds its squares in another order, so it and the weights differ in the last bit.
+        compare_steps(expected, {**expected, "loss": found["loss"], "gradients": found["gradients"]}, 0.0)
+        compare_steps(expected, found, 1e-10)
+
+
+def test_without_idle_towers_the_ranks_fail_and_end(tiny_folder):
+    started = time.monotonic()
+    with pytest.raises(RanksFailed):
+        run_ranks(2, step_without_idle_towers, str(tiny_folder), timeout_s=8)
+    assert time.monotonic() - started < 25
+
+
+# A toy model whose tower serves two modalities: each rank has the one that the other lacks.
+
+
+class Toy(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.tower = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.decoder = ToyDecoder(width)
+
+    def forward(
+        self, input_ids: torch.Tensor, image: torch.Tensor | None = None, video: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        embeds = self.embed(input_ids)
+        for pixels in (image, video):
+            if pixels is not None:
+                embeds = embeds + self.tower(pixels).mean(0)
+        return self.decoder(inputs_embeds=embeds)
+
+
+class ToyDecoder(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs_embeds).square().sum()
+
+
+class ToyTower(SimpleNamespace):
+    def run_idle(self, model: nn.Module) -> list[torch.Tensor]:
+        return [model.tower(torch.zeros(1, 4, dtype=torch.float64))]
+
+
+TOWERS = [ToyTower(name=name, key=name, decoder="decoder") for name in ("image", "video")]
+
+
+def make_toy() -> Toy:
+    torch.manual_seed(0)
+    return Toy().double()
+
+
+def toy_batches() -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    pixels = torch.randn(2, 3, 4, dtype=torch.float64)
+    return [
+        {"input_ids": torch.tensor([1, 2, 3]), "image": pixels[0]},
+        {"input_ids": torch.tensor([4, 5]), "video": pixels[1]},
+    ]
+
+
+def toy_gradients_on_ranks() -> dict[str, Any]:
+    model = make_toy()
+    towers = IdleTowers(model, TOWERS)
+    arguments = ParallelArguments()
+    init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
+    ParallelApplier(arguments, shard_modules=["tower.0", "tower.2", "decoder.layer"])(model)
+    batch = toy_batches()[dist.get_rank()]
+    present = towers.present([batch])
+    towers.set_active(["image", "video"])
+    model(**batch).backward()
+    gradients = {name: full(p.grad) for name, p in model.named_parameters()}
+    model.zero_grad()
+    towers.set_active([])
+    model(input_ids=batch["input_ids"]).backward()
+    untouched = [name for name, p in model.named_parameters() if p.grad is None]
+    destroy_parallel_state()
+    return {
+        "present": dict(present),
+        "gradients": gradients,
+        "untouched": untouched,
+        "wrapped": len(fsdp_modules(model)),
+    }
+
+
+def test_two_modalities_of_one_tower():
+    model = make_toy()
+    for batch in toy_batches():
+        model(**batch).backward()
+    results = run_ranks(2, toy_gradients_on_ranks)
+    assert [result["present"] for result in results] == [
+        {"image": True, "video": False},
+        {"image": False, "video": True},
+    ]
+    for result in results:
+        assert result["wrapped"] == 4
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, result["gradients"][name]), name
+
+
+def test_a_tower_that_no_rank_needs_gets_no_gradients():
+    for result in run_ranks(2, toy_gradients_on_ranks):
+        assert result["untouched"] == [f"tower.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")]
+
+
+def test_a_decoder_without_embeds_is_an_error():
+    model = make_toy()
+    towers = IdleTowers(model, [ToyTower(name="image", key="image", decoder="decoder.layer")])
+    towers.set_active(["image"])
+    with pytest.raises(MMError, match="without inputs_embeds"):
+        model(input_ids=torch.tensor([1]))
