@@ -1,0 +1,40 @@
+"""`python -m benchmarks [NAME…]`: measure, write `benchmarks/results/NAME.json`, print one table.
+
+Names: step_time, startup, loading, help, accelerator; none given: all. A target that is missed is written and printed
+as missed; it is no error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.figures import Figure, table
+from benchmarks.machine import write_result
+
+NAMES = ("help", "loading", "startup", "step_time", "accelerator")
+
+
+def main(names: list[str]) -> int:
+    """Run what is asked for."""
+    if unknown := [name for name in names if name not in NAMES]:
+        print(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    figures: list[tuple[str, Figure]] = []
+    with tempfile.TemporaryDirectory(prefix="mm-benchmarks-") as work:
+        for name in names or NAMES:
+            print(f"{name} …", flush=True)
+            result = importlib.import_module(f"benchmarks.{name}").run(Path(work))
+            if result is None:
+                continue
+            write_result(name, f"python -m benchmarks {name}", result)
+            known = Figure.__dataclass_fields__
+            figures += [(name, Figure(**{k: v for k, v in f.items() if k in known})) for f in result["figures"]]
+    print(f"\n{table(figures)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""Step time of `mm train`, data work included, over a bare PyTorch loop whose batches lie ready.
+
+Model S: the digits example's Qwen3-VL of 398,016 parameters, batch 16, fp32, one thread a process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import Contenders, Report, check_losses, total_work
+from benchmarks.digits import BATCH_SIZE, prepare
+from benchmarks.figures import Figure, of_spread
+from benchmarks.processes import Finished
+from benchmarks.rounds import Rounds
+
+WARM_UP_STEPS = 30
+MEASURED_STEPS = 150
+ACCEPTED_ROUNDS = 5
+LIMIT_S = 1500.0
+TARGET = 1.05
+
+
+def run(work: Path) -> dict[str, Any]:
+    """Measure."""
+    steps = WARM_UP_STEPS + MEASURED_STEPS
+    workload = prepare(work / "digits", steps)
+    contenders = Contenders(workload, steps, measure, preload=True)
+    rounds = Rounds(contenders.floor, {"mm train": contenders.ours, "transformers Trainer": contenders.trainer})
+    rounds.measure(ACCEPTED_ROUNDS, LIMIT_S)
+    summary = rounds.summary()
+    everyone = [*summary["floor_runs"], *summary["rounds"]]
+    return {
+        "model": "Qwen3-VL, 398,016 parameters, fp32",
+        "batch": BATCH_SIZE,
+        "warm_up_steps": WARM_UP_STEPS,
+        "measured_steps": MEASURED_STEPS,
+        "equal_work": everyone[0]["work"],
+        "first_losses_differ_by": check_losses(everyone),
+        "unit": "ms a step",
+        **summary,
+        "figures": [figure.to_dict() for figure in figures(summary)],
+    }
+
+
+def measure(finished: Finished, report: Report) -> dict[str, Any]:
+    """Mean over the steps after the warm-up."""
+    first, last = report[WARM_UP_STEPS - 1], report[-1]
+    return {
+        "value": 1000 * (last["time"] - first["time"]) / (len(report) - WARM_UP_STEPS),
+        "steps": len(report) - WARM_UP_STEPS,
+        "work": total_work(report[WARM_UP_STEPS:]),
+        "first_loss": report[0]["loss"],
+        "last_loss": last["loss"],
+        "first_step_s": report[0]["time"] - finished.started,
+        "peak_rss_mb": finished.peak_rss_mb,
+    }
+
+
+def figures(summary: dict[str, Any]) -> list[Figure]:
+    """Ratios and absolute times."""
+    ratios = summary["ratio_to_floor"]
+    return [
+        of_spread("mm train / bare loop, step time", ratios["mm train"], "×", TARGET),
+        of_spread("Trainer / bare loop, step time", ratios["transformers Trainer"], "×"),
+        of_spread("bare loop, step time", summary["floor"], "ms"),
+        of_spread("mm train, step time", summary["contenders"]["mm train"], "ms"),
+    ]
