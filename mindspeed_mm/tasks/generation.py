@@ -6,6 +6,7 @@ Questions of similar length share a batch; rows are padded on the left, so that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,16 +119,15 @@ def load_generator(folder: Path) -> Generator:
 
 def _load_model(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # seconds
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         takes_pictures = type(config) in AutoModelForImageTextToText._model_mapping
         auto_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
-        model, report = auto_class.from_pretrained(
-            folder, dtype="auto", local_files_only=True, output_loading_info=True
-        )
+        with _quiet_transformers():
+            model, report = auto_class.from_pretrained(
+                folder, dtype="auto", local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
@@ -136,14 +136,32 @@ def _load_model(folder: Path) -> Any:
 
 
 def _check_complete(report: dict[str, Any], folder: Path) -> None:
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in report.get(kind) or ())
-        if keys:
-            raise ModelFolderError(
-                f"{len(keys)} {kind.replace('_', ' ')}: {', '.join(keys[:5])}",
-                where=str(folder),
-                way_out="The weights do not belong to config.json.",
-            )
+    found = {
+        kind: sorted(map(str, report.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")
+    }
+    listed = [f"{len(keys)} {kind} ({', '.join(keys[:3])} …)" for kind, keys in found.items() if keys]
+    if listed:
+        raise ModelFolderError(
+            f"weight keys are off: {', '.join(listed)}",
+            where=str(folder),
+            way_out="The weights do not belong to this config.json.",
+        )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its bars and its table of keys: what it finds is an error of ours."""
+    from transformers.utils import logging
+
+    verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bar:
+            logging.enable_progress_bar()
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -1,0 +1,131 @@
+"""`mm evaluate`: exact match, Wilson's interval, and the files that it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+from scipy.stats import binomtest
+
+from mindspeed_mm.cli.evaluate import command
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.tasks import evaluate
+from mindspeed_mm.tasks.answering import AnswerProgress
+from mindspeed_mm.tasks.generation import load_generator
+from mindspeed_mm.tasks.questions import read_questions
+from mindspeed_mm.tasks.scoring import is_exact_match, score, wilson_interval
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+
+TOKENS = 4
+
+
+@pytest.mark.parametrize(("correct", "n"), [(0, 1), (1, 1), (0, 20), (20, 20), (9, 10), (351, 359), (1, 10_000)])
+def test_wilson_interval_is_scipys(correct: int, n: int) -> None:
+    expected = binomtest(correct, n).proportion_ci(method="wilson")
+    assert wilson_interval(correct, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_wilson_interval_by_hand() -> None:
+    """9 of 10: (0.9 + 0.19207 ± 1.96 √(0.009 + 0.0096036)) / 1.38415."""
+    assert wilson_interval(9, 10) == pytest.approx((0.5958, 0.9821), abs=5e-5)
+    with pytest.raises(ValueError, match="no trials"):
+        score([])
+
+
+def test_a_score_in_words() -> None:
+    assert str(score([True] * 351 + [False] * 8)) == "97.8 % (n=359, 95 % interval 95.7–98.9 %)"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "match"),
+    [("seven", "seven", True), (" 3  1\n4", "3 1 4", True), ("Seven", "seven", False), ("31 4", "3 1 4", False),
+     ("e\u0301", "\u00e9", True), ("seven.", "seven", False), ("", "seven", False)],
+)  # fmt: skip
+def test_exact_match(given: str, expected: str, match: bool) -> None:
+    assert is_exact_match(given, expected) is match
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_vl(tmp_path_factory.mktemp("model"), tie=False, initializer_range=0.4)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, folder: Path) -> Path:
+    """Twelve rows of two tasks; the expected answer is what the model says, but for rows 2, 5 and 8."""
+    path = tmp_path / "test.jsonl"
+
+    def write(answers: list[str]) -> None:
+        lines = []
+        for number, answer in enumerate(answers):
+            Image.new("RGB", (16, 16), (20 * number, 9, 9)).save(tmp_path / f"{number}.png")
+            turns = [{"from": "human", "value": f"<image>what is {number}?"}, {"from": "gpt", "value": answer}]
+            row = {"id": f"r{number}", "task": f"task-{number % 2}", "image": f"{number}.png", "conversations": turns}
+            lines.append(json.dumps(row) + "\n")
+        path.write_text("".join(lines))
+
+    write(["?"] * 12)
+    generator = load_generator(folder)
+    questions = read_questions(path, needs_answers=True)
+    batches = generator.answer(questions, MediaLoader(tmp_path), max_new_tokens=TOKENS, batch_size=12)
+    said = {question.row: answer.text for batch in batches for question, answer in batch}
+    write([("no: " if number in (2, 5, 8) else "") + said[number + 1] for number in range(12)])
+    return path
+
+
+def test_scores_and_files(folder: Path, rows: Path, tmp_path: Path) -> None:
+    arguments = [str(folder), "--data", str(rows), "--out", str(tmp_path / "eval"), "--max-new-tokens", str(TOKENS)]
+    result = CliRunner().invoke(command, [*arguments, "--batch-size", "5"], catch_exceptions=False)
+    assert result.output.splitlines()[-2:] == [
+        "accuracy, task-0: 66.7 % (n=6, 95 % interval 30.0–90.3 %)",
+        "accuracy, task-1: 83.3 % (n=6, 95 % interval 43.6–97.0 %)",
+    ]
+    results = json.loads((tmp_path / "eval" / "results.json").read_text())
+    assert {name: (task["correct"], task["n"]) for name, task in results["tasks"].items()} == {
+        "task-0": (4, 6),
+        "task-1": (5, 6),
+    }
+    assert results["overall"]["accuracy"] == 9 / 12
+    samples = [json.loads(line) for line in (tmp_path / "eval" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["id"] for sample in samples] == [f"r{number}" for number in range(12)]
+    assert [sample["id"] for sample in samples if not sample["correct"]] == ["r2", "r5", "r8"]
+    assert samples[2] == {
+        "id": "r2",
+        "task": "task-0",
+        "image": "2.png",
+        "question": "what is 2?",
+        "expected": "no: " + samples[2]["given"],
+        "given": samples[2]["given"],
+        "correct": False,
+    }
+
+
+def test_json_is_what_is_written(folder: Path, rows: Path, tmp_path: Path) -> None:
+    arguments = [str(folder), "--data", str(rows), "--out", str(tmp_path / "eval"), "--max-new-tokens", "2", "--json"]
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert json.loads(result.stdout) == json.loads((tmp_path / "eval" / "results.json").read_text())
+
+
+def test_a_row_without_an_answer_is_named(folder: Path, rows: Path, tmp_path: Path) -> None:
+    with rows.open("a") as file:
+        file.write('{"conversations": [{"from": "human", "value": "and this?"}]}\n')
+    with pytest.raises(DataError, match=re.escape("test.jsonl:13")):
+        evaluate.run(folder, rows, out=tmp_path / "eval")
+    assert not (tmp_path / "eval").exists()
+
+
+def test_progress_shows_the_time_left_after_five_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("mindspeed_mm.tasks.answering.time.monotonic", lambda: now)
+    progress = AnswerProgress(1000)
+    for seconds in (2, 4, 11, 12):
+        now = 100.0 + seconds
+        progress.advance(100)
+    assert capsys.readouterr().err == "300 of 1,000 answered, 0:26 left\n"

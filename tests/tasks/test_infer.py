@@ -1,0 +1,232 @@
+"""`mm infer`: the same tokens as transformers' own `generate`, files of answers that continue, bad rows by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from mindspeed_mm.cli.infer import command
+from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelFolderError, UsageError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.tasks import infer
+from mindspeed_mm.tasks.generation import Answer, Generator, load_generator
+from mindspeed_mm.tasks.questions import Question, ask, load_images, read_questions
+from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
+
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_vl(tmp_path_factory.mktemp("model"), seed=3, tie=False, initializer_range=0.4)
+
+
+@pytest.fixture(scope="module")
+def generator(folder: Path) -> Generator:
+    return load_generator(folder)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Seven conversations of different lengths with no, one or two pictures of different sizes."""
+    lines = []
+    for number in range(7):
+        images = [f"{number}-{k}.png" for k in range(number % 3)]
+        for k, name in enumerate(images):
+            noise = torch.randint(0, 255, (16 * (1 + k), 16 * (1 + number % 2), 3), dtype=torch.uint8)
+            Image.fromarray(noise.numpy()).save(tmp_path / name)
+        content = "<image>" * len(images) + "what is this? " * (number + 1)
+        lines.append(
+            json.dumps({"id": f"q{number}", "messages": [{"role": "user", "content": content}], "images": images})
+        )
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def plain_answer(folder: Path, question: Question, media_dir: Path) -> tuple[int, ...]:
+    """One question, one batch, with nothing but transformers."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder).eval()
+    text = processor.apply_chat_template(list(question.messages), add_generation_prompt=True, tokenize=False)
+    images = [Image.open(media_dir / name).convert("RGB") for name in question.images]
+    inputs = processor(text=[text], images=images or None, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+    return tuple(output[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def answers_of(generator: Generator, rows: Path, batch_size: int) -> dict[str, Answer]:
+    questions = read_questions(rows, needs_answers=False)
+    batches = generator.answer(questions, MediaLoader(rows.parent), max_new_tokens=TOKENS, batch_size=batch_size)
+    return {question.id: answer for batch in batches for question, answer in batch}
+
+
+def test_batched_answers_are_those_of_plain_transformers(generator: Generator, folder: Path, rows: Path) -> None:
+    expected = {q.id: plain_answer(folder, q, rows.parent) for q in read_questions(rows, needs_answers=False)}
+    assert len(set(expected.values())) > 1  # a model that always says the same proves nothing
+    for batch_size in (1, 7):
+        assert {k: a.token_ids for k, a in answers_of(generator, rows, batch_size).items()} == expected
+    generator.tokenizer.padding_side = "right"  # the planted fault: the same comparison must see it
+    try:
+        assert {k: a.token_ids for k, a in answers_of(generator, rows, 7).items()} != expected
+    finally:
+        generator.tokenizer.padding_side = "left"
+
+
+def test_answers_end_at_the_end_token(generator: Generator, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = generator.tokenizer.eos_token_id
+    answer = generator._read_answer([50, 51, end, 52])
+    assert answer.token_ids == (50, 51, end)
+    assert answer.finished
+    assert not generator._read_answer([50, 51]).finished
+
+
+def test_text_model_answers_and_refuses_pictures(tmp_path: Path, rows: Path) -> None:
+    generator = load_generator(make_tiny_qwen3(tmp_path / "text"))
+    assert generator.answer_batch([(ask("zero one"), [])], TOKENS)[0].token_ids
+    question = next(q for q in read_questions(rows, needs_answers=False) if q.images)
+    with pytest.raises(DataError, match="takes no pictures"):
+        generator.answer_batch([(question, load_images(question, MediaLoader(rows.parent)))], TOKENS)
+
+
+def run(folder: Path, rows: Path, **options: Any) -> infer.InferOutcome:
+    return infer.run(folder, rows, rows.parent / "answers.jsonl", max_new_tokens=TOKENS, batch_size=2, **options)
+
+
+def test_a_file_of_answers_continues_where_it_stopped(
+    folder: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(folder, rows).answered == 7
+    out = rows.parent / "answers.jsonl"
+    whole = out.read_text()
+    assert [json.loads(line)["id"] for line in whole.splitlines()] == [f"q{number}" for number in range(7)]
+
+    lines = whole.splitlines(keepends=True)
+    out.write_text(lines[4] + lines[0] + lines[2][:30])  # killed in the middle of a line
+    asked: list[str] = []
+    original = Generator.answer_batch
+
+    def spy(self: Generator, batch: Any, max_new_tokens: int) -> list[Answer]:
+        asked.extend(question.id for question, _ in batch)
+        return original(self, batch, max_new_tokens)
+
+    monkeypatch.setattr(Generator, "answer_batch", spy)
+    outcome = run(folder, rows)
+    assert (outcome.answered, outcome.kept) == (5, 2)
+    assert sorted(asked) == ["q1", "q2", "q3", "q5", "q6"]
+    assert out.read_text() == whole
+
+
+def test_answers_of_something_else_are_not_continued(folder: Path, rows: Path, tmp_path: Path) -> None:
+    run(folder, rows)
+    other = make_tiny_qwen3_vl(tmp_path / "other", seed=4)
+    with pytest.raises(DataError, match="another model"):
+        run(other, rows)
+    changed = rows.read_text().replace("what is this?", "what was this?", 1)
+    rows.write_text(changed)
+    with pytest.raises(DataError, match="not that row of the input"):
+        run(folder, rows)
+    assert run(folder, rows, overwrite=True).answered == 7
+    with pytest.raises(UsageError, match="the file of questions itself"):
+        infer.run(folder, rows, rows)
+    assert rows.read_text() == changed
+
+
+ASKED = '"messages": [{"role": "user", "content": "<image>?"}]'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f'{{{ASKED}, "images": ["gone.png"]}}', r"jsonl:2.*'gone.png' not found"),
+        ('{"messages": [{"role": "user", ', r"jsonl:2.*broken JSON"),
+        (f'{{{ASKED}, "images": []}}', r"jsonl:2.*1 <image> placeholders.*0 images"),
+        ('{"text": "no conversation"}', r"jsonl:2.*the row has \['text'\]"),
+        ('{"prompt": "hi", "image": "questions.jsonl"}', r"jsonl:2.*'questions.jsonl' is not an image"),
+        ('{"prompt": "hi", "image": "../outside.png"}', r"jsonl:2.*outside the media roots"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_named(folder: Path, rows: Path, line: str, message: str) -> None:
+    (rows.parent.parent / "outside.png").write_bytes(b"x")
+    first = rows.read_text().splitlines()[0]
+    rows.write_text(f"{first}\n{line}\n")
+    with pytest.raises(DataError, match=message):
+        run(folder, rows)
+
+
+def test_every_bad_row_is_named_at_once(rows: Path) -> None:
+    rows.write_text("{\n" * 12)
+    with pytest.raises(DataError, match="12 of 12 rows are bad") as caught:
+        read_questions(rows, needs_answers=False)
+    assert len(caught.value.problems) == 10
+
+
+def no_folder(tmp_path: Path, model: Path) -> Path:
+    return tmp_path / "nowhere"
+
+
+def no_weights(tmp_path: Path, model: Path) -> Path:
+    copy = copy_of(model, tmp_path / "copy")
+    (copy / "model.safetensors").unlink()
+    return copy
+
+
+def lfs_pointer(tmp_path: Path, model: Path) -> Path:
+    copy = copy_of(model, tmp_path / "copy")
+    (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    return copy
+
+
+def foreign_weights(tmp_path: Path, model: Path) -> Path:
+    other = make_tiny_qwen3_vl(tmp_path / "other", num_hidden_layers=3)
+    copy = copy_of(model, tmp_path / "copy")
+    (copy / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    return copy
+
+
+def copy_of(model: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in model.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (no_folder, CheckpointError, "nowhere.*is not there"),
+        (no_weights, ModelFolderError, "copy.*safetensors"),
+        (lfs_pointer, ModelFolderError, "Git LFS pointer"),
+        (foreign_weights, ModelFolderError, "missing.*lm_head.weight.*unexpected.*layers.2"),
+    ],
+)
+def test_a_bad_model_folder_is_named(
+    folder: Path, tmp_path: Path, build: Callable[[Path, Path], Path], error: type[MMError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        infer.answer_prompt(build(tmp_path, folder), "hi", max_new_tokens=1)
+
+
+def test_the_command_answers_a_prompt(folder: Path, rows: Path) -> None:
+    arguments = [str(folder), "--prompt", "what?", "--image", str(rows.parent / "1-0.png"), "--max-new-tokens", "3"]
+    result = CliRunner().invoke(command, [*arguments, "--json"], catch_exceptions=False)
+    answer = json.loads(result.output)
+    assert len(answer["token_ids"]) <= 3
+    assert CliRunner().invoke(command, arguments).output == answer["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--prompt", "a", "--data", "b"], ["--data", "b"], ["--data", "b", "--out", "c", "--image", "d"]],
+)
+def test_the_command_refuses_what_does_not_go_together(arguments: list[str]) -> None:
+    with pytest.raises(UsageError):
+        CliRunner().invoke(command, ["model", *arguments], catch_exceptions=False)
