@@ -159,8 +159,7 @@ def _validate(root: Node, notes: Notes) -> Arguments | None:
 
 def _where(root: Node, key: str) -> str:
     names: list[str | int] = [int(name) if name.isdigit() else name for name in key.split(".")]
-    place = place_of(root, names)
-    return str(place) if place.line > 1 or place.source == COMMAND_LINE else ""
+    return str(place_of(root, names)) if names[0] in root.value else ""
 
 
 def _warn_meaningless(root: Node) -> list[Problem]:

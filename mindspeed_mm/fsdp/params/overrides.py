@@ -16,7 +16,7 @@ def parse_override(override: str, notes: Notes) -> Node | None:
     """A tree with the one key of an override; None, and a problem in `notes`, when it is malformed."""
     key, sign, value = override.partition("=")
     names = key.strip().split(".")
-    if not sign or not all(names):
+    if not sign or not all(names) or override.startswith("-"):
         message = f"'{override}' is not section.key=value"
         hint = "Overrides take no dashes." if override.startswith("-") else "Example: training.lr=2e-5."
         notes.problems.append(Problem(message, COMMAND_LINE, way_out=hint))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, Place, find, merge, nest, text_at
+from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, Place, find, merge, nest, text_at, value_at_key
 
 INPUT_PATHS = (
     "model.model_name_or_path",
@@ -42,13 +42,13 @@ def resolve_path(config: Path, path: str) -> Path:
 def derive_processor_folder(root: Node) -> None:
     """A dataset that names no processor uses the model's folder."""
     folder = text_at(root, "model.model_name_or_path")
+    if not folder:
+        return
     for dataset in ("data.dataset_param", "data.val_dataset_param"):
         key = f"{dataset}.preprocess_parameters.model_name_or_path"
-        given, section, holder = find(root, key), find(root, key.rpartition(".")[0]), find(root, dataset)
-        is_absent = (given is None or given.node.value is None) and (
-            holder is not None or dataset == "data.dataset_param"
-        )
-        if folder and is_absent and all(_takes_keys(entry) for entry in (holder, section, find(root, "data"))):
+        is_there = dataset == "data.dataset_param" or value_at_key(root, dataset) is not None
+        parents = [find(root, parent) for parent in ("data", dataset, key.rpartition(".")[0])]
+        if is_there and value_at_key(root, key) is None and all(_takes_keys(parent) for parent in parents):
             place = Place("derived: model.model_name_or_path")
             merge(root, nest(key, Entry(place, Node(folder, place))))
 

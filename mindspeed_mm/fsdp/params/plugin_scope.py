@@ -15,7 +15,18 @@ from mindspeed_mm.fsdp.params.cards import (
     model_cards,
 )
 from mindspeed_mm.fsdp.params.unknown_keys import Scope
-from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, Place, find, merge, nest, place_of, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml_tree import (
+    Entry,
+    Node,
+    Place,
+    as_node,
+    find,
+    merge,
+    nest,
+    place_of,
+    text_at,
+    value_at_key,
+)
 
 DATASETS = ("data.dataset_param", "data.val_dataset_param")
 """Where datasets are described."""
@@ -81,12 +92,14 @@ def check_ids(root: Node, plugin_keys: PluginKeys | None) -> list[Problem]:
 def fill_declared(root: Node, scope: Scope) -> set[str]:
     """Put in the defaults of declared keys that are not given; returns their dotted keys."""
     filled = set()
+    no_validation = value_at_key(root, "data.val_dataset_param") is None
     for section, keys in scope.declared.items():
         entry = find(root, section)
-        if section == "data.val_dataset_param" and entry is None:
+        is_absent = section.startswith("data.val_dataset_param") and no_validation
+        if is_absent or (entry is not None and not isinstance(entry.node.value, dict | None)):
             continue
         for name, default in keys.items():
-            if find(root, f"{section}.{name}") is None and (entry is None or isinstance(entry.node.value, dict | None)):
+            if find(root, f"{section}.{name}") is None:
                 filled.add(f"{section}.{name}")
-                merge(root, nest(f"{section}.{name}", Entry(Place("card"), Node(default, Place("card")))))
+                merge(root, nest(f"{section}.{name}", Entry(Place("card"), as_node(default, Place("card")))))
     return filled

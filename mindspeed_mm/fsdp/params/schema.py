@@ -71,14 +71,13 @@ def _is_asked_for(name: str, key: str) -> bool:
 
 
 def _describe(key: str, info: FieldInfo) -> KeyReference:
-    is_section = section_of(info.annotation) is not None
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    hides_default = section_of(info.annotation) is not None and info.default_factory is not None
     values = BUILT_VALUES.get(key)
     return KeyReference(
         key=key,
         type=type_name(info),
-        default=""
-        if is_section and info.default_factory
-        else show(_as_written(info.get_default(call_default_factory=True))),
+        default="" if hides_default or info.is_required() else show(_as_written(default)),
         help=re.sub(r"\s+", " ", info.description or "").strip(),
         other_names=tuple(old for old, new in ALIASES if new == key),
         this_version=f"only {' or '.join(show(_as_written(value)) for value in values)}" if values else "",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.core.suggest import did_you_mean, nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import is_open, places_of_name, section_of
-from mindspeed_mm.fsdp.params.value_types import Section, show
+from mindspeed_mm.fsdp.params.value_types import Flag, Number, Section, Whole, show
 from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, plain
 
 OTHER_TOOLS = {
@@ -85,10 +87,26 @@ def _judge(node: Node, section: type[Section], prefix: str, scope: Scope, findin
         elif is_open(section) and prefix.rstrip(".") in scope.unchecked:
             findings.unchecked.append(prefix + name)
         elif not _is_free(prefix, name, entry):
-            findings.problems.append(_unknown(name, entry, section, prefix))
+            findings.problems.append(_unknown(name, entry, section, prefix, declared))
             del node.value[name]
         elif not prefix:
             del node.value[name]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    words: str
+    reads: TypeAdapter[Any] | None = None
+
+
+_KINDS: dict[type, _Kind] = {
+    bool: _Kind("true or false", TypeAdapter(Flag)),
+    int: _Kind("a whole number", TypeAdapter(Whole)),
+    float: _Kind("a number", TypeAdapter(Number)),
+    str: _Kind("a text"),
+    list: _Kind("a list"),
+}
+"""Type of a default → what its key takes."""
 
 
 def _is_free(prefix: str, name: str, entry: Entry) -> bool:
@@ -99,40 +117,38 @@ def _is_free(prefix: str, name: str, entry: Entry) -> bool:
 
 
 def _check_declared(key: str, entry: Entry, default: Any) -> list[Problem]:
+    """A declared key has the type of its default; `yes` is a truth value and 1 a number, as in the schema's own keys."""
     value = plain(entry.node)
-    fits_number = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
-    if default is None or value is None or type(value) is type(default) or fits_number:
+    if default is None or value is None or type(value) is type(default):
         return []
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
-    wanted = kinds.get(type(default), "a mapping")
-    return [
-        Problem(
-            f"{show(value)} is not {wanted}", str(entry.node.place), key, f"The plugin's default is {show(default)}."
-        )
-    ]
+    kind = _KINDS.get(type(default))
+    if kind is not None and kind.reads is not None:
+        try:
+            entry.node.value = kind.reads.validate_python(value)
+            return []
+        except ValidationError:
+            pass
+    wanted = kind.words if kind else "a mapping"
+    way_out = f"The plugin's default is {show(default)}."
+    return [Problem(f"{show(value)} is not {wanted}", str(entry.node.place), key, way_out)]
 
 
-def _unknown(name: str, entry: Entry, section: type[Section], prefix: str) -> Problem:
-    return Problem("unknown key", str(entry.key), prefix + name, explain_unknown(name, section, prefix))
+def _unknown(name: str, entry: Entry, section: type[Section], prefix: str, declared: Iterable[str]) -> Problem:
+    return Problem("unknown key", str(entry.key), prefix + name, explain_unknown(name, section, declared))
 
 
-def explain_unknown(name: str, section: type[Section], prefix: str) -> str:
+def explain_unknown(name: str, section: type[Section], declared: Iterable[str] = ()) -> str:
     """What was probably meant by a key that the section does not have."""
-    fields = section.model_fields
-    meant = OTHER_TOOLS.get(next(iter(nearest(name, OTHER_TOOLS, likeness=0.8)), ""))
-    if OTHER_TOOLS.get(name) in fields:
+    here = [*section.model_fields, *declared]
+    if OTHER_TOOLS.get(name) in here:
         return f"Did you mean '{OTHER_TOOLS[name]}'?"
-    elsewhere = places_of_name().get(name, [])
-    if elsewhere:
-        return f"It belongs elsewhere: {' or '.join(elsewhere[:3])}."
-    hint = did_you_mean(name, fields)
-    if hint or meant not in fields:
-        return hint.strip() or _other_section(name) or f"Keys here: {', '.join(fields)}."[:400]
-    return f"Did you mean '{meant}'?"
-
-
-def _other_section(name: str) -> str:
-    synonym = OTHER_TOOLS.get(name)
-    keys = places_of_name()
-    near = [synonym] if synonym in keys else nearest(name, keys, likeness=0.8)
-    return f"Did you mean '{keys[near[0]][0]}'?" if near else ""
+    places = places_of_name()
+    if name in places:
+        return f"It belongs elsewhere: {' or '.join(places[name][:3])}."
+    if hint := did_you_mean(name, here):
+        return hint.strip()
+    meant = OTHER_TOOLS.get(next(iter(nearest(name, OTHER_TOOLS, likeness=0.8)), ""))
+    if meant in here:
+        return f"Did you mean '{meant}'?"
+    near = [meant] if meant in places else nearest(name, places, likeness=0.8)
+    return f"Did you mean '{places[near[0]][0]}'?" if near else f"Keys here: {', '.join(here)}."[:400]

@@ -94,7 +94,9 @@ def _not_yaml(error: MarkedYAMLError, lines: Sequence[str], source: str) -> Conf
     if line[mark.column : mark.column + 1] == "\t":
         return ConfigError("a tab indents this line", where=place, way_out="YAML indents by spaces: replace the tab.")
     context = f" ({error.context})" if error.context else ""
-    return ConfigError(f"not valid YAML: {error.problem}{context}", where=place)
+    needs_quotes = re.search(r"\[[^\]]*\w\.?\{[*\d]", line)
+    hint = "Inside [ ] a pattern with braces takes quotes: ['layers.{*}']." if needs_quotes else ""
+    return ConfigError(f"not valid YAML: {error.problem}{context}", where=place, way_out=hint)
 
 
 class _Builder:

@@ -53,6 +53,15 @@ def plain(node: Node) -> Any:
     return node.value
 
 
+def as_node(value: Any, place: Place) -> Node:
+    """A tree of a plain value, all of it at one place."""
+    if isinstance(value, dict):
+        return Node({str(name): Entry(place, as_node(item, place)) for name, item in value.items()}, place)
+    if isinstance(value, list | tuple):
+        return Node([as_node(item, place) for item in value], place)
+    return Node(value, place)
+
+
 def clone(node: Node) -> Node:
     """A copy that shares nothing with the original, nor with itself where aliases did."""
     value = node.value

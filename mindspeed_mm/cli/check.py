@@ -1,0 +1,61 @@
+"""`mm check`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from mindspeed_mm.core.errors import align
+from mindspeed_mm.tasks import check as task
+
+EXAMPLES = """
+\b
+Examples:
+  mm check run.yaml
+  mm check run.yaml training.lr=2e-5 --config-only --nproc 8
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--config-only", is_flag=True, help="Only the text, keys and values: no plugin is imported, nothing built."
+)
+@click.option("--nproc", type=click.IntRange(min=1), help="Check the parallel sizes for this many ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.pass_context
+def command(
+    ctx: click.Context, config: Path, overrides: tuple[str, ...], config_only: bool, nproc: int | None, as_json: bool
+) -> None:
+    """Find what is wrong with CONFIG before training, each finding with its remedy.
+
+    In this order: the configuration, plugins, paths, module patterns against the model (built without weights), first
+    samples, batch keys against the model's forward. OVERRIDES are section.key=value, each parsed as YAML.
+    """
+    result = task.run(config, overrides, config_only=config_only, nproc=nproc)
+    click.echo(_as_json(result) if as_json else _as_text(result))
+    ctx.exit(result.exit_code)
+
+
+def _as_json(result: task.CheckResult) -> str:
+    findings = [{"stage": f.stage, "exit_code": f.exit_code, **asdict(f.problem)} for f in result.findings]
+    record = {**asdict(result), "path": str(result.path), "findings": findings, "exit_code": result.exit_code}
+    return json.dumps(record, indent=2, ensure_ascii=False)
+
+
+def _as_text(result: task.CheckResult) -> str:
+    count = len(result.findings)
+    verdict = "ok" if not count else "1 problem" if count == 1 else f"{count} problems"
+    lines = [f"{result.path}: {verdict}"]
+    lines += [f"  {line}" for line in align([finding.problem for finding in result.findings])] if count else []
+    lines += [f"  warning: {warning}" for warning in result.warnings]
+    if result.unchecked:
+        lines.append(f"  not checked, a plugin's own keys: {', '.join(result.unchecked)}")
+    if result.passed:
+        lines.append(f"  passed: {', '.join(result.passed)}")
+    lines += [f"  skipped: {stage}, which needs {need}" for stage, need in result.skipped.items()]
+    return "\n".join(lines)

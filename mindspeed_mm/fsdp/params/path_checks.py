@@ -1,0 +1,71 @@
+"""What can be said of a configuration's paths without opening what they name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
+from mindspeed_mm.core.suggest import nearest
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.unbuilt import value_at
+
+_INPUTS: dict[str, type[MMError]] = {
+    "model.model_name_or_path": ModelFolderError,
+    "data.dataset_param.preprocess_parameters.model_name_or_path": ModelFolderError,
+    "data.dataset_param.basic_parameters.chat_template": DataError,
+    "training.load": CheckpointError,
+    "training.lora.pretrained_lora_path": CheckpointError,
+}
+
+
+def check_paths(arguments: Arguments) -> list[MMError]:
+    """Inputs that do not exist, and a run folder that cannot be written. Data files are the data set's own to find."""
+    errors = [error for key, kind in _INPUTS.items() for error in _check_input(arguments, key, kind)]
+    missing_model = [error for error in errors if error.problems[0].key == "model.model_name_or_path"]
+    if missing_model:  # the processor's folder follows from it: said once
+        errors = [error for error in errors if error.problems[0].what != missing_model[0].problems[0].what]
+        errors = missing_model + errors
+    if arguments.training.save:
+        try:
+            check_save_folder(Path(arguments.training.save))
+        except MMError as error:
+            errors.append(error)
+    return errors
+
+
+def check_save_folder(folder: Path) -> None:
+    """Raise when a run folder cannot be made or written to. Makes nothing.
+
+    Raises:
+        ConfigError: It, or something above it, is a file.
+        MachineError: The rights to write are missing.
+    """
+    standing = folder
+    while not standing.exists() and standing != standing.parent:
+        standing = standing.parent
+    if not standing.is_dir():
+        raise ConfigError(f"'{standing}' is a file, not a folder", key="training.save", way_out="Name another folder.")
+    if not os.access(standing, os.W_OK | os.X_OK):
+        raise MachineError(
+            f"'{standing}' cannot be written to",
+            key="training.save",
+            way_out="Change its rights, or name another folder.",
+        )
+
+
+def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MMError]:
+    value = value_at(arguments, key)
+    if not isinstance(value, str) or Path(value).expanduser().exists():
+        return []
+    return [kind(f"'{value}' does not exist", key=key, way_out=_where_else(Path(value)))]
+
+
+def _where_else(path: Path) -> str:
+    parent = path.parent
+    near = nearest(path.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else []
+    if near:
+        return f"Did you mean '{parent / near[0]}'?"
+    if not path.is_absolute() and len(path.parts) == 2 and not parent.exists():
+        return "If this is a name on a model hub: download it first and name the local folder."
+    return f"Working directory: {Path.cwd()}."

@@ -1,0 +1,211 @@
+"""`mm check`: what is wrong with a configuration, from its text to its first batch, before anything is trained.
+
+The stages run in the order in which a run would meet their faults; a stage that needs an earlier one which failed is
+skipped, the others go on, so that one call shows all that can be known.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
+from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, ModelFolderError, Problem
+from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.params.checks import unbuilt_features
+from mindspeed_mm.fsdp.params.loader import PluginKeys, ResolvedConfig, load_config, read_plugins
+from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.path_checks import check_paths
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong."""
+
+    stage: str
+    problem: Problem
+    exit_code: int
+
+
+@dataclass
+class CheckResult:
+    """What a check found."""
+
+    path: Path
+    passed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Stage → the stage whose failure it waits for."""
+    findings: list[Finding] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Keys that only a plugin can judge that was not imported."""
+
+    @property
+    def exit_code(self) -> int:
+        """That of the first finding: what a run would have ended with."""
+        return self.findings[0].exit_code if self.findings else int(ExitCode.OK)
+
+
+def run(
+    config_path: Path, overrides: Sequence[str] = (), *, config_only: bool = False, nproc: int | None = None
+) -> CheckResult:
+    """Check a configuration.
+
+    Args:
+        config_path: The YAML.
+        overrides: `section.key=value`.
+        config_only: Only what needs neither plugins nor torch.
+        nproc: Number of ranks that the parallel sizes are checked for; not given: `WORLD_SIZE`, if it is set.
+    """
+    check = _Check(config_path, overrides, nproc)
+    check.attempt("configuration", check.configuration)
+    if check.nproc:
+        check.attempt("parallel sizes", check.parallel_sizes, needs="configuration")
+    if not config_only:
+        check.attempt("plugins", check.plugins, needs="configuration")
+        check.attempt("features", check.features, needs="configuration")
+        check.attempt("paths", check.paths, needs="configuration")
+        check.attempt("module patterns", check.module_patterns, needs="plugins")
+        check.attempt("first samples", check.first_samples, needs="plugins")
+        check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
+    return check.result
+
+
+class _Check:
+    """The stages of one check, and what later ones take from earlier ones."""
+
+    def __init__(self, path: Path, overrides: Sequence[str], nproc: int | None) -> None:
+        self.path = path
+        self.overrides = overrides
+        self.nproc = nproc or int(os.environ.get("WORLD_SIZE", "0"))
+        self.result = CheckResult(path)
+        self.config: ResolvedConfig
+        self.model: Any = None
+        self.batch: Batch = {}
+
+    def attempt(self, name: str, stage: Callable[[], None], needs: str | tuple[str, ...] = ()) -> None:
+        """Run a stage unless one that it needs has not passed."""
+        missing = [need for need in ((needs,) if isinstance(needs, str) else needs) if need not in self.result.passed]
+        if missing:
+            self.result.skipped[name] = missing[0]
+            return
+        before = len(self.result.findings)
+        self.stage = name
+        try:
+            stage()
+        except MMError as error:
+            self.add(error)
+        if len(self.result.findings) == before:
+            self.result.passed.append(name)
+
+    def add(self, error: MMError) -> None:
+        """File every problem of an error."""
+        located = self.config.locate(error.problems) if hasattr(self, "config") else error.problems
+        self.result.findings += [Finding(self.stage, problem, int(error.exit_code)) for problem in located]
+
+    def configuration(self) -> None:
+        """Text, keys, values and the rules between them."""
+        self._keep(load_config(self.path, self.overrides))
+
+    def _keep(self, config: ResolvedConfig) -> None:
+        self.config = config
+        self.result.warnings = list(config.warnings)
+        self.result.unchecked = list(config.unchecked)
+
+    def parallel_sizes(self) -> None:
+        """Sizes of the groups multiply to the number of ranks."""
+        resolve_parallel_sizes(self.config.arguments.parallel, self.nproc)
+
+    def plugins(self) -> None:
+        """Plugins import, ids are registered, and the keys that plugins declare hold."""
+        from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
+
+        plugins, model_id, dataset_type = read_plugins(self.path, self.overrides)
+        self._collect([partial(import_plugin, [plugin]) for plugin in plugins])
+        lookups = [(model_register, model_id), (data_register, dataset_type)]
+        self._collect([partial(registry.get, name) for registry, name in lookups if name])
+        keys = PluginKeys(
+            model=model_register.config_keys(model_id) if model_id else {},
+            dataset=data_register.config_keys(dataset_type) if dataset_type else {},
+        )
+        if plugins and not any(finding.stage == self.stage for finding in self.result.findings):
+            self._keep(load_config(self.path, self.overrides, plugin_keys=keys))
+
+    def _collect(self, steps: Sequence[Callable[[], Any]]) -> None:
+        """Run independent steps; one that fails does not stop the next."""
+        for step in steps:
+            try:
+                step()
+            except MMError as error:
+                self.add(error)
+
+    def features(self) -> None:
+        """Nothing is asked for that this version does not have."""
+        problems = unbuilt_features(self.config.arguments)
+        if problems:
+            raise ConfigError("features", problems=problems)
+
+    def paths(self) -> None:
+        """Inputs exist; the run folder can be written."""
+        for error in check_paths(self.config.arguments):
+            self.add(error)
+
+    def module_patterns(self) -> None:
+        """The model builds, without weights, and every pattern names some of its modules."""
+        # Imported here: what stands above answers without torch.
+        from mindspeed_mm.fsdp.models.modelhub import ModelHub
+
+        arguments = self.config.arguments
+        if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
+            raise ModelFolderError("is not given", key="model.model_name_or_path", way_out="Name the model's folder.")
+        self.model = ModelHub.build(arguments.model)
+        names = [name for name, _ in self.model.named_modules()]
+        plan = arguments.parallel.fsdp_plan
+        for key in ("apply_modules", "ignored_modules"):
+            full_key = f"parallel.fsdp_plan.{key}"
+            self._collect([partial(resolve_patterns, getattr(plan, key), names, key=full_key)])
+
+    def first_samples(self) -> None:
+        """The data set opens and its first batch is made."""
+        from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
+
+        arguments = self.config.arguments
+        seed = arguments.training.seed
+        dataset, validation = build_mm_dataset(arguments.data.dataset_param, seed=seed)
+        loader = build_mm_dataloader(
+            dataset,
+            arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "prefetch_factor": None}),
+            micro_batch_size=arguments.training.micro_batch_size,
+            gradient_accumulation_steps=1,
+            dp_rank=0,
+            dp_size=1,
+            seed=seed,
+        )
+        self.batch = next(iter(loader))[0]
+        if validation is not None:
+            validation[0]
+
+    def batch_keys(self) -> None:
+        """The model's forward takes what the batch holds, and asks for nothing else."""
+        parameters = inspect.signature(self.model.forward).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        given = self.batch.keys() - ENGINE_KEYS
+        too_many = [] if takes_any else sorted(given - parameters.keys())
+        required = {name for name, parameter in parameters.items() if _is_required(parameter)}
+        missing = sorted(required - self.batch.keys())
+        if too_many or missing:
+            raise ConfigError(
+                f"{type(self.model).__name__}.forward does not take {too_many} and misses {missing}",
+                key="data.dataloader_param.collate_param.model_name",
+                way_out=f"It takes {', '.join(parameters)}. Choose the collator of this model.",
+            )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return is_named and parameter.default is parameter.empty

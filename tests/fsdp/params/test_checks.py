@@ -1,0 +1,138 @@
+"""Rules between keys, and features that this version does not have."""
+
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.checks import check_cross_section, unbuilt_features
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def merged(*trees: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for tree in trees:
+        for name, value in tree.items():
+            both = isinstance(value, dict) and isinstance(result.get(name), dict)
+            result[name] = merged(result[name], value) if both else value
+    return result
+
+
+def arguments(values: dict[str, Any]) -> Arguments:
+    return Arguments.model_validate(merged(*(nested(key, value) for key, value in values.items())))
+
+
+BASIC = "data.dataset_param.basic_parameters"
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "message"),
+    [
+        ({"model.freeze": ["*"]}, "model.freeze", "nothing is left to train"),
+        ({"model.freeze": ["*"], "training.lora.enable": True}, "model.freeze", "training.lora.enable"),
+        ({"model.freeze": ["layers.{3-1}"]}, "model.freeze", "{3-1}"),
+        ({"parallel.fsdp_plan.apply_modules": ["a.{"]}, "parallel.fsdp_plan.apply_modules", "brace"),
+        ({"training.lr": 1e-5, "training.lr_min": 1e-4}, "training.lr_min", "above training.lr"),
+        ({"training.lr": 1e-5, "training.lr_start": 1e-4}, "training.lr_start", "above training.lr"),
+        ({"training.lr_decay_style": "wsd", "training.lr_warmup_ratio": 0.1}, "training.lr_decay_ratio", "all steps"),
+        ({"training.lr_scaling_plan": [{"match": "("}]}, "training.lr_scaling_plan.0.match", "regular expression"),
+        (
+            {"model.train_from_scratch": True, "training.load": "x", "training.load_format": "hf"},
+            "model.train_from_scratch",
+            "training.load",
+        ),
+        (
+            {"data.dataset_param.preprocess_parameters": {"image_min_pixels": 9, "image_max_pixels": 8}},
+            "data.dataset_param.preprocess_parameters.image_min_pixels",
+            "image_max_pixels, 8",
+        ),
+        ({f"{BASIC}.val_dataset": "a", f"{BASIC}.val_rate": 0.1}, f"{BASIC}.val_dataset", "val_rate"),
+        ({"training.val_interval": 5}, "training.val_interval", "no rows for validation"),
+        (
+            {"data.dataloader_param": {"prefetch_factor": 2, "num_workers": 0}},
+            "data.dataloader_param.prefetch_factor",
+            "num_workers is 0",
+        ),
+        (
+            {"tools.profile": {"enable": True, "static_param": {"start_step": 5, "end_step": 5}}},
+            "tools.profile.static_param.end_step",
+            "start_step, 5",
+        ),
+        (
+            {"tools.memory_profile": {"enable": True, "start_step": 5, "end_step": 5}},
+            "tools.memory_profile.end_step",
+            "start_step, 5",
+        ),
+        ({"parallel.recompute": True}, "parallel.recompute", "features.recompute"),
+    ],
+)
+def test_a_broken_rule_names_both_keys(values: dict[str, Any], key: str, message: str) -> None:
+    (problem,) = check_cross_section(arguments(values))
+    assert problem.key == key
+    assert message in problem.what
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"model.freeze": ["model.*"], "training.lora.enable": True},
+        {"training.val_interval": 5, f"{BASIC}.val_rate": 0.1},
+        {"training.lr_decay_style": "wsd", "training.lr_warmup_ratio": 0.1, "training.lr_decay_ratio": 0.2},
+        {"parallel.recompute": True, "features.recompute": True},
+        {"model.train_from_scratch": True, "training.load": "runs/mine"},
+    ],
+)
+def test_rules_that_hold_say_nothing(values: dict[str, Any]) -> None:
+    assert check_cross_section(arguments(values)) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"training.lr_decay_style": "wsd", "training.save_async": True, "training.on_nonfinite": "skip"},
+        {"parallel.fsdp_plan": {"reshard_after_forward": 2, "cpu_offload": True, "param_dtype": "bf16"}},
+        {"features.loss_cfg.loss_type": "per_sample_loss", "data.dataset_param.attr.formatting": "alpaca"},
+        {"features.recompute_plan.apply_modules": ["a"], "features.chunkloss_plan.chunk_size": 2},
+    ],
+)
+def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
+    assert unbuilt_features(arguments(values)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("parallel.tensor_parallel_size", 2),
+        ("parallel.pipeline_parallel_size", 2),
+        ("parallel.ring_attention_size", 2),
+        ("parallel.ulysses_parallel_size", 2),
+        ("parallel.expert_parallel_size", 2),
+        ("features.recompute", True),
+        ("features.enable_chunk_loss", True),
+        ("features.enable_activation_offload", True),
+        ("features.enable_chunk_mbs", True),
+        ("features.enable_ep_balance", True),
+        ("features.loss_cfg.router_aux_loss_coef", 0.1),
+        ("training.optimizer", "muon"),
+        ("training.optimizer", "adamw_swap"),
+        ("training.quantization_plan", {"recipe_name": "mxfp8"}),
+        ("training.lora.enable", True),
+        ("model.mtp_num_layers", 1),
+        ("data.dataset_param.basic_parameters.packing", True),
+        ("data.dataset_param.basic_parameters.streaming", True),
+        ("data.val_dataset_param.basic_parameters.packing", True),
+        ("tools.profile.enable", True),
+        ("tools.memory_profile.enable", True),
+    ],
+)
+def test_using_a_feature_that_is_not_built_is_one_error_that_names_the_key(key: str, value: Any) -> None:
+    (problem,) = unbuilt_features(arguments({key: value}))
+    assert problem.key == key
+    assert "This version takes" in problem.way_out

@@ -1,0 +1,86 @@
+"""Files as MindSpeed-MM's FSDP2 trainer and the text suite have them load as they stand."""
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config
+from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features
+
+FILES = Path(__file__).parent / "files"
+
+
+def load(name: str) -> ResolvedConfig:
+    return load_config(FILES / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_loads_and_survives_being_written_out(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    copy = tmp_path / "resolved.yaml"
+    copy.write_text(dump_resolved(config))
+    assert load_config(copy).arguments == config.arguments
+
+
+def test_older_vision_file() -> None:
+    config = load("qwen3vl_moe_older")
+    arguments = config.arguments
+    assert arguments.model.model_name_or_path == "/models/a-vision-language-model"
+    assert arguments.model.trust_remote_code is True
+    assert arguments.training.no_load_optim is True
+    assert arguments.tools.profile.static_param.level == 1
+    assert arguments.features.loss_cfg.loss_type == "default"
+    assert arguments.features.recompute_plan.apply_modules == ("model.language_model.layers.{*}",)
+    warned = "\n".join(config.warnings)
+    assert "model.loss_cfg" in warned
+    assert "Its place is features.loss_cfg" in warned
+    assert "parallel.context_parallel_size" in warned
+    assert {problem.key for problem in unbuilt_features(arguments)} == {"features.recompute"}
+
+
+def test_generative_file_keeps_what_only_its_plugin_knows() -> None:
+    config = load("ltx2")
+    arguments = config.arguments
+    assert arguments.data.dataset_param.ltx2_dataset_custom["sampling"]["min_shift"] == 0.95  # type: ignore[attr-defined]
+    assert arguments.model.transformer is not None
+    assert arguments.model.transformer["positional_embedding_max_pos"] == [20, 2048, 2048]
+    assert config.unchecked == ("data.dataset_param.ltx2_dataset_custom",)
+    assert {"model.transformer", "model.checkpoint_path"} <= {problem.key for problem in unbuilt_features(arguments)}
+
+
+def test_audio_file() -> None:
+    config = load("cosyvoice")
+    arguments = config.arguments
+    assert arguments.training.gradient_accumulation_steps == 1
+    assert arguments.data.dataloader_param.shuffle is True
+    assert arguments.data.dataloader_param.collate_param.model_name == "custom"
+    assert arguments.data.dataset_param.processor == {"batch": {"batch_size": 16}}  # type: ignore[attr-defined]
+    assert arguments.tools.profile.static_param.start_step == 2
+    assert arguments.tools.memory_profile.mem_info is True
+    assert set(config.unchecked) >= {"model.mix_ratio", "model.audio_encoder_conf", "data.dataset_param.processor"}
+    for key in ("global_batch_size", "scheduler", "scheduler_conf", "validate_interval"):
+        assert sum(f"training.{key}  " in warning for warning in config.warnings) == 1
+
+
+def test_expert_file_with_merge_keys() -> None:
+    config = load("kimi_moe")
+    arguments = config.arguments
+    validation = arguments.data.val_dataset_param
+    assert validation is not None
+    assert validation.basic_parameters.dataset == "/data/val.json"
+    assert validation.basic_parameters.template == "kimi_k3"
+    assert validation.attr.role_tag == "role"
+    assert arguments.data.dataset_param.basic_parameters.dataset == "/data/train.json"
+    plan = arguments.training.quantization_plan
+    assert plan is not None
+    assert (plan.recipe_name, plan.quant_converters) == ("mxfp8", ("quantize.linear.mx",))
+    assert plan.extra_args == {"block_size": 32}
+    unbuilt = {problem.key for problem in unbuilt_features(arguments)}
+    assert {"parallel.expert_parallel_size", "features.enable_chunk_loss", "training.quantization_plan"} <= unbuilt
+
+
+def test_text_suite_file() -> None:
+    arguments = load("text_suite").arguments
+    assert arguments.model.model_id is None
+    assert arguments.model.use_grouped_expert_matmul is True
+    assert arguments.parallel.ep_plan.dispatcher == "alltoall"

@@ -1,0 +1,107 @@
+"""YAML text → tree: what is accepted, what is refused, and the places of everything."""
+
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.yaml_parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml_tree import find, place_of, plain
+
+
+def value_of(text: str) -> Any:
+    document = parse_yaml(text, "f.yaml")
+    assert document.problems == []
+    return plain(document.root)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("1.0e-5", 1e-5),
+        ("010", 10),
+        ("0o10", 8),
+        ("0x10", 16),
+        ("1_000", 1000),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("true", True),
+        ("12:30", "12:30"),
+        ("2001-01-01", "2001-01-01"),
+        ("~", None),
+        ("", None),
+        ("'1'", "1"),
+        ("!!str 1", "1"),
+        (".inf", float("inf")),
+        ("[1, [2]]", [1, [2]]),
+        ("{b: 1}", {"b": 1}),
+    ],
+)
+def test_scalars_are_yaml_1_2(text: str, value: Any) -> None:
+    assert value_of(f"a: {text}\n") == {"a": value}
+
+
+def test_tabs_that_do_not_indent_are_white_space() -> None:
+    assert value_of("a: 1\t\nb: x \t # c\nl:\t\n  - 1 \t \n  -\t2\nq:\t'a\tb'\n") == {
+        "a": 1,
+        "b": "x",
+        "l": [1, 2],
+        "q": "a\tb",
+    }
+
+
+def test_anchors_aliases_and_merge_keys() -> None:
+    text = "a: &x {p: 1, q: 2}\nb: &x {q: 3}\nc:\n  <<: [*x, {q: 4, r: 5}]\n  s: 6\nd: *x\n"
+    assert value_of(text) == {"a": {"p": 1, "q": 2}, "b": {"q": 3}, "c": {"q": 3, "r": 5, "s": 6}, "d": {"q": 3}}
+
+
+def test_explicit_keys_win_over_merged_ones_wherever_they_stand() -> None:
+    assert value_of("a: &x {p: 1}\nb: {p: 2, <<: *x}\nc: {<<: *x, p: 3}\n")["b"] == {"p": 2}
+
+
+def test_places_of_keys_and_values() -> None:
+    root = parse_yaml("a:\n  b: 1\n  c:\n    - 2\n    - 3\n", "f.yaml").root
+    entry = find(root, "a.b")
+    assert entry is not None
+    assert (str(entry.key), str(entry.node.place)) == ("f.yaml:2:3", "f.yaml:2:6")
+    assert str(place_of(root, ["a", "c", 1])) == "f.yaml:5:7"
+    assert str(place_of(root, ["a", "missing"])) == "f.yaml:2:3"
+
+
+def test_duplicate_keys_are_problems_with_both_lines() -> None:
+    document = parse_yaml("t:\n  lr: 1\n  x: 0\n  lr: 2\n", "f.yaml")
+    (problem,) = document.problems
+    assert (problem.where, problem.key) == ("f.yaml:4:3", "t.lr")
+    assert "line 2" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n\tb: 1\n", r"f\.yaml:2:1  a tab indents"),
+        ("a:\n  b: 1\n\tc: 1\n", r"f\.yaml:3:1  a tab indents"),
+        ("a: 1\n---\nb: 2\n", r"f\.yaml:2:1  a second document"),
+        ("a: !!python/object/apply:os.system [x]\n", r"f\.yaml:1:4  tag '!!python/object/apply:os\.system' is refused"),
+        ("a: !mine {b: 1}\n", r"tag '!mine' is refused"),
+        ("a: *x\n", r"'\*x' names no anchor"),
+        ("a: &x [*x]\n", r"'\*x' names no anchor that is complete"),
+        ("a: {<<: 1}\n", r"'<<' takes a mapping"),
+        ("? [1]\n: 2\n", r"a key is a list"),
+        ("a: b: c\n", r"f\.yaml:1:5  not valid YAML"),
+        ("a: [1\n", r"not valid YAML"),
+        ("a: " + "[" * 70 + "]" * 70 + "\n", r"nested deeper than 64"),
+        ("a: ['x', layers.{*}]\n", r"takes quotes"),
+        ("a: \x07\n", r"not valid YAML"),
+    ],
+)
+def test_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_yaml(text, "f.yaml")
+
+
+def test_alias_bomb_is_stopped_before_it_is_written_out() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
+    with pytest.raises(ConfigError, match="aliases are written out"):
+        parse_yaml("\n".join(lines), "f.yaml")
