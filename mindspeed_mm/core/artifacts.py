@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.errors import MachineError, UsageError
 
 _CHUNK_BYTES = 4 << 20
 _HEARTBEAT_S = 30.0
@@ -65,11 +65,12 @@ def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         The folder `<path>.tmp` to write into. It is removed when the body raises.
 
     Raises:
-        MachineError: The target exists, or its parent cannot be written.
+        UsageError: The target exists.
+        MachineError: Its parent cannot be written.
     """
     _undo_broken_swap(path)
     if _is_occupied(path) and not overwrite:
-        raise MachineError(
+        raise UsageError(
             "the target exists", where=str(path), way_out="Choose another folder, or say --overwrite to replace it."
         )
     draft = path.with_name(f"{path.name}.tmp")

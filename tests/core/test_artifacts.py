@@ -16,7 +16,7 @@ import pytest
 
 from mindspeed_mm.core import artifacts
 from mindspeed_mm.core.artifacts import LockOwner, RunFolder, append_jsonl, atomic_folder, atomic_write_text
-from mindspeed_mm.core.errors import ExitCode, MachineError
+from mindspeed_mm.core.errors import ExitCode, MachineError, UsageError
 
 
 def names(folder: Path) -> list[str]:
@@ -75,7 +75,7 @@ def test_existing_folder_is_refused_unless_told_otherwise(tmp_path: Path) -> Non
     target = tmp_path / "export"
     with atomic_folder(target) as draft:
         (draft / "old").write_text("1")
-    with pytest.raises(MachineError, match=r"the target exists.*--overwrite"), atomic_folder(target):
+    with pytest.raises(UsageError, match=r"the target exists.*--overwrite"), atomic_folder(target):
         pass
     with pytest.raises(ValueError), atomic_folder(target, overwrite=True):
         raise ValueError
@@ -90,7 +90,7 @@ def test_folder_put_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None
     (tmp_path / "export.former").mkdir()
     (tmp_path / "export.former" / "weights").write_text("1")
     (tmp_path / "export.tmp").mkdir()
-    with pytest.raises(MachineError, match="the target exists"), atomic_folder(tmp_path / "export"):
+    with pytest.raises(UsageError, match="the target exists"), atomic_folder(tmp_path / "export"):
         pass
     assert (tmp_path / "export" / "weights").exists()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
+from torch import nn
 
 from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.loading import TensorIndex
 from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
 from mindspeed_mm.fsdp.checkpoint.storage import read_tree
+from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 
 _KEPT = 2
 
@@ -32,6 +34,16 @@ class DcpTensors:
         """Every tensor of the model by name, not read yet."""
         entries = self._index.model_entries()
         return {name: Stored(name, entry.size, entry.properties.dtype, lambda: self) for name, entry in entries.items()}
+
+    def matched_to(self, model: nn.Module) -> dict[str, Stored]:
+        """The model's tensors by its own names, not read yet.
+
+        Raises:
+            CheckpointError: The checkpoint was saved from another model.
+        """
+        lazy = self.lazy()
+        names = self._index.match(model_tensors(model), tied_names(model))
+        return {name: lazy[held] for name, held in names.items()}
 
     def get_tensor(self, key: str) -> torch.Tensor:
         """One whole tensor in host memory, in the dtype that it was saved in."""

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.checkpoint.keymap import Step, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.checkpoint.transformers_map import saving_steps
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.transformers_map import loading_steps, saving_steps
 from mindspeed_mm.core.artifacts import atomic_folder
 from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, copy_assets, write_weights
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
-from mindspeed_mm.fsdp.checkpoint.tree import model_tensors
+from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,6 +81,31 @@ def hub_tensors(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str
     check_used_once(steps, tensors, targets)
     made = {key: tensor for step in steps for key, tensor in step.targets.items()}
     return {key: made[key] for key in sorted(made, key=natural_order)}
+
+
+def remember_layout(model: nn.Module, source: Path) -> set[str]:
+    """Note on a model built without weights how the source's weights would become its own, so that `hub_tensors` leads
+    back to exactly that layout (older names, fused or split tensors).
+
+    Args:
+        model: From `ModelHub.build`.
+        source: The folder that the run started from.
+
+    Returns:
+        The source's keys that a complete export has. Empty when the source holds no weights.
+    """
+    if not any(source.glob("*.safetensors")):
+        return set()
+    names, aliases = set(model.state_dict()), tied_names(model)
+    rules = getattr(model, "_mm_conversion_rules", None)
+    with open_weights(source) as stored:
+        if rules is not None:
+            steps = loading_steps(model, stored, names, rules)  # type: ignore[arg-type]
+        elif (key_map := getattr(model, "key_map", None)) is not None:
+            steps = key_map.steps(stored)
+        else:
+            steps = [Step((key,), {key: tensor}) for key, tensor in stored.items()]
+    return {key for step in steps if any(t in names and t not in aliases for t in step.targets) for key in step.sources}
 
 
 def _saving_steps(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,12 @@ def load_tensors(
     """
     reader = ranks.together("reading the index", lambda: MetadataReader(checkpoint.path))
     held = TensorIndex(reader, checkpoint)
-    weights = ranks.together("comparing with the model", lambda: held.matched_to(model))
+    weights = model_tensors(model)
+    names = ranks.together("comparing with the model", lambda: held.match(weights, tied_names(model)))
     state: OptimizerState = {}
     if optimizer is not None:
         state = ranks.together("comparing with the optimizer", lambda: held.optimizer_room(model, optimizer))
-    tree: Tree = {MODEL: weights}
+    tree: Tree = {MODEL: {names[name]: tensor for name, tensor in weights.items()}}
     if state:
         tree[OPTIMIZER] = {f"state.{name}.{key}": t for name, keys in state.items() for key, t in keys.items()}
     with torch.no_grad():
@@ -96,17 +98,26 @@ class TensorIndex:
             if key.startswith(self.prefix) and not key.startswith(f"{OPTIMIZER}.")
         }
 
-    def matched_to(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's tensors under the names that the checkpoint has for them."""
-        wanted, aliases = model_tensors(model), tied_names(model)
+    def match(self, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> dict[str, str]:
+        """Name of each of a model's tensors → the name that the checkpoint has for it.
+
+        Args:
+            tensors: `tree.model_tensors` of the model.
+            aliases: `tree.tied_names` of the model: a checkpoint from elsewhere may hold a shared parameter under
+                another of its names, or under all.
+
+        Raises:
+            CheckpointError: With a diff, when they are not the same tensors.
+        """
         held = {name: entry.size for name, entry in self.model_entries().items()}
+        names = {name: name for name in tensors}
         for alias, name in aliases.items():
-            if alias in held and name not in held:
-                wanted[alias] = wanted.pop(name)
+            if alias in held and names[name] not in held:
+                names[name] = alias
             elif alias in held:
-                del held[alias]  # a shared parameter that others store once a name
-        check_same_shapes({name: t.shape for name, t in wanted.items()}, held, str(self.path))
-        return wanted
+                del held[alias]
+        check_same_shapes({names[name]: tensor.shape for name, tensor in tensors.items()}, held, str(self.path))
+        return names
 
     def optimizer_room(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Room for the optimizer state that the checkpoint holds."""

@@ -262,8 +262,13 @@ def save_for_ever(save: str) -> None:
 
 
 def kill_at_random(target: Callable[..., None], save: Path, delay_s: float) -> None:
+    """Kill -9 `delay_s` after the process has committed something."""
+    before = layout.read_tracker(save)
     process = get_context("fork").Process(target=target, args=(str(save),))
     process.start()
+    patience = time.monotonic() + 60
+    while layout.read_tracker(save) == before and time.monotonic() < patience:
+        time.sleep(0.005)
     time.sleep(delay_s)
     assert process.pid is not None and process.is_alive()
     os.kill(process.pid, signal.SIGKILL)
@@ -276,7 +281,7 @@ def test_kill_at_random_moments(kills: int, tmp_path: Path) -> None:
     newest = 0
     mid_save = 0
     for _ in range(kills):
-        kill_at_random(save_for_ever, tmp_path, 0.2 + random_moment.random() * 0.5)
+        kill_at_random(save_for_ever, tmp_path, random_moment.random() * 0.1)
         mid_save += any(name.endswith(".tmp") for name in names(tmp_path))
         for step in layout.list_iterations(tmp_path):
             folder = layout.checkpoint_folder(tmp_path, step)
@@ -289,7 +294,7 @@ def test_kill_at_random_moments(kills: int, tmp_path: Path) -> None:
         model, optimizer = build(seed=4)
         assert small_run.manager(tmp_path).load(found, model, optimizer)["iteration"] == newest
         assert not [name for name in names(tmp_path) if name.endswith((".tmp", ".former"))]
-    assert newest > kills  # it did save
+    assert newest >= kills  # it did save
     assert mid_save or kills < 20
 
 

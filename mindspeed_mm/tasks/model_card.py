@@ -1,0 +1,192 @@
+"""The README.md of an exported model: what it was trained from, on what, how, and how it scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm import __version__
+from mindspeed_mm.core.artifacts import RunFolder
+
+_SETTINGS = {
+    "training.lr": "learning rate",
+    "training.lr_decay_style": "schedule",
+    "training.lr_warmup_ratio": "warm-up share",
+    "training.weight_decay": "weight decay",
+    "training.clip_grad": "gradient clipping",
+    "training.seed": "seed",
+    "parallel.fsdp_plan.param_dtype": "computed in",
+    "model.freeze": "frozen",
+    "data.dataset_param.basic_parameters.cutoff_len": "longest sample, tokens",
+}
+
+
+def write_model_card(folder: Path, run: RunFolder | None, step: int | None, model_folder: Path, *, title: str) -> None:
+    """Write `README.md` into `folder` from what the run folder tells.
+
+    Args:
+        folder: Where to.
+        run: None when only a checkpoint is known; the card then says no more than its origin.
+        step: Of the checkpoint.
+        model_folder: What the run started from; only its name is told.
+        title: Headline.
+    """
+    config = _flat_config(run)
+    record = _json(run.run_json) if run else {}
+    sections = [
+        _front_matter(folder, model_folder),
+        f"# {title}",
+        _origin(config, step, model_folder),
+        _use(folder),
+        _data(config, record),
+        _settings(config, record, step),
+        _numbers(run, step),
+    ]
+    (folder / "README.md").write_text("\n\n".join(part for part in sections if part) + "\n", encoding="utf-8")
+
+
+def _front_matter(folder: Path, model_folder: Path) -> str:
+    tag = "image-text-to-text" if _is_multimodal(folder) else "text-generation"
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            f"pipeline_tag: {tag}",
+            f"base_model: {model_folder.name}",
+            "tags:",
+            "- mindspeed-mm",
+            "---",
+        ]
+    )
+
+
+def _is_multimodal(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
+
+
+def _origin(config: Mapping[str, Any], step: int | None, model_folder: Path) -> str:
+    how = "Trained from scratch in the shape of" if config.get("model.train_from_scratch") else "Fine-tuned from"
+    after = f", {step:,} steps" if step is not None else ""
+    return f"{how} `{model_folder.name}`{after}, with mindspeed-mm {__version__}."
+
+
+def _use(folder: Path) -> str:
+    if _is_multimodal(folder):
+        classes = ("AutoModelForImageTextToText", "AutoProcessor", "processor")
+    else:
+        classes = ("AutoModelForCausalLM", "AutoTokenizer", "tokenizer")
+    model_class, processor_class, name = classes
+    return "\n".join(
+        [
+            "```python",
+            f"from transformers import {model_class}, {processor_class}",
+            "",
+            f'model = {model_class}.from_pretrained("path/to/this/folder")',
+            f'{name} = {processor_class}.from_pretrained("path/to/this/folder")',
+            "```",
+        ]
+    )
+
+
+def _data(config: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    files = config.get("data.dataset_param.basic_parameters.dataset")
+    if not files:
+        return ""
+    names = [Path(str(name).strip()).name for name in (files if isinstance(files, list) else str(files).split(","))]
+    rows = (record.get("dataset") or {}).get("rows")
+    held = f", {rows:,} rows" if isinstance(rows, int) else ""
+    return f"## Data\n\n{', '.join(f'`{name}`' for name in names)}{held}."
+
+
+def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | None) -> str:
+    rows = {
+        "steps": step,
+        "samples a step": record.get("global_batch"),
+        "ranks": record.get("world_size"),
+        **{label: config.get(key) for key, label in _SETTINGS.items()},
+    }
+    shown = {label: value for label, value in rows.items() if value not in (None, [], "")}
+    return _table("Training", ("setting", "value"), [(k, _plain(v)) for k, v in shown.items()]) if config else ""
+
+
+def _numbers(run: RunFolder | None, step: int | None) -> str:
+    if run is None:
+        return ""
+    rows = [(name, f"{value:.4f}", f"step {at:,}") for name, (value, at) in _losses(run, step).items()]
+    tasks = (_json(run.evaluation / "results.json").get("tasks") or {}) if _is_newest(run, step) else {}
+    for name, score in tasks.items():
+        interval = f"95 % interval {100 * score['low']:.1f} to {100 * score['high']:.1f} %"
+        rows.append((f"accuracy, {name}", f"{100 * score['accuracy']:.1f} %", f"n={score['n']:,}, {interval}"))
+    return _table("Numbers", ("what", "value", "where"), rows) if rows else ""
+
+
+def _losses(run: RunFolder, step: int | None) -> dict[str, tuple[float, int]]:
+    """The last training and validation loss up to `step`: name → (value, step)."""
+    names = {"loss": "training loss", "val_loss": "validation loss"}
+    found: dict[str, tuple[float, int]] = {}
+    for record in _jsonl(run.metrics):
+        at = record.get("step")
+        if not isinstance(at, int) or (step is not None and at > step):
+            continue
+        for key, name in names.items():
+            if isinstance(record.get(key), int | float):
+                found[name] = (float(record[key]), at)
+    return found
+
+
+def _is_newest(run: RunFolder, step: int | None) -> bool:
+    """Whether scores in the run folder, which are its newest checkpoint's, are those of `step`."""
+    steps = [record["step"] for record in _jsonl(run.metrics) if isinstance(record.get("step"), int)]
+    return step is not None and step >= max(steps, default=0)
+
+
+def _flat_config(run: RunFolder | None) -> dict[str, Any]:
+    """The run's resolved configuration by dotted key; empty when it is not there."""
+    if run is None or not run.resolved.exists():
+        return {}
+    from ruamel.yaml import YAML  # only the card reads it
+
+    return _flat(YAML(typ="safe").load(run.resolved) or {})
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, tuple("---" for _ in head), *rows)]
+    return "\n".join([f"## {title}", "", *lines])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file whose lines a crash may have cut."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
