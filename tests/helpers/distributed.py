@@ -160,8 +160,9 @@ def _rank_main(job: Job, rank: int) -> None:
             function = job.function()
             _init_gloo(job, rank)
             _save(function(*job.args), job.folder, rank)
-            dist.barrier()
-            dist.destroy_process_group()
+            if dist.is_initialized():  # a function may have left the group itself
+                dist.barrier()
+                dist.destroy_process_group()
             code = 0
         except BaseException:  # noqa: BLE001  the border of a process: whatever happened is reported by file
             (job.folder / f"error{rank}.txt").write_text(traceback.format_exc())
