@@ -7,6 +7,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 python examples/digits/make_digits.py runs/digits
 mm train examples/digits/digits_tiny_config.yaml "$@"
-mm export runs/digits/run --out runs/digits/hf
+mm export runs/digits/run runs/digits/hf --overwrite
 mm evaluate runs/digits/hf --data runs/digits/data/test.jsonl --out runs/digits/run/eval --max-new-tokens 16
 mm report runs/digits/run
