@@ -163,7 +163,14 @@ class _Check:
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
             raise ModelFolderError("is not given", key="model.model_name_or_path", way_out="Name the model's folder.")
-        self.model = ModelHub.build(arguments.model)
+        try:
+            self.model = ModelHub.build(arguments.model, feature_args=arguments.features)
+        except ConfigError as error:
+            if error.problems[0].key != "model.freeze":
+                raise
+            self.add(error)  # the other patterns can still be judged
+            whole = arguments.model.model_copy(update={"freeze": ()})
+            self.model = ModelHub.build(whole, feature_args=arguments.features)
         names = [name for name, _ in self.model.named_modules()]
         plan = arguments.parallel.fsdp_plan
         for key in ("apply_modules", "ignored_modules"):
@@ -176,7 +183,9 @@ class _Check:
 
         arguments = self.config.arguments
         seed = arguments.training.seed
-        dataset, validation = build_mm_dataset(arguments.data.dataset_param, seed=seed)
+        dataset, validation = build_mm_dataset(
+            arguments.data.dataset_param, seed=seed, val_dataset_param=arguments.data.val_dataset_param
+        )
         loader = build_mm_dataloader(
             dataset,
             arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "prefetch_factor": None}),

@@ -62,7 +62,9 @@ class ResolvedConfig:
 
     def _where(self, key: str) -> str:
         origin = self.origins.get(key)
-        return origin.where if origin and origin.kind == "yaml" else ""
+        if origin is None or origin.kind not in ("yaml", COMMAND_LINE):
+            return ""
+        return origin.where or COMMAND_LINE
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, plugin_keys: PluginKeys | None = None) -> ResolvedConfig:

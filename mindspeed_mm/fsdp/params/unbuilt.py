@@ -8,7 +8,7 @@ from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.value_types import show
 
-_ANY_DATASET: dict[str, tuple[Any, ...]] = {
+_DATASET: dict[str, tuple[Any, ...]] = {
     "attr.formatting": ("sharegpt", "alpaca"),
     "attr.ranking": (False,),
     "basic_parameters.packing": (False,),
@@ -17,11 +17,15 @@ _ANY_DATASET: dict[str, tuple[Any, ...]] = {
     "basic_parameters.async_preprocess": (False,),
     "basic_parameters.preprocess_on_fly": (True,),
     "basic_parameters.mix": (None,),
-    "basic_parameters.stage": ("sft",),
+    "basic_parameters.stage": ("sft", "pretrain"),
     "basic_parameters.tool_format": (None,),
     "basic_parameters.allow_remote_media": (False,),
     "preprocess_parameters.use_audio_in_video": (False,),
+    "preprocess_parameters.split_special_tokens": (False,),
+    "preprocess_parameters.crop_to_patches": (False,),
+    "preprocess_parameters.image_do_pan_and_scan": (False,),
 }
+"""Keys of the built-in dataset; a plugin's dataset may act on more of them."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel.tensor_parallel_size": (1,),
@@ -46,6 +50,7 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
         "sdpa",
         "flash_attention_2",
         "flash_attention_3",
+        "flex",
         "flex_attention",
         "mm_varlen",
     ),
@@ -61,10 +66,15 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "model.text_encoder_path": (None,),
     "model.transformer": (None,),
     "model.enable_gradient_checkpointing": (False,),
-    **{f"data.dataset_param.{key}": values for key, values in _ANY_DATASET.items()},
-    **{f"data.val_dataset_param.{key}": values for key, values in _ANY_DATASET.items()},
+    **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},
+    **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
     "data.dataloader_param.dataloader_mode": ("sampler", "base"),
+    "data.dataloader_param.enable_preload": (False,),
     "training.optimizer": ("adamw",),
+    "training.load_strict": (True,),
+    "training.load_rank0_and_broadcast": (False,),
+    "training.save_format": ("auto", "dcp"),
+    "training.allow_hf32": (None, False),
     "training.quantization_plan": (None,),
     "training.lora.enable": (False,),
     "tools.profile.enable": (False,),
@@ -79,7 +89,8 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
     problems = []
     for key, built in BUILT_VALUES.items():
         value = value_at(arguments, key)
-        if not any(value == known and type(value) is type(known) for known in built) and value is not _ABSENT:
+        is_built = any(value == known and type(value) is type(known) for known in built)
+        if value is not _ABSENT and not is_built and not _is_of_a_plugin(arguments, key):
             problems.append(
                 Problem(
                     f"{show(value)} asks for a feature that this version does not have",
@@ -88,6 +99,14 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
                 )
             )
     return problems
+
+
+def _is_of_a_plugin(arguments: Arguments, key: str) -> bool:
+    """Whether the key stands in the description of a dataset that is not the built-in one."""
+    section, name = key.split(".")[:2]
+    return (
+        section == "data" and name != "dataloader_param" and getattr(arguments.data, name).dataset_type != "huggingface"
+    )
 
 
 _ABSENT = object()

@@ -117,7 +117,7 @@ def _is_free(prefix: str, name: str, entry: Entry) -> bool:
 
 
 def _check_declared(key: str, entry: Entry, default: Any) -> list[Problem]:
-    """A declared key has the type of its default; `yes` is a truth value and 1 a number, as in the schema's own keys."""
+    """A declared key has the type of its default; `yes` is a truth value and 1 a number, as in the schema itself."""
     value = plain(entry.node)
     if default is None or value is None or type(value) is type(default):
         return []

@@ -100,6 +100,7 @@ def test_rules_that_hold_say_nothing(values: dict[str, Any]) -> None:
         {"parallel.fsdp_plan": {"reshard_after_forward": 2, "cpu_offload": True, "param_dtype": "bf16"}},
         {"features.loss_cfg.loss_type": "per_sample_loss", "data.dataset_param.attr.formatting": "alpaca"},
         {"features.recompute_plan.apply_modules": ["a"], "features.chunkloss_plan.chunk_size": 2},
+        {"data.dataset_param": {"dataset_type": "mine", "basic_parameters": {"packing": True}}},
     ],
 )
 def test_built_features_are_not_refused(values: dict[str, Any]) -> None:

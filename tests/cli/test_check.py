@@ -1,0 +1,211 @@
+"""`mm check`: the order of its stages, what each finds, and what goes on when one fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch import nn
+
+from mindspeed_mm.cli.main import run
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.tasks import check
+
+
+class Model(nn.Module):
+    """Takes `input_ids`, and a mask if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+        return input_ids
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Stand-ins for the model hub and the data: what they give can be changed by a test."""
+    given: dict[str, Any] = {"model": Model(), "batch": {"input_ids": 0, "shift_labels": 0, "sample_ids": []}}
+    hub = ModuleType("mindspeed_mm.fsdp.models.modelhub")
+    hub.ModelHub = type("ModelHub", (), {"build": staticmethod(lambda *_, **__: give(given["model"]))})  # type: ignore[attr-defined]
+    data = ModuleType("mindspeed_mm.fsdp.data")
+    data.build_mm_dataset = lambda *_, **__: ([1], given.get("validation"))  # type: ignore[attr-defined]
+    data.build_mm_dataloader = lambda *_, **__: iter([[give(given["batch"])]])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, hub.__name__, hub)
+    monkeypatch.setitem(sys.modules, data.__name__, data)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return given
+
+
+def give(value: Any) -> Any:
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def write(folder: Path, text: str = "") -> Path:
+    path = folder / "run.yaml"
+    path.write_text(f"model: {{model_name_or_path: {folder}}}\n{text}")
+    return path
+
+
+ALL = ["configuration", "plugins", "features", "paths", "module patterns", "first samples", "batch keys"]
+
+
+def test_everything_passes_in_order(parts: dict[str, Any], tmp_path: Path) -> None:
+    result = check.run(write(tmp_path))
+    assert (result.passed, result.findings, result.exit_code) == (ALL, [], 0)
+
+
+def test_config_only_builds_nothing(parts: dict[str, Any], tmp_path: Path) -> None:
+    parts["model"] = AssertionError("built")
+    result = check.run(write(tmp_path, "features: {recompute: true}\n"), config_only=True)
+    assert (result.passed, result.exit_code) == (["configuration"], 0)
+
+
+def test_a_wrong_configuration_stops_what_needs_it(parts: dict[str, Any], tmp_path: Path) -> None:
+    result = check.run(write(tmp_path, "training: {lr: x, seed: y}\n"))
+    assert [finding.problem.key for finding in result.findings] == ["training.lr", "training.seed"]
+    assert result.passed == []
+    assert list(result.skipped) == ALL[1:]
+    assert result.exit_code == 2
+
+
+def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    parts["batch"] = DataError("no image", where="rows.json:3")
+    text = (
+        f"features: {{recompute: true}}\ntraining: {{save: {tmp_path / 'file'}}}\n"
+        "parallel: {fsdp_plan: {apply_modules: [layer.0], ignored_modules: [x]}}\n"
+    )
+    result = check.run(write(tmp_path, text))
+    found = {finding.stage: [] for finding in result.findings}
+    for finding in result.findings:
+        found[finding.stage].append((finding.problem.key or finding.problem.where, finding.exit_code))
+    assert found == {
+        "features": [("features.recompute", 2)],
+        "paths": [("training.save", 2)],
+        "module patterns": [
+            ("parallel.fsdp_plan.apply_modules", 2),
+            ("parallel.fsdp_plan.ignored_modules", 2),
+        ],
+        "first samples": [("rows.json:3", 4)],
+    }
+    assert result.skipped == {"batch keys": "module patterns"}
+    assert result.findings[0].problem.where.endswith("run.yaml:2:23")
+    assert "'layers.0'" in result.findings[2].problem.way_out
+
+
+def test_a_failing_validation_set_is_found(parts: dict[str, Any], tmp_path: Path) -> None:
+    class Broken:
+        def __getitem__(self, index: int) -> Any:
+            raise DataError("unreadable", where="val.json:1")
+
+    parts["validation"] = Broken()
+    (finding,) = check.run(write(tmp_path)).findings
+    assert (finding.stage, finding.problem.where) == ("first samples", "val.json:1")
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": 0, "pixels": 0, "shift_labels": 0}, r"['pixels'] and misses []"),
+        ({"attention_mask": 0, "sample_ids": []}, r"[] and misses ['input_ids']"),
+    ],
+)
+def test_batch_keys_that_do_not_fit_the_forward(
+    batch: dict[str, Any], message: str, parts: dict[str, Any], tmp_path: Path
+) -> None:
+    parts["batch"] = batch
+    (finding,) = check.run(write(tmp_path)).findings
+    assert message in finding.problem.what
+    assert "attention_mask" in finding.problem.way_out
+
+
+def test_a_missing_model_folder_is_a_fault_of_the_data(parts: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {model_name_or_path: nowhere}\n")
+    result = check.run(path)
+    assert (result.findings[0].problem.key, result.exit_code) == ("model.model_name_or_path", 4)
+
+
+def test_parallel_sizes_are_checked_for_the_ranks_asked_for(parts: dict[str, Any], tmp_path: Path) -> None:
+    path = write(tmp_path, "parallel: {fully_shard_parallel_size: 2}\n")
+    assert "parallel sizes" in check.run(path, config_only=True, nproc=4).passed
+    (finding,) = check.run(path, config_only=True, nproc=3).findings
+    assert finding.problem.where.endswith("run.yaml:2:39")
+
+
+PLUGIN = """
+from torch import nn
+from mindspeed_mm.fsdp.utils.register import data_register, model_register
+
+@model_register.register("outside_model", keys={"width": 4})
+class OutsideModel(nn.Module):
+    pass
+
+@data_register.register("outside_rows", keys={"rows": 1})
+class OutsideRows:
+    pass
+"""
+
+
+def test_a_plugins_keys_are_unchecked_before_and_checked_after_it_is_imported(
+    parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outside_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{model_id: outside_model, model_name_or_path: {tmp_path}, widht: 3}}\n"
+        "data: {dataset_param: {dataset_type: outside_rows, rows: 5}}\ntraining: {plugin: [outside_plugin]}\n"
+    )
+    before = check.run(path, config_only=True)
+    assert before.unchecked == ["model.widht", "data.dataset_param.rows"]
+    assert before.exit_code == 0
+    (finding,) = check.run(path).findings
+    assert (finding.stage, finding.problem.key) == ("plugins", "model.widht")
+    assert "'width'" in finding.problem.way_out
+
+
+def test_printed(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "training: {save_steps: 3}\nmodle: {}\n")
+    assert run(["check", str(path), "--config-only"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{path}: 1 problem"
+    assert lines[1] == f"  {path}:3:1  modle  unknown key. Did you mean 'model'?"
+    path = write(tmp_path, "training: {save_steps: 3}\n")
+    assert run(["check", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{path}: ok"
+    assert lines[1].startswith(f"  warning: {path}:2:12  training.save_steps")
+    assert lines[2] == f"  passed: {', '.join(ALL)}"
+
+
+def test_json(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(write(tmp_path, "features: {recompute: true}\n")), "--json"]) == 2
+    record = json.loads(capsys.readouterr().out)
+    assert record["exit_code"] == 2
+    assert record["findings"][0]["key"] == "features.recompute"
+    assert record["findings"][0]["stage"] == "features"
+
+
+def test_a_stage_gets_the_data_section_as_configured(
+    parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    data = sys.modules["mindspeed_mm.fsdp.data"]
+
+    def build(dataset_param: DatasetParam, **options: Any) -> tuple[list[int], None]:
+        seen.append((dataset_param.preprocess_parameters.model_name_or_path, options["seed"]))
+        return [1], None
+
+    monkeypatch.setattr(data, "build_mm_dataset", build)
+    check.run(write(tmp_path, "training: {seed: 5}\n"))
+    assert seen == [(str(tmp_path), 5)]

@@ -1,0 +1,180 @@
+"""The border of the command: verbs imported when called, errors as lines, exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+
+from mindspeed_mm import __version__
+from mindspeed_mm.cli import main
+from mindspeed_mm.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    MachineError,
+    ModelFolderError,
+    StoppedAfterSave,
+    UsageError,
+)
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the verb `train` do something else."""
+
+    def install(action: Any) -> None:
+        module = SimpleNamespace(command=click.Command("train", callback=action))
+        monkeypatch.setattr(importlib, "import_module", lambda name: module)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("MM_TRACEBACK", raising=False)
+    return install
+
+
+def raising(error: BaseException) -> Any:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+def test_help_lists_every_verb_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--help"]) == 0
+    listed = re.findall(r"^  (\w+)  +\S", capsys.readouterr().out.partition("Verbs:")[2], re.MULTILINE)
+    assert listed[: len(main.VERBS)] == list(main.VERBS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", main.VERBS)
+def test_every_verb_has_two_real_examples_and_an_option_for_machines(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        len(re.findall(rf"^ +(?:\w+=\S+ )*(?:mm|torchrun .*) {name}\b", text.partition("Examples:")[2], re.MULTILINE))
+        >= 2
+    )
+    assert "--json" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), 2),
+        (ConfigError("x"), 2),
+        (MachineError("x"), 3),
+        (DataError("x"), 4),
+        (ModelFolderError("x"), 4),
+        (CheckpointError("x"), 4),
+        (DivergedError("x"), 5),
+        (StoppedAfterSave("x"), 75),
+    ],
+)
+def test_exit_codes(error: Exception, code: int, verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(raising(error))
+    assert main.run(["train"]) == code
+    assert capsys.readouterr().err == "x\n"
+
+
+def test_an_error_nobody_foresaw_is_a_bug_and_says_where(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(raising(ValueError("odd")))
+    assert main.run(["train"]) == 1
+    text = capsys.readouterr().err
+    assert re.match(r"this is a bug: ValueError: odd \(.*test_main\.py:\d+\)\n", text)
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("words", [["train", "--traceback"], ["--traceback", "train"]])
+def test_the_traceback_is_shown_when_asked_for(words: list[str], verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(raising(DataError("x")))
+    assert main.run(words) == 4
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_the_traceback_by_environment(
+    verb: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MM_TRACEBACK", "1")
+    verb(raising(DataError("x")))
+    main.run(["train"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "prefix"), [("0", ""), ("3", "[rank 3] ")])
+def test_other_ranks_say_who_they_are(
+    rank: str, prefix: str, verb: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    verb(raising(DataError("one\ntwo")))
+    main.run(["train"])
+    assert capsys.readouterr().err == f"{prefix}one\n{prefix}two\n"
+
+
+def test_interrupted(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(raising(KeyboardInterrupt()))
+    assert main.run(["train"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_verb_may_end_the_process_itself(verb: Any) -> None:
+    verb(raising(SystemExit(75)))
+    with pytest.raises(SystemExit) as caught:
+        main.run(["train"])
+    assert caught.value.code == 75
+
+
+def test_main_ends_the_process_with_the_code() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.main(["nonsense"])
+    assert caught.value.code == 2
+
+
+HEAVY = ("torch", "transformers", "numpy", "datasets", "PIL")
+
+
+@pytest.mark.parametrize(
+    ("words", "also_absent"),
+    [
+        (["--help"], ("pydantic", "ruamel")),
+        (["train", "--help"], ()),
+        (["check", "--help"], ()),
+        (["check", "--config-only", "{config}"], ()),
+        (["config", "{config}"], ()),
+        (["schema", "training.lr"], ()),
+    ],
+)
+def test_answers_without_heavy_imports(words: list[str], also_absent: tuple[str, ...], tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("training: {lr: 1e-5}\n")
+    code = (
+        "import sys\nfrom mindspeed_mm.cli.main import run\n"
+        f"assert run({[word.format(config=config) for word in words]!r}) == 0\n"
+        f"print([name for name in {HEAVY + also_absent!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert finished.stderr.strip() == "[]"
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("training: {lr: 1e-5}\n")
+    command = f"{sys.executable} -m mindspeed_mm config {config} | head -1; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    finished = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, env=environment)
+    assert finished.returncode == 0
+    assert finished.stderr == ""

@@ -1,0 +1,51 @@
+"""`mm schema`."""
+
+import json
+
+import pytest
+
+from mindspeed_mm.cli.main import run
+
+
+def test_one_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", "training.lora.rank"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "training.lora.rank: whole number, at least 1 = 8",
+        "    Rank of the adapters.",
+    ]
+
+
+def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", "tools.profile"]) == 0
+    text = capsys.readouterr().out
+    assert "tools.profile.static_param.level: " in text
+    assert "Other names: tools.profiler." in text
+    assert "tools.memory_profile" not in text
+
+
+def test_says_what_this_version_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["schema", "training.lora.enable"])
+    assert "This version takes only false." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("trainig.lr", "Did you mean training.lr"),
+        ("lrr", "Did you mean training.lr?"),
+        ("tools.profiler", "It is tools.profile."),
+        ("zzzzzzzz", "Sections: model, data"),
+    ],
+)
+def test_no_such_key(key: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", key]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", "training.lr", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["key"], entry["default"]) == ("training.lr", "5e-05")
+    assert run(["schema", "--json"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["properties"]) >= {"model", "data", "parallel", "training", "features", "tools"}
