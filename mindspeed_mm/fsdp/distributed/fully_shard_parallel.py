@@ -6,6 +6,8 @@ and a single process. Gradients are *summed* over ranks: the loss carries the di
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -22,7 +24,7 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 _keeps_parameters: WeakSet[FSDPModule] = WeakSet()
-"""Units that stay whole from the forward to the backward pass: cutting them between micro-batches would save nothing."""
+"""Units that stay whole from the forward to the backward pass: cutting them between micro-batches saves nothing."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,16 @@ def shard_units(
     )
     if plan.reshard_after_forward is False:
         _keeps_parameters.update(fsdp_modules(model))
+    _expect_logits_to_be_a_view(model)
+
+
+def _expect_logits_to_be_a_view(model: nn.Module) -> None:
+    """Silence torch's warning that a wrapped module returned a view, for the head and the root: a linear layer on
+    (B, L, H) always does, and nobody writes into logits. For blocks it stays: there it can mean lost gradients."""
+    names = f"{re.escape(type(model).__name__)}|.*FSDPLinear"
+    warnings.filterwarnings(
+        "ignore", message=rf"FSDP2-wrapped module \(({names})\) returned a view", category=UserWarning
+    )
 
 
 def replicate_modules(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:

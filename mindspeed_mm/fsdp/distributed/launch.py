@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +11,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
 from mindspeed_mm.fsdp.utils.device import distributed_backend, get_device_type, set_local_device
 
 DEFAULT_MASTER_PORT = 29500
@@ -49,15 +47,15 @@ def initialize_distributed(timeout_s: float) -> tuple[int, int, int]:
     return info.rank, info.local_rank, info.world_size
 
 
-def shutdown_distributed() -> None:
-    """Leave the process group, once every rank has arrived, and forget the meshes.
+def shutdown_distributed(*, wait: bool = True) -> None:
+    """Leave the process group; does nothing when there is none.
 
-    Called while an error is under way, it does not wait: the other ranks may never arrive.
+    Args:
+        wait: Let every rank arrive first. Say False when this rank leaves on an error: the others may never arrive.
     """
-    destroy_parallel_state()
     if not dist.is_initialized():
         return
-    if sys.exc_info()[0] is None:
+    if wait:
         dist.barrier()
     dist.destroy_process_group()
 
