@@ -36,17 +36,21 @@ _ALLOWED = (
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
 )
 
-# What damaged bytes make an unpickler raise, beside its own error.
+# What damaged bytes make an unpickler raise.
 _BROKEN: tuple[type[Exception], ...] = (
-    *(OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError),
-    *(OverflowError, MemoryError, RecursionError),
+    *(pickle.UnpicklingError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError),
+    *(OverflowError, MemoryError, RecursionError, RuntimeError),
 )
+
+
+class _Refused(Exception):
+    """The file asks for something that no checkpoint needs."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"asks for {module}.{name}")
+            raise _Refused(f"{module}.{name}")
         return super().find_class(module, name)
 
 
@@ -59,28 +63,29 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
         with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            metadata = _checked(_MetadataUnpickler(file).load(), path)
     except FileNotFoundError:
         raise CheckpointError(f"has no {METADATA}: the save was interrupted", where=str(folder)) from None
-    except pickle.UnpicklingError as error:
+    except _Refused as error:
         raise CheckpointError(
-            f"is refused: it {error}, which no checkpoint needs",
+            f"is refused: it asks for {error}, which no checkpoint needs",
             where=str(path),
             way_out="Do not load it: it may have been made to run code.",
         ) from error
     except _BROKEN as error:
-        raise CheckpointError(f"is broken: {type(error).__name__}: {error}", where=str(path)) from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"holds a {type(metadata).__name__}, not the index of a checkpoint", where=str(path))
-    _check_places(metadata, path)
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"is broken: {type(error).__name__}: {reason}", where=str(path)) from error
     return metadata
 
 
-def _check_places(metadata: Metadata, path: Path) -> None:
-    """Data may only lie in the checkpoint's own folder."""
+def _checked(metadata: Any, path: Path) -> Metadata:
+    """The index, if it is one, and its data lies in the checkpoint's own folder."""
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"holds a {type(metadata).__name__}, not the index of a checkpoint", where=str(path))
     for place in {info.relative_path for info in (metadata.storage_data or {}).values()}:
         if Path(place).name != place:
             raise CheckpointError(f"points to '{place}', outside the checkpoint", where=str(path))
+    return metadata
 
 
 class MetadataReader(FileSystemReader):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +15,7 @@ from mindspeed_mm.core.errors import CheckpointError, Problem
 
 FREE_KEYS = (
     "data.dataloader_param.*",
-    "data.val_dataset_param.*",
+    "data.val_dataset_param*",
     "data.dataset_param.basic_parameters.cache_dir",
     "data.dataset_param.basic_parameters.dataset",
     "data.dataset_param.basic_parameters.dataset_dir",
@@ -25,10 +26,15 @@ FREE_KEYS = (
     "data.dataset_param.preprocess_parameters.model_name_or_path",
     "features.recompute*",
     "features.enable_*",
+    "features.loss_cfg.router_aux_loss_offload",
     "features.activation_offload_plan*",
     "features.chunk*",
     "inference.*",
+    "model.enable_gradient_checkpointing",
     "model.model_name_or_path",
+    "model.skip_*_recompute",
+    "model.train_from_scratch",
+    "model.trust_remote_code",
     "parallel.*",
     "tools.*",
     "training.allow_*",
@@ -39,6 +45,7 @@ FREE_KEYS = (
     "training.load*",
     "training.log_interval",
     "training.manual_gc_interval",
+    "training.mem_fraction_static",
     "training.micro_batch_size",
     "training.no_load_*",
     "training.no_save_*",
@@ -56,7 +63,7 @@ NOTED_KEYS = (
     "data.dataset_param.basic_parameters.max_bad_fraction",
     "data.dataset_param.basic_parameters.on_bad_sample",
     "features.loss_cfg.router_aux_loss_coef",
-    "model.attn_implementation",
+    "model.*_implementation",
     "parallel.fsdp_plan.*_dtype",
     "training.adam_beta*",
     "training.adam_eps",
@@ -93,15 +100,14 @@ def check_resumable(
     Raises:
         CheckpointError: Something changed that would make it another run; every difference is listed.
     """
-    noted, refused = _config_changes(manifest_context, current_context)
-    changed_data = _differences(manifest_context, current_context, "dataset")
-    if changed_data and accept_data_change:
-        noted += [Problem(_change(*values), key=f"data: {key}") for key, values in changed_data.items()]
-    elif changed_data:
-        refused += [
-            Problem(_change(*values), key=f"data: {key}", way_out="Restore the data, or say --accept-data-change.")
-            for key, values in changed_data.items()
-        ]
+    noted, refused, data = _config_changes(manifest_context, current_context)
+    data += [
+        Problem(_change(*v), key=f"data: {k}") for k, v in _differences(manifest_context, current_context, "dataset")
+    ]
+    if accept_data_change:
+        noted += data
+    else:
+        refused += [replace(p, way_out="Restore it, or say --accept-data-change.") for p in data]
     refused += _batch_change(manifest_context, current_context)
     if refused:
         raise CheckpointError(
@@ -112,15 +118,27 @@ def check_resumable(
     return [str(problem) for problem in noted] + _environment_notes(manifest_context, current_context)
 
 
-def _config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
+def _config_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[list[Problem], list[Problem], list[Problem]]:
+    """Changes of the configuration that are noted, that are refused, and that change what the data is."""
     noted: list[Problem] = []
     refused: list[Problem] = []
-    for key, values in _differences(before, now, "config").items():
-        if _matches(key, NOTED_KEYS):
-            noted.append(Problem(_change(*values), key=key))
+    data: list[Problem] = []
+    keys_then = _leaves(before.get("config", {}))
+    for key, values in _differences(before, now, "config"):
+        problem = Problem(_change(*values), key=key)
+        if _matches(key, NOTED_KEYS) or (key not in keys_then and _is_updated(before, now)):
+            noted.append(problem)
         elif not _matches(key, FREE_KEYS):
-            refused.append(Problem(_change(*values), key=key))
-    return noted, refused
+            (data if key.startswith("data.") else refused).append(problem)
+    return noted, refused, data
+
+
+def _is_updated(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether this is another version of ours, which may know keys that the other did not."""
+    then, today = (side.get("versions", {}).get("mindspeed-mm") for side in (before, now))
+    return bool(then != today)
 
 
 def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
@@ -132,7 +150,7 @@ def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Pro
 
 
 def _environment_notes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    notes = [f"{key} {_change(*values)}" for key, values in _differences(before, now, "versions").items()]
+    notes = [f"{key} {_change(*values)}" for key, values in _differences(before, now, "versions")]
     then, today = before.get("world_size"), now.get("world_size")
     if then != today:
         notes.append(
@@ -142,11 +160,11 @@ def _environment_notes(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     return notes
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], part: str) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (then, now) of every leaf that differs once both are plain JSON, as the manifest is."""
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], part: str) -> list[tuple[str, tuple[Any, Any]]]:
+    """(dotted key, (then, now)) of every leaf that differs once both are plain JSON, as the manifest is."""
     then, today = (_leaves(json.loads(json.dumps(side.get(part, {}), default=str))) for side in (before, now))
     keys = sorted(then.keys() | today.keys())
-    return {key: (then.get(key), today.get(key)) for key in keys if then.get(key) != today.get(key)}
+    return [(key, (then.get(key), today.get(key))) for key in keys if then.get(key) != today.get(key)]
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

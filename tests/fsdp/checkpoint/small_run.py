@@ -14,7 +14,12 @@ from torch.distributed.tensor import DTensor
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
-CONTEXT: dict[str, Any] = {"config": {"training": {"lr": 0.01}}, "dataset": {"rows": 3}, "global_batch": 4}
+CONTEXT: dict[str, Any] = {
+    "config": {"training": {"lr": 0.01}},
+    "dataset": {"rows": 3},
+    "global_batch": 4,
+    "world_size": 1,
+}
 
 
 class SmallModel(nn.Module):

@@ -1,0 +1,127 @@
+"""Which changes a resumed run may have, and which make it another run."""
+
+from __future__ import annotations
+
+import copy
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.checkpoint.resume import FREE_KEYS, NOTED_KEYS, check_resumable
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+BEFORE: dict[str, Any] = {
+    "config": {
+        "training": {"lr": 1e-4, "save": "runs/a", "optimizer": "adamw", "train_iters": 10},
+        "model": {"model_id": "qwen3_vl", "freeze": ["model.visual"]},
+        "parallel": {"fully_shard_parallel_size": 2, "fsdp_plan": {"param_dtype": "bf16"}},
+    },
+    "dataset": {"files": {"a.jsonl": 100}, "rows": 7},
+    "global_batch": 8,
+    "world_size": 2,
+    "versions": {"torch": "2.13.0"},
+}
+
+
+def changed(**dotted: Any) -> dict[str, Any]:
+    """`BEFORE` with other values: `config__training__lr=2e-4`."""
+    after = copy.deepcopy(BEFORE)
+    for key, value in dotted.items():
+        *path, last = key.split("__")
+        target = after
+        for part in path:
+            target = target[part]
+        target[last] = value
+    return after
+
+
+def test_same_run() -> None:
+    assert check_resumable(BEFORE, changed()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config__training__save": "elsewhere"},
+        {"config__training__log_interval": 5},
+        {"config__tools": {"profile": {"enable": True}}},
+        {"config__parallel__fully_shard_parallel_size": 1},
+        {"config__features": {"recompute": True}},
+    ],
+    ids=str,
+)
+def test_free(change: dict[str, Any]) -> None:
+    assert check_resumable(BEFORE, changed(**change)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"config__training__lr": 2e-4}, "training.lr  was 0.0001, is 0.0002"),
+        ({"config__training__train_iters": 20}, "training.train_iters  was 10, is 20"),
+        ({"config__parallel__fsdp_plan": {"param_dtype": "fp32"}}, 'fsdp_plan.param_dtype  was "bf16", is "fp32"'),
+        ({"versions": {"torch": "2.14.0"}}, 'torch was "2.13.0", is "2.14.0"'),
+        ({"world_size": 1}, "world size was 2, is 1"),
+    ],
+    ids=str,
+)
+def test_noted(change: dict[str, Any], note: str) -> None:
+    (said,) = check_resumable(BEFORE, changed(**change))
+    assert note in said
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"config__model__freeze": []}, r'model\.freeze +was \["model\.visual"\], is \[\]'),
+        ({"config__training__optimizer": "muon"}, r'training\.optimizer +was "adamw", is "muon"'),
+        ({"config__training__seed": 1}, r"training\.seed +was null, is 1"),
+        ({"global_batch": 16}, r"was 8, is 16\. Choose gradient_accumulation_steps .* is 8\."),
+        ({"config__data": {"dataset_param": {"attr": {"images": "x"}}}}, r"attr\.images +was null, .*--accept-data-ch"),
+        ({"dataset__rows": 8}, r"data: rows +was 7, is 8\..*--accept-data-change"),
+        ({"dataset__files": {"b.jsonl": 100}}, r"data: files\.a\.jsonl +was 100, is null"),
+    ],
+    ids=str,
+)
+def test_refused(change: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(CheckpointError, match=refusal) as caught:
+        check_resumable(BEFORE, changed(**change))
+    assert "--weights-only" in str(caught.value)
+
+
+def test_all_refusals_at_once_and_data_may_be_accepted() -> None:
+    now = changed(config__model__model_id="x", dataset__rows=8, global_batch=1)
+    with pytest.raises(CheckpointError) as caught:
+        check_resumable(BEFORE, now)
+    assert len(caught.value.problems) == 3
+    assert check_resumable(BEFORE, changed(dataset__rows=8), accept_data_change=True) == ["data: rows  was 7, is 8"]
+
+
+def test_keys_that_a_newer_version_brings_are_noted() -> None:
+    now = changed(config__model__new_key=0, config__model__freeze=[], versions={"mindspeed-mm": "9"})
+    with pytest.raises(CheckpointError) as caught:
+        check_resumable(BEFORE, now)
+    assert [problem.key for problem in caught.value.problems] == ["model.freeze"]
+
+
+def test_types_that_json_lacks_are_no_change() -> None:
+    assert check_resumable(BEFORE, changed(config__model__freeze=("model.visual",))) == []
+
+
+def test_checkpoint_that_tells_nothing_refuses_a_configuration() -> None:
+    assert check_resumable({}, {}) == []
+
+
+def test_every_rule_names_keys_that_exist() -> None:
+    """A rule for a key that was renamed would silently refuse it."""
+    keys = leaves(Arguments().model_dump(mode="json"))
+    for pattern in (*FREE_KEYS, *NOTED_KEYS):
+        assert any(fnmatchcase(key, pattern) for key in keys), pattern
+
+
+def leaves(value: Any, prefix: str = "") -> list[str]:
+    if not isinstance(value, dict) or not value:
+        return [prefix]
+    return [leaf for key, item in value.items() for leaf in leaves(item, f"{prefix}.{key}" if prefix else key)]
