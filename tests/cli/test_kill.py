@@ -55,7 +55,7 @@ def kill_after(process: subprocess.Popen[str], save: Path, step: int, delay_s: f
 
 def weights(save: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint, model and optimizer."""
-    path = save / f"iter_{STEPS:07d}"
+    path = save / f"iter_{newest(save):07d}"
     tree: dict[str, torch.Tensor] = {}
     metadata = dcp.FileSystemReader(path).read_metadata()
     for name, entry in metadata.state_dict_metadata.items():
@@ -76,12 +76,12 @@ def unbroken(yaml: Path) -> dict[str, torch.Tensor]:
     return weights(yaml.parent / "unbroken")
 
 
-def killed_run(yaml: Path, save: Path, kills: int, *extra: str) -> None:
+def killed_run(yaml: Path, save: Path, kills: int, *extra: str, steps: int = STEPS) -> None:
     draw = random.Random(kills)
     for _ in range(kills):
         before = newest(save)
         process = start(yaml, save, *extra)
-        kill_after(process, save, min(before + draw.randint(1, 3), STEPS - 1), draw.uniform(0.0, 0.2))
+        kill_after(process, save, min(before + draw.randint(1, 3), steps - 1), draw.uniform(0.0, 0.2))
     resumed_from = newest(save)
     output = finish(start(yaml, save, *extra))
     assert f"iter_{resumed_from:07d}" in output, output
@@ -105,7 +105,7 @@ def test_killed_twenty_times(yaml: Path, mode: str) -> None:
     extra = ("training.train_iters=80", f"training.save_async={str(mode == 'async').lower()}")
     unbroken, save = yaml.parent / f"unbroken-{mode}", yaml.parent / f"killed-{mode}"
     finish(start(yaml, unbroken, *extra))
-    killed_run(yaml, save, 20, *extra)
+    killed_run(yaml, save, 20, *extra, steps=80)
     assert_bitwise(weights(save), weights(unbroken))
 
 
