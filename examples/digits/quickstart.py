@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -187,9 +188,24 @@ def call(command: list[str]) -> None:
     """Run a command, shown as a person would type it; its exit code ends this program when it is not 0."""
     words = [word.replace(f"{ROOT}/", "") for word in command]
     say(" ".join(words).replace(f"{words[0]} -m mindspeed_mm", "mm").replace(words[0], "python"))
-    code = subprocess.run(command, check=False).returncode
+    with subprocess.Popen(command) as process, signals_left_to(process):
+        code = process.wait()
     if code:
         raise SystemExit(code)
+
+
+@contextmanager
+def signals_left_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """While a command runs, stopping is its business: the training saves first, then ends with 75."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),  # a terminal sends it to both
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.terminate()),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def say(command: str) -> None:

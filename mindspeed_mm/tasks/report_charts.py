@@ -22,7 +22,8 @@ _CSS = {colour: f"var(--series-{number})" for number, colour in enumerate(SERIES
     INK: "currentColor",
     GRID: "var(--grid)",
 }
-_SMOOTHING = 0.9
+_SMOOTHING_WINDOWS = 40
+"""A smoothed curve averages over about one in so many of its points."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def points(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
     return [(record["step"], float(record[key])) for record in records if isinstance(record.get(key), int | float)]
 
 
-def smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]:
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
     """Exponential moving average, corrected for its start (Kingma and Ba 2014, section 3)."""
     average, result = 0.0, []
     for number, value in enumerate(values, 1):
@@ -104,7 +105,7 @@ def _draw_run(axes: Any, chart: Chart, run: RunData, colour: str) -> None:
     if chart.smooth:
         axes.plot(*zip(*thinned(curve), strict=True), color=colour, linewidth=0.7, alpha=0.35)
         steps, values = zip(*curve, strict=True)
-        curve = list(zip(steps, smoothed(values), strict=True))
+        curve = list(zip(steps, smoothed(values, len(values) / (len(values) + _SMOOTHING_WINDOWS)), strict=True))
     axes.plot(*zip(*thinned(curve), strict=True), color=colour, linewidth=1.4, label="training")
     if chart.key == "loss" and run.validations:
         validation = [(step, value) for step, value in points(run.validations, "val_loss") if value > 0]

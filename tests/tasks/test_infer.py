@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from PIL import Image
 from mindspeed_mm.cli.infer import command
 from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelFolderError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.tasks import infer
+from mindspeed_mm.tasks import infer, model_source
 from mindspeed_mm.tasks.generation import Answer, Generator, load_generator
 from mindspeed_mm.tasks.questions import Question, ask, load_images, read_questions
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
@@ -167,6 +168,40 @@ def test_every_bad_row_is_named_at_once(rows: Path) -> None:
     with pytest.raises(DataError, match="12 of 12 rows are bad") as caught:
         read_questions(rows, needs_answers=False)
     assert len(caught.value.problems) == 10
+
+
+@dataclass
+class Found:
+    """A checkpoint, as the search returns it."""
+
+    path: Path
+
+
+def test_a_run_is_exported_once_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exports: list[Path] = []
+
+    def export(checkpoint: Path, target: Path) -> None:
+        exports.append(checkpoint)
+        target.mkdir(parents=True)
+
+    def newest(path: Path, ranks: Any, verification: str) -> Found:
+        return Found(max(path.glob("iter_*")) if path == tmp_path else path)
+
+    monkeypatch.setattr(model_source.export, "run", export)
+    monkeypatch.setattr(model_source, "open_checkpoint", newest)
+    (tmp_path / "run.json").write_text("{}")
+    first, second = (tmp_path / f"iter_000000{step}" for step in (1, 2))
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "MANIFEST.json").write_text(folder.name)
+        sources = [model_source.resolve_model(tmp_path), model_source.resolve_model(folder)]
+        assert {source.folder.parent for source in sources} == {tmp_path / "exported"}
+        assert {source.run for source in sources} == {tmp_path}
+    assert exports == [first, second]
+    assert len(list((tmp_path / "exported").iterdir())) == 1  # the older one has gone
+    (second / "MANIFEST.json").write_text("trained again")
+    model_source.resolve_model(tmp_path)
+    assert exports == [first, second, second]
 
 
 def no_folder(tmp_path: Path, model: Path) -> Path:

@@ -182,7 +182,7 @@ def test_secrets_are_taken_out(text: str, shown: str) -> None:
 
 
 def test_curves() -> None:
-    assert smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0] * 3)
+    assert smoothed([3.0, 3.0, 3.0], weight=0.9) == pytest.approx([3.0] * 3)
     assert smoothed([1.0, 2.0], weight=0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 2) / 0.75])
     curve = [(step, 0.0) for step in range(1001)]
     assert thinned(curve, 100)[0] == curve[0]
