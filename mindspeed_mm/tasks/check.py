@@ -82,7 +82,8 @@ class _Check:
     def __init__(self, path: Path, overrides: Sequence[str], nproc: int | None) -> None:
         self.path = path
         self.overrides = overrides
-        self.nproc = nproc or int(os.environ.get("WORLD_SIZE", "0"))
+        world_size = os.environ.get("WORLD_SIZE", "")
+        self.nproc = nproc or (int(world_size) if world_size.isdigit() else 0)
         self.result = CheckResult(path)
         self.config: ResolvedConfig
         self.model: Any = None

@@ -72,7 +72,7 @@ CASES = [
     Case("A3 list", yaml("- a\n"), r"run\.yaml:1:1  the file does not hold sections"),
     Case("A3 scalar", yaml("hello\n"), r"the file does not hold sections"),
     Case("A4 tab", yaml("model:\n\tmodel_id: x\n"), r"run\.yaml:2:1  a tab indents this line\. YAML indents by spaces"),
-    Case("A5 latin-1", yaml(b"model: {model_id: caf\xe9}\n"), r"byte 0xe9 at offset 21 is not UTF-8"),
+    Case("A5 latin-1", yaml(b"model: {model_id: qwen\xe9}\n"), r"byte 0xe9 at offset 22 is not UTF-8"),
     Case("A5 NUL", yaml(b"model: \0\n"), r"NUL byte at offset 7"),
     Case("A6 two documents", yaml("model: {}\n---\nmodel: {}\n"), r"run\.yaml:2:1  a second document"),
     Case(
@@ -121,7 +121,7 @@ CASES = [
         r"run\.yaml: 2 problems\n.*:2:3 .*'tensor_parallel_size'\?\n.*:4:18 .*'bf61' is not .*Did you mean 'bf16'\?",
     ),
     # B. The command line
-    Case("B21 unknown verb", lambda folder: ["trian", "run.yaml"], r"'trian' is no verb\. Did you mean 'train'\?"),
+    Case("B21 unknown verb", lambda folder: ["traim", "run.yaml"], r"'traim' is no verb\. Did you mean 'train'\?"),
     Case(
         "B21 override with dashes",
         yaml("model: {}\n", "--training.lrr=3"),

@@ -15,6 +15,7 @@ from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.tasks import check
+from tests.helpers.tiny_run import make_tiny_run
 
 
 class Model(nn.Module):
@@ -163,23 +164,23 @@ def test_a_plugins_keys_are_unchecked_before_and_checked_after_it_is_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "run.yaml"
     path.write_text(
-        f"model: {{model_id: outside_model, model_name_or_path: {tmp_path}, widht: 3}}\n"
+        f"model: {{model_id: outside_model, model_name_or_path: {tmp_path}, widtt: 3}}\n"
         "data: {dataset_param: {dataset_type: outside_rows, rows: 5}}\ntraining: {plugin: [outside_plugin]}\n"
     )
     before = check.run(path, config_only=True)
-    assert before.unchecked == ["model.widht", "data.dataset_param.rows"]
+    assert before.unchecked == ["model.widtt", "data.dataset_param.rows"]
     assert before.exit_code == 0
     (finding,) = check.run(path).findings
-    assert (finding.stage, finding.problem.key) == ("plugins", "model.widht")
+    assert (finding.stage, finding.problem.key) == ("plugins", "model.widtt")
     assert "'width'" in finding.problem.way_out
 
 
 def test_printed(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, "training: {save_steps: 3}\nmodle: {}\n")
+    path = write(tmp_path, "training: {save_steps: 3}\nmodeel: {}\n")
     assert run(["check", str(path), "--config-only"]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{path}: 1 problem"
-    assert lines[1] == f"  {path}:3:1  modle  unknown key. Did you mean 'model'?"
+    assert lines[1] == f"  {path}:3:1  modeel  unknown key. Did you mean 'model'?"
     path = write(tmp_path, "training: {save_steps: 3}\n")
     assert run(["check", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -209,3 +210,30 @@ def test_a_stage_gets_the_data_section_as_configured(
     monkeypatch.setattr(data, "build_mm_dataset", build)
     check.run(write(tmp_path, "training: {seed: 5}\n"))
     assert seen == [(str(tmp_path), 5)]
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_real_model_and_real_rows_pass(tiny_run: Path) -> None:
+    result = check.run(tiny_run)
+    assert (result.findings, result.passed) == ([], ALL)
+
+
+def test_faults_of_a_real_model_and_real_rows(tiny_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "<image>?"}], "images": ["no.png"]}\n'
+    )
+    overrides = [
+        f"data.dataset_param.basic_parameters.dataset={tmp_path / 'rows.jsonl'}",
+        "model.freeze=[model.vissual]",
+        "parallel.fsdp_plan.apply_modules=['model.language_model.layer.{*}']",
+    ]
+    found = {finding.problem.key or finding.stage: finding for finding in check.run(tiny_run, overrides).findings}
+    assert "'model.visual'" in found["model.freeze"].problem.way_out
+    assert "'model.language_model.layers.0'" in found["parallel.fsdp_plan.apply_modules"].problem.way_out
+    (data,) = (finding for finding in found.values() if finding.stage == "first samples")
+    assert data.exit_code == 4
+    assert "rows.jsonl" in data.problem.where

@@ -31,7 +31,7 @@ def test_says_what_this_version_takes(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("trainig.lr", "Did you mean training.lr"),
+        ("trainimg.lr", "Did you mean training.lr"),
         ("lrr", "Did you mean training.lr?"),
         ("tools.profiler", "It is tools.profile."),
         ("zzzzzzzz", "Sections: model, data"),

@@ -59,7 +59,7 @@ def test_suffix_only_where_it_is_allowed() -> None:
 
 def test_every_pattern_without_a_match_is_named_with_the_nearest_names() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_patterns(["model.visul.blocks.{*}", "lm_head", "zzz"], NAMES, key="parallel.fsdp_plan.apply_modules")
+        resolve_patterns(["model.vissual.blocks.{*}", "lm_head", "zzz"], NAMES, key="parallel.fsdp_plan.apply_modules")
     problems = caught.value.problems
     assert [problem.key for problem in problems] == ["parallel.fsdp_plan.apply_modules"] * 2
     assert "model.visual.blocks.0" in problems[0].way_out

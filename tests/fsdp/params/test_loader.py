@@ -187,7 +187,7 @@ def test_meaningless_keys_are_dropped_with_one_warning_that_gives_the_reason(loa
         ("parallel: {tensor_parallel_sise: 1}\n", "Did you mean 'tensor_parallel_size'?"),
         ("model: {lr: 1}\n", "training.lr"),
         ("training: {param_dtype: bf16}\n", "parallel.fsdp_plan.param_dtype"),
-        ("trainig: {lr: 1}\n", "Did you mean 'training'?"),
+        ("trainimg: {lr: 1}\n", "Did you mean 'training'?"),
         ("training: {lora: {r: 1}}\n", "Did you mean 'rank'?"),
         ("training: {lr_scaling_plan: [{match: a, scal: 1}]}\n", "Did you mean 'scale'?"),
         ("features: {zzzzz: 1}\n", "Keys here: recompute"),
@@ -239,7 +239,7 @@ def test_declared_keys_are_checked_and_filled(load: Any) -> None:
     ("override", "message"),
     [
         ("model.width=wide", "'wide' is not a whole number"),
-        ("model.widht=1", "Did you mean 'width'"),
+        ("model.widtt=1", "Did you mean 'width'"),
         ("data.dataset_param.rows=true", "true is not a whole number"),
         ("data.dataset_param.basic_parameters.rows=1", "unknown key"),
     ],
