@@ -89,6 +89,18 @@ def saved_run(save: Path, *steps: int, **changes: Any) -> tuple[SmallModel, torc
     return model, optimizer
 
 
+def save_for_ever(save: str) -> None:
+    """Go on from the newest checkpoint and save every step until somebody kills the process."""
+    model, optimizer = build()
+    checkpoints = manager(save, save_total_limit=3)
+    found = checkpoints.find_latest()
+    step = (found.iteration or 0) if found else 0
+    while True:
+        step += 1
+        train_step(model, optimizer, step)
+        checkpoints.save(step, model, optimizer, {"iteration": step})
+
+
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Whole weights, buffers and optimizer state by name; a collective when sharded."""
     names = {p: name for name, p in model.named_parameters()}

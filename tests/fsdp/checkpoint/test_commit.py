@@ -9,8 +9,6 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from mindspeed_mm.fsdp.checkpoint.manifest import FORMAT_VERSION, read_manifest,
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from tests.fsdp.checkpoint import small_run
 from tests.fsdp.checkpoint.small_run import CONTEXT, build, differing, everything, saved_run
+from tests.helpers.distributed import _context as warm_server
 from tests.helpers.distributed import run_ranks
 
 
@@ -250,21 +249,10 @@ def test_failing_to_delete_old_ones_does_not_fail_the_save(
 # --- kill -9 ---------------------------------------------------------------------------------------------------------
 
 
-def save_for_ever(save: str) -> None:
-    model, optimizer = build()
-    checkpoints = small_run.manager(save, save_total_limit=3)
-    found = checkpoints.find_latest()
-    step = found.iteration or 0 if found else 0
-    while True:
-        step += 1
-        small_run.train_step(model, optimizer, step)
-        checkpoints.save(step, model, optimizer, {"iteration": step})
-
-
-def kill_at_random(target: Callable[..., None], save: Path, delay_s: float) -> None:
-    """Kill -9 `delay_s` after the process has committed something."""
+def kill_at_random(save: Path, delay_s: float) -> None:
+    """Kill -9 a saving process `delay_s` after it has committed something."""
     before = layout.read_tracker(save)
-    process = get_context("fork").Process(target=target, args=(str(save),))
+    process = warm_server().Process(target=small_run.save_for_ever, args=(str(save),), daemon=True)
     process.start()
     patience = time.monotonic() + 60
     while layout.read_tracker(save) == before and time.monotonic() < patience:
@@ -281,7 +269,7 @@ def test_kill_at_random_moments(kills: int, tmp_path: Path) -> None:
     newest = 0
     mid_save = 0
     for _ in range(kills):
-        kill_at_random(save_for_ever, tmp_path, random_moment.random() * 0.1)
+        kill_at_random(tmp_path, random_moment.random() * 0.1)
         mid_save += any(name.endswith(".tmp") for name in names(tmp_path))
         for step in layout.list_iterations(tmp_path):
             folder = layout.checkpoint_folder(tmp_path, step)
