@@ -95,15 +95,12 @@ class MediaLoader:
             raise DataError(
                 f"'{name}' {reason}", way_out=f"Relative paths start at dataset_dir, '{self.dataset_dir}'."
             ) from error
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError(f"'{name}' is not a regular file")
-            if status.st_size == 0:
-                raise DataError(f"'{name}' is empty (0 bytes)")
-            if status.st_size > MAX_FILE_BYTES:
-                raise DataError(f"'{name}' has {status.st_size} bytes, more than {MAX_FILE_BYTES}")
-            return file.readall()
+        try:
+            _check_regular(os.fstat(descriptor), name)
+            with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
+                return file.readall()
+        finally:
+            os.close(descriptor)
 
     def _confine(self, name: str) -> str:
         """The real path of a media file, inside one of the roots. Folders are resolved once each."""
@@ -121,6 +118,15 @@ class MediaLoader:
                 way_out="Put it under dataset_dir, or list its folder in media_roots.",
             )
         return path
+
+
+def _check_regular(status: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"'{name}' is not a regular file")
+    if status.st_size == 0:
+        raise DataError(f"'{name}' is empty (0 bytes)")
+    if status.st_size > MAX_FILE_BYTES:
+        raise DataError(f"'{name}' has {status.st_size} bytes, more than {MAX_FILE_BYTES}")
 
 
 def refuse_remote(item: str) -> None:
@@ -206,9 +212,7 @@ def _why_unreadable(data: bytes, error: BaseException) -> str:
             return reason
     if not isinstance(error, UnidentifiedImageError):
         return f"is broken: {error}"
-    printable = head[:20].decode("ascii", errors="replace")
-    return (
-        f"is not an image (starts with {printable})"
-        if printable.isprintable()
-        else "is not an image of " + (f"an allowed format ({', '.join(IMAGE_FORMATS)})")
-    )
+    words = head[:20].decode("ascii", errors="replace")
+    if words.isascii() and words.isprintable():
+        return f"is not an image (starts with {words})"
+    return f"is not an image of an allowed format ({', '.join(IMAGE_FORMATS)})"

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.dataloader.sampler import (
+    BaseRandomBatchSampler,
+    DataPosition,
+    Deal,
+    GlobalOrder,
+    SequentialSampler,
+    build_sampler,
+    permutation,
+)
+from mindspeed_mm.fsdp.params.data_args import DataloaderParam
+
+
+def rows(order: GlobalOrder, steps: int, position: DataPosition | None = None) -> list[Any]:
+    start = position or DataPosition(0, 0)
+    return list(itertools.chain(*itertools.islice(order.steps_from(start), steps)))
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_for_ever() -> None:
+    assert permutation(10, seed=42, stream=0).tolist() == [7, 1, 6, 4, 3, 5, 9, 0, 2, 8]
+    orders = [permutation(1000, seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert all(np.array_equal(np.sort(order), np.arange(1000)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_without_drop_last_nothing_is_lost_and_nothing_comes_twice() -> None:
+    order = GlobalOrder(BaseRandomBatchSampler(10, seed=3), global_batch=4, drop_last=False)
+    assert order.steps_per_epoch == 3
+    picks = rows(order, steps=10)
+    for epoch in range(4):
+        assert sorted(p.row for p in picks if p.epoch == epoch) == list(range(10))
+    assert [p.epoch for p in picks] == sorted(p.epoch for p in picks)
+
+
+def test_a_batch_may_be_larger_than_the_data_set() -> None:
+    picks = rows(GlobalOrder(SequentialSampler(3), global_batch=7, drop_last=False), steps=1)
+    assert [(p.epoch, p.row) for p in picks] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_drop_last_leaves_out_the_rest_of_an_epoch() -> None:
+    order = GlobalOrder(SequentialSampler(10), global_batch=4, drop_last=True)
+    assert order.steps_per_epoch == 2
+    assert [(p.epoch, p.row) for p in rows(order, steps=3)] == [(0, i) for i in range(8)] + [(1, i) for i in range(4)]
+    with pytest.raises(DataError, match="has 3 samples, fewer than one global batch of 4"):
+        GlobalOrder(SequentialSampler(3), global_batch=4, drop_last=True)
+    with pytest.raises(DataError, match="has 0 samples"):
+        GlobalOrder(SequentialSampler(0), global_batch=4, drop_last=False)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_position_continues_with_the_very_next_sample(drop_last: bool) -> None:
+    order = GlobalOrder(BaseRandomBatchSampler(11, seed=1), global_batch=3, drop_last=drop_last)
+    whole, position = rows(order, steps=12), DataPosition(0, 0)
+    for step in range(12):
+        restored = DataPosition.from_dict(position.to_dict())
+        assert rows(order, 12 - step, restored) == whole[3 * step :]
+        _, position = order.step(position)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "accumulation", "micro"),
+    [(1, 1, 12), (1, 12, 1), (2, 1, 6), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)],
+)
+def test_every_split_of_a_global_batch_deals_the_same_samples(dp_size: int, accumulation: int, micro: int) -> None:
+    deals = [Deal(micro, accumulation, rank, dp_size) for rank in range(dp_size)]
+    assert all(deal.global_batch == 12 for deal in deals)
+    dealt = [deal.mine(list(range(12))) for deal in deals]
+    assert [i for a in range(accumulation) for rank in dealt for i in rank[a]] == list(range(12))
+
+
+def test_samplers_by_name() -> None:
+    def order(**keys: Any) -> list[int]:
+        return build_sampler(DataloaderParam(**keys), size=10, seed=42).order(0).tolist()
+
+    in_order = list(range(10))
+    assert order() == permutation(10, 42, 0).tolist()
+    assert order(sampler_type="SequentialSampler") == in_order
+    assert order(shuffle=False) == in_order
+    assert order(dataloader_mode="base") == in_order
+    with pytest.raises(ConfigError, match="TokenBudgetSampler is not built yet"):
+        order(sampler_type="TokenBudgetSampler")
+    with pytest.raises(ConfigError, match="Did you mean 'SequentialSampler'"):
+        order(sampler_type="SequentalSampler")
+    with pytest.raises(ConfigError, match="'variable' is not built yet"):
+        order(dataloader_mode="variable")

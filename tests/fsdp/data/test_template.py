@@ -1,0 +1,161 @@
+"""The label mask comes from the structure of the conversation, for templates of every make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
+from mindspeed_mm.fsdp.data.data_utils.encode import Tokens
+from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate, build_template, register_template
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
+from tests.helpers.tiny_models import CHAT_TEMPLATE
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+DROPS_THOUGHTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content.split('</think>')[-1] }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+NO_MARKS = (
+    "{% for m in messages %}{{ m.role.upper() + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+MIXES = "{{ messages | map(attribute='content') | sort | join(' ') }}"
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": " two "},
+    {"role": "user", "content": "assistant: three?"},
+    {"role": "assistant", "content": "four"},
+]
+WANTED = [False, False, True, False, True]
+
+
+def spoken(tokenizer: Any, source: str, chat: list[dict[str, Any]] = CHAT, **options: Any) -> list[str]:
+    template = ChatTemplate(tokenizer, source, **options)
+    text, spans = template.render_with_spans(chat, [m["role"] == "assistant" for m in chat])
+    return [text[start:end] for start, end in spans]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "expected"),
+    [
+        (CHAT_TEMPLATE, {}, [" two <|im_end|>", "four<|im_end|>"]),
+        (LLAMA2, {}, ["two <|im_end|>", "four <|im_end|>"]),
+        (DROPS_THOUGHTS, {}, [" two <|im_end|>", "<think>\n\n</think>\n\nfour<|im_end|>"]),
+        (DROPS_THOUGHTS, {"enable_thinking": False}, [" two <|im_end|>", "four<|im_end|>"]),
+        (NO_MARKS, {}, ["  two \n", " four\n"]),
+    ],
+    ids=["chatml", "llama2", "thoughts", "no thoughts", "no end mark"],
+)
+def test_spans_hold_what_the_model_says_and_its_end_mark(
+    tokenizer: Any, source: str, options: dict[str, Any], expected: list[str]
+) -> None:
+    assert spoken(tokenizer, source, **options) == expected
+
+
+def test_earlier_thoughts_that_the_template_drops_are_not_trained(tokenizer: Any) -> None:
+    chat = [*CHAT[:2], {"role": "assistant", "content": "<think>hm</think>two"}, *CHAT[3:]]
+    assert spoken(tokenizer, DROPS_THOUGHTS, chat)[0] == "two<|im_end|>"
+
+
+def test_a_turn_that_repeats_the_prompt_is_found_where_it_stands(tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "two"}]
+    template = ChatTemplate(tokenizer, CHAT_TEMPLATE)
+    text, [(start, end)] = template.render_with_spans(chat, [False, True])
+    assert text[:start].endswith("<|im_start|>assistant\n")
+    assert text[start:end] == "two<|im_end|>"
+
+
+def test_a_template_that_mixes_turns_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="cannot be told apart"):
+        spoken(tokenizer, MIXES)
+
+
+def test_what_the_template_refuses_is_an_error_of_the_row(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="refuses the conversation: no systems here"):
+        spoken(tokenizer, "{{ raise_exception('no systems here') }}")
+
+
+def test_the_sandbox_holds(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="refuses the conversation"):
+        spoken(tokenizer, "{{ messages.__class__.__mro__ }}")
+    path = tmp_path / "bad.jinja"
+    path.write_text("{{ 'a' * 300000000 }}")
+    with pytest.raises(ModelFolderError, match="unsafe"):
+        build_template(tokenizer, BasicParameters(chat_template=str(path)))
+
+
+@pytest.mark.parametrize("add_system", [False, True])
+@pytest.mark.parametrize("of_processor", [False, True])
+def test_ids_equal_those_of_the_models_own_chat_template(
+    processor: Any, tokenizer: Any, of_processor: bool, add_system: bool
+) -> None:
+    owner = processor if of_processor else tokenizer
+    chat = CHAT if add_system else CHAT[1:]
+    template = build_template(owner, BasicParameters())
+    text = template.render(chat)
+    ids, _ = Tokens(getattr(owner, "tokenizer", owner), of_processor=of_processor).encode(text, [])
+    expected = owner.apply_chat_template(chat, tokenize=True)
+    expected = expected["input_ids"] if hasattr(expected, "keys") else expected
+    assert ids.tolist() == (expected[0] if isinstance(expected[0], list) else expected)
+
+
+def test_file_beats_name_beats_own(tokenizer: Any, tmp_path: Path) -> None:
+    register_template("shout-for-test", "{{ messages[0].content | upper }}")
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content | lower }}")
+    chat = [{"role": "user", "content": "Hi"}]
+
+    def rendered(**basic: Any) -> str:
+        return build_template(tokenizer, BasicParameters(**basic)).render(chat)
+
+    assert rendered() == "<|im_start|>user\nHi<|im_end|>\n"
+    assert rendered(template="qwen3_vl") == rendered()
+    assert rendered(template="empty") == "Hi"
+    assert rendered(template="shout-for-test") == "HI"
+    assert rendered(template="shout-for-test", chat_template=str(tmp_path / "t.jinja")) == "hi"
+    with pytest.raises(ConfigError, match="Did you mean 'qwen3_vl'"):
+        rendered(template="qwen3_vll")
+    with pytest.raises(ConfigError, match="does not exist"):
+        rendered(chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_a_nothink_name_turns_thinking_off(tokenizer: Any) -> None:
+    template = build_template(tokenizer, BasicParameters(template="qwen3_vl_nothink"))
+    template.source = "{{ enable_thinking }}"
+    assert template.render(CHAT) == "False"
+
+
+class TestTokenSpans:
+    """Characters → tokens, at the hard edges of a byte-level tokenizer."""
+
+    def pieces(self, tokenizer: Any, before: str, inside: str, after: str) -> str:
+        tokens = Tokens(tokenizer, of_processor=False)
+        ids, [(first, last)] = tokens.encode(before + inside + after, [(len(before), len(before) + len(inside))])
+        return tokenizer.decode(ids[first:last])
+
+    @pytest.mark.parametrize("inside", ["zero", " one", "é", "中文", "😀", "a😀", "<|im_end|>", "😀<|im_end|>"])
+    @pytest.mark.parametrize("after", ["", "<|im_start|>", "😀"])
+    def test_whole_characters_and_nothing_else(self, tokenizer: Any, inside: str, after: str) -> None:
+        assert self.pieces(tokenizer, "😀<|im_start|>", inside, after) == inside
+
+    def test_a_token_across_the_border_belongs_to_the_turn(self, tokenizer: Any) -> None:
+        assert self.pieces(tokenizer, "z", "ero", "") == "zero"
+        assert self.pieces(tokenizer, "", "ze", "ro") == "zer"
+        assert self.pieces(tokenizer, "z", "e", "ro") == "zer"
+
+    def test_slow_tokenizers_are_refused(self) -> None:
+        class Slow:
+            is_fast, name_or_path = False, "slow"
+
+        with pytest.raises(ModelFolderError, match="no character positions"):
+            Tokens(Slow(), of_processor=False)
