@@ -22,7 +22,8 @@ from mindspeed_mm.core.suggest import did_you_mean
 _KEY = "model.model_name_or_path"
 _PRIVATE_KEYS = frozenset(
     {"_name_or_path", "_commit_hash", "_attn_implementation_autoset", "_from_model_config", "_num_labels"}
-    | {"_class_name", "_diffusers_version", "_valid_kwargs_names"}
+    | {"_class_name", "_diffusers_version", "_valid_kwargs_names", "_sliding_window_pattern", "_pad_token_id"}
+    | {"_out_features", "_out_indices", "_frame_rate", "_has_encoder", "_has_decoder"}
 )
 """Keys with an underscore that libraries write. Any other would set private state of a configuration object."""
 _AUTO_CLASSES = (

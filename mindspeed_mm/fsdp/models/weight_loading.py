@@ -205,16 +205,17 @@ def _copy(
     targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str], steps: Sequence[Step], folder: Path
 ) -> list[str]:
     """Read every target's local part. Returns the names with NaN or infinity in it."""
-    nonfinite, filled = [], set()
+    nonfinite: list[str] = []
+    filled: dict[str, str] = {}
     for step in steps:
         for key, tensor in step.targets.items():
             name = aliases.get(key, key)
             if name not in targets:
                 continue
             if name in filled:
-                _check_equal(key, tensor, name, targets[name], folder)
+                _check_equal(key, tensor, filled[name], targets[name], folder)
                 continue
-            filled.add(name)
+            filled[name] = key
             if not _copy_local(tensor, targets[name]):
                 nonfinite.append(name)
     return nonfinite
@@ -239,14 +240,14 @@ def _is_finite(piece: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _check_equal(key: str, tensor: LazyTensor, name: str, target: torch.Tensor, folder: Path) -> None:
+def _check_equal(key: str, tensor: LazyTensor, first_key: str, target: torch.Tensor, folder: Path) -> None:
     """A weight that is tied in the model and stored twice must be the same both times."""
     for piece, region in local_pieces(target):
         other = torch.empty_like(piece)
         tensor.copy_to(other, region)
         if not torch.equal(other, piece):
             raise ModelFolderError(
-                f"is stored with other values than '{name}', but the model ties the two",
+                f"is stored with other values than '{first_key}', but the model ties the two",
                 where=str(folder),
                 key=key,
                 way_out="Set tie_word_embeddings in config.json as the weights were trained.",

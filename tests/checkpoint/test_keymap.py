@@ -1,0 +1,135 @@
+"""Key maps rename, merge, split, stack and transpose, lead back bitwise, and account for every key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_mm.checkpoint.keymap import (
+    Concat,
+    KeyMap,
+    Reorder,
+    Rule,
+    Stack,
+    Step,
+    Transpose,
+    check_used_once,
+    natural_order,
+)
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
+from mindspeed_mm.core.errors import ModelFolderError
+
+MAP = KeyMap(
+    [
+        Rule("blocks.{n}.norm.{part*}", "layers.{n}.input_layernorm.{part*}"),
+        Rule(
+            ("{at*}.q.weight", "{at*}.k.weight", "{at*}.v.weight"),
+            "{at*}.qkv.weight",
+            (Concat(0, sizes=(8, 4, 4)), Reorder(0, tuple(range(15, -1, -1)))),
+        ),
+        Rule(
+            ("{at*}.experts.{e}.gate.weight", "{at*}.experts.{e}.up.weight"),
+            "{at*}.experts.gate_up",
+            (Stack(0), Concat(1)),
+        ),
+        Rule("{at*}.experts.{e}.down.weight", "{at*}.experts.down", (Stack(0), Transpose(1, 2))),
+    ],
+    keep_others=True,
+)
+
+
+def make_state(experts: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (10, 6), "blocks.0.norm.weight": (6,)}
+    for name, rows in (("q", 8), ("k", 4), ("v", 4)):
+        shapes[f"blocks.0.attn.{name}.weight"] = (rows, 6)
+    for expert in range(experts):
+        shapes[f"blocks.0.experts.{expert}.gate.weight"] = (3, 6)
+        shapes[f"blocks.0.experts.{expert}.up.weight"] = (3, 6)
+        shapes[f"blocks.0.experts.{expert}.down.weight"] = (6, 3)
+    return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+
+
+def lazy(state: dict[str, torch.Tensor]) -> dict[str, LazyTensor]:
+    class Memory:
+        def get_tensor(self, key: str) -> torch.Tensor:
+            return state[key]
+
+    return {key: Stored(key, tensor.shape, tensor.dtype, Memory) for key, tensor in state.items()}
+
+
+def convert(key_map: KeyMap, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    steps = key_map.steps(lazy(state))
+    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    check_used_once(steps, state, made)
+    return {key: tensor.read().clone() for key, tensor in made.items()}
+
+
+def test_each_operation_gives_what_its_name_says() -> None:
+    state = make_state()
+    made = convert(MAP, state)
+    qkv = torch.cat([state[f"blocks.0.attn.{name}.weight"] for name in "qkv"])
+    gate_up = [torch.cat([state[f"blocks.0.experts.{e}.{half}.weight"] for half in ("gate", "up")]) for e in range(12)]
+    assert set(made) == {
+        "embed.weight",
+        "layers.0.input_layernorm.weight",
+        "blocks.0.attn.qkv.weight",
+        "blocks.0.experts.gate_up",
+        "blocks.0.experts.down",
+    }
+    assert torch.equal(made["blocks.0.attn.qkv.weight"], qkv.flip(0))
+    assert torch.equal(made["blocks.0.experts.gate_up"], torch.stack(gate_up))  # expert 2 before expert 10
+    assert torch.equal(made["blocks.0.experts.down"][10], state["blocks.0.experts.10.down.weight"].T)
+
+
+def test_there_and_back_is_bitwise() -> None:
+    state = make_state()
+    back = convert(MAP.inverse, convert(MAP, state))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def test_a_part_that_is_absent_is_named() -> None:
+    state = make_state()
+    del state["blocks.0.attn.k.weight"]
+    with pytest.raises(ModelFolderError, match=r"nothing for '\{at\*\}\.k\.weight'"):
+        convert(MAP, state)
+
+
+def test_a_hole_in_the_numbering_is_named() -> None:
+    state = make_state()
+    del state["blocks.0.experts.3.down.weight"]
+    with pytest.raises(ModelFolderError, match="not numbered from 0 without holes"):
+        convert(MAP, state)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    state = make_state()
+    state["blocks.0.experts.3.down.weight"] = torch.zeros(6, 4)
+    with pytest.raises(ModelFolderError, match=r"cannot stack.*blocks|blocks.*cannot stack"):
+        convert(MAP, state)
+
+
+def test_ledger_finds_each_kind_of_mistake() -> None:
+    a, b = lazy({"a": torch.zeros(1), "b": torch.zeros(1)}).values()
+    good = [Step(("a",), {"x": a}), Step(("b",), {"y": b})]
+    check_used_once(good, ["a", "b"], ["x", "y"])
+    mistakes = {
+        "is not used": (good[:1], ["a", "b"], ["x"]),
+        "is used more than once": ([*good, Step(("a",), {"z": a})], ["a", "b"], ["x", "y", "z"]),
+        "is not made": (good, ["a", "b"], ["x", "y", "z"]),
+        "is made more than once": ([good[0], Step(("b",), {"x": b})], ["a", "b"], ["x"]),
+        "is made but not wanted": (good, ["a", "b"], ["x"]),
+    }
+    for message, (steps, sources, targets) in mistakes.items():
+        with pytest.raises(ModelFolderError, match=message):
+            check_used_once(steps, sources, targets)
+
+
+def test_ledger_lists_five_and_counts_the_rest() -> None:
+    with pytest.raises(ModelFolderError, match="and 7 more"):
+        check_used_once([], [str(i) for i in range(12)], [])
+
+
+def test_natural_order() -> None:
+    assert sorted(["l.10.w", "l.2.w", "l.2.b", "l.norm"], key=natural_order) == ["l.norm", "l.2.b", "l.2.w", "l.10.w"]
