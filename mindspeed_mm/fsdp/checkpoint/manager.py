@@ -68,11 +68,18 @@ class CheckpointManager:
             state: JSON values, the same on every rank, and under `rng` this rank's tensors.
 
         Raises:
-            CheckpointError: This save, or the one that was under way, failed, on all ranks alike.
+            CheckpointError: This save, or the one that was under way, failed, on all ranks alike. An earlier failure
+                does not keep this save from being made.
         """
-        self.wait()
-        if self._last_saved == iteration:
-            return
+        earlier_failure = self._settle()
+        if self._last_saved != iteration:
+            self._start(iteration, model, optimizer, state)
+        if earlier_failure is not None:
+            raise earlier_failure
+
+    def _start(
+        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
         contents = self.ranks.together("collecting", lambda: self._collect(iteration, model, optimizer, state))
         self.ranks.first("checking the disk", lambda: self._check_space(contents))
         if self._background is None:
@@ -87,9 +94,14 @@ class CheckpointManager:
         Raises:
             CheckpointError: The save that was under way failed. It is told once.
         """
+        failure = self._settle()
+        if failure is not None:
+            raise failure
+
+    def _settle(self) -> BaseException | None:
+        """Wait for the save that is under way; how it failed, if it did."""
         future, self._under_way = self._under_way, None
-        if future is not None:
-            future.result()
+        return future.exception() if future is not None else None
 
     def find_latest(self, *, allow_fresh: bool = False) -> CommittedCheckpoint | None:
         """The newest good checkpoint of this run's folder; see `committed.find_latest`."""

@@ -160,14 +160,18 @@ def test_failed_save_in_the_background_is_raised_by_the_next_call(
         checkpoints.save(1, model, optimizer, {})
         with pytest.raises(CheckpointError, match="ZeroDivisionError"):
             checkpoints.save(2, model, optimizer, {})
-        checkpoints.save(2, model, optimizer, {})
-        with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        with pytest.raises(CheckpointError, match="ZeroDivisionError"):  # of the second, which was tried all the same
             checkpoints.wait()
     assert "the save in the background failed" in caplog.text
     checkpoints.wait()  # told once
-    checkpoints.save(2, model, optimizer, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "write_tree", lambda *args: 1 // 0)
+        checkpoints.save(3, model, optimizer, {})
+        assert checkpoints._under_way is not None and checkpoints._under_way.exception()
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        checkpoints.save(4, model, optimizer, {})
     checkpoints.wait()
-    assert names(tmp_path) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
+    assert names(tmp_path) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
 
 
 def test_space_is_checked_before_anything_is_written(
