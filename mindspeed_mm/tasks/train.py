@@ -55,6 +55,9 @@ def load_with_plugins(config_path: Path, overrides: Sequence[str] = ()) -> Resol
     from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
 
     import_plugin(plugins)
+    for registry, name in ((model_register, model_id), (data_register, dataset_type)):
+        if name is not None:
+            registry.get(name)  # a mistyped id is the cause of unknown keys, not the other way round
     keys = PluginKeys(
         model=model_register.config_keys(model_id) if model_id else {},
         dataset=data_register.config_keys(dataset_type) if dataset_type else {},

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.visible_outputs import show_outputs
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
@@ -81,6 +82,7 @@ def shard_units(
         ConfigError: Trainable parameters of one unit differ in dtype, or the group to reshard to does not fit.
     """
     check_reshard(plan.reshard_after_forward, mesh.size(mesh.ndim - 1))
+    show_outputs(model, [(name, model.get_submodule(name)) for unit in units for name in unit.names])
     offload = build_offload_policy(plan)
     inner = build_precision_policy(plan, is_root=False)
     for unit in sorted(units, key=lambda unit: -unit.depth):

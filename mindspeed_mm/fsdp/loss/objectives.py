@@ -7,8 +7,8 @@ global denominator; any split of a batch then gives the same loss and the same g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,7 @@ class TokenCrossEntropy:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sum of the weighted cross-entropy over the labelled tokens of this micro-batch."""
         with self._head.select(batch["_rows"]):
-            logits_NV = model(**self._inputs(batch)).logits
+            logits_NV = output_of(model(**self._inputs(batch)), "logits")
         logits_NV = logits_NV.reshape(-1, logits_NV.shape[-1])
         if logits_NV.dtype != torch.float64:
             logits_NV = logits_NV.float()
@@ -131,15 +131,24 @@ class ModelLoss:
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The model's own loss."""
         extra = {"num_items_in_batch": 1} if self.sums_tokens else {}
-        output = model(**self._inputs(batch), **extra)
-        loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
-        if loss is None:
-            raise ConfigError(
-                f"{type(model).__name__} returned no loss",
-                key="features.loss_cfg.loss_type",
-                way_out="'raw' asks the model for its own loss: return an output with `.loss`, or set 'default'.",
-            )
-        return {self.term: loss}
+        return {self.term: output_of(model(**self._inputs(batch), **extra), "loss")}
+
+
+def output_of(output: Any, name: str) -> torch.Tensor:
+    """The named tensor of a model's output, a dict or an object.
+
+    Raises:
+        ConfigError: The model does not return it.
+    """
+    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if value is None:
+        raise ConfigError(
+            f"the model's output has no '{name}'",
+            key="features.loss_cfg.loss_type",
+            way_out="'raw' takes the model's own `loss`, the other types take its `logits`: return it, or choose the "
+            "other.",
+        )
+    return value
 
 
 def _accepts_item_count(model: nn.Module) -> bool:

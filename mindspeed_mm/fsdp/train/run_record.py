@@ -58,7 +58,9 @@ class RunRecord:
 
     def _write_run(self) -> None:
         if self.folder is not None:
-            atomic_write_text(self.folder.run_json, json.dumps(self._run, indent=2, ensure_ascii=False, default=str) + "\n")
+            atomic_write_text(
+                self.folder.run_json, json.dumps(self._run, indent=2, ensure_ascii=False, default=str) + "\n"
+            )
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Append to `events.jsonl`."""

@@ -24,7 +24,6 @@ from mindspeed_mm.core.errors import (
     ExitCode,
     MachineError,
     MMError,
-    Problem,
     StoppedAfterSave,
     StoppedUnsaved,
 )
@@ -39,6 +38,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.checks import unbuilt_features
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.path_checks import check_save_folder
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, GarbageCollectionHook, LogHook, ValidationHook
@@ -82,7 +82,7 @@ class Trainer:
             StoppedAfterSave: A signal asked for a stop and the state was saved.
             MMError: Anything that a person can act on.
         """
-        refuse_unbuilt(self.arguments)
+        refuse_unbuilt(self.config)
         with self._distributed(), self._run_folder() as record:
             try:
                 engine = self._train(record)
@@ -143,6 +143,8 @@ class Trainer:
     def _run_folder(self) -> Iterator[RunRecord]:
         save = self.arguments.training.save
         folder = RunFolder(Path(save)) if save else None
+        if folder is not None:
+            check_save_folder(folder.path)
         with folder.lock(self.run_id) if folder is not None and self.rank == 0 else nullcontext():
             self.progress = Progress(
                 self.rank,
@@ -248,7 +250,7 @@ class Trainer:
             "world_size": self.world_size,
             "mesh": self.state.describe(),
             "config": resolved_dict(self.config),
-            "dataset": dataset.fingerprint(),
+            "dataset": fingerprint(dataset),
             "global_batch": self._global_batch(),
             "seed": training.seed,
             "versions": {"mindspeed-mm": __version__, "torch": torch.__version__},
@@ -308,6 +310,13 @@ class Trainer:
         )
 
 
+def fingerprint(dataset: Any) -> dict[str, Any]:
+    """What tells a data set from another; a plugin's without a `fingerprint` is told by its class and length."""
+    if hasattr(dataset, "fingerprint"):
+        return dataset.fingerprint()
+    return {"class": type(dataset).__qualname__, "rows": len(dataset)}
+
+
 def leave(joined_already: bool, *, wait: bool) -> None:
     """Undo what `_distributed` set up; a process group that the caller had made stays the caller's."""
     destroy_parallel_state()
@@ -329,9 +338,9 @@ def build_schedule(arguments: Arguments, total_steps: int) -> Schedule:
     )
 
 
-def refuse_unbuilt(arguments: Arguments) -> None:
+def refuse_unbuilt(config: ResolvedConfig) -> None:
     """Raise one error that names every key whose feature this version does not have yet."""
-    problems: list[Problem] = unbuilt_features(arguments)
+    problems = config.locate(unbuilt_features(config.arguments))
     if problems:
         raise ConfigError(f"{len(problems)} of the features asked for are not in this version", problems=problems)
 

@@ -1,0 +1,72 @@
+"""A plugin from outside the package trains from one YAML, its keys are checked, and what is wrong with it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.cli.main import run
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.utils.register import Registry
+
+YAML = """\
+model: {model_id: toy_lm, train_from_scratch: true, toy_width: 12}
+data: {dataset_param: {dataset_type: toy_rows, toy_count: 40}, dataloader_param: {num_workers: 0}}
+training: {plugin: [toy_plugin], lr: 0.05, micro_batch_size: 8, train_iters: 30, log_interval: 1}
+"""
+
+
+@pytest.fixture
+def yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "plugins"))
+    path = tmp_path / "toy.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def test_plugin_trains(yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", str(yaml), f"training.save={tmp_path / 'save'}"]) == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    assert "averaged over micro-batches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("toy_width: 12", "toy_widht: 12", "Did you mean 'toy_width'"),
+        ("toy_width: 12", "toy_width: wide", "model.toy_width"),
+        ("toy_count: 40", "toy_cuont: 40", "Did you mean 'toy_count'"),
+        ("plugin: [toy_plugin]", "plugin: [toy_plugins]", "No module named 'toy_plugins'"),
+        ("model_id: toy_lm", "model_id: toy_ml", "Did you mean 'toy_lm'"),
+        ("dataset_type: toy_rows", "dataset_type: toy_row", "Did you mean 'toy_rows'"),
+    ],
+)
+def test_mistakes_are_named(yaml: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    yaml.write_text(YAML.replace(old, new))
+    assert run(["train", str(yaml)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_plugin_that_fails_to_import_shows_its_cause(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_plugin.py").write_text("import nothing_of_that_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yaml.write_text(YAML.replace("toy_plugin", "broken_plugin"))
+    assert run(["train", str(yaml)]) == 2
+    assert "No module named 'nothing_of_that_name'" in capsys.readouterr().err
+
+
+def test_an_id_belongs_to_one_class() -> None:
+    registry = Registry("model.model_id")
+    registry.register("one")(dict)
+    with pytest.raises(ConfigError, match="registered twice: by builtins.dict and by builtins.list"):
+        registry.register("one")(list)
+    registry.register("one")(dict)  # the same again, as a reloaded module does
+    with pytest.raises(ConfigError, match="Registered: one"):
+        registry.get("two")
