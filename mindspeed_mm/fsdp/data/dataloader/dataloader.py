@@ -211,8 +211,15 @@ class WorkerPool:
             yield delivery
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, by force those that do not end by themselves."""
+        workers = list(self._workers())
         self._iterator = None
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+
+    def _workers(self) -> Sequence[Any]:
+        return getattr(self._iterator, "_workers", ())
 
     def _start(self, requests: Iterator[Request]) -> Any:
         options = self._options
@@ -244,16 +251,22 @@ class WorkerPool:
             try:
                 return next(self._iterator, None)
             except RuntimeError as error:  # torch's word for: no answer within the poll, or a dead worker
-                dead = next((n for n, w in enumerate(self._iterator._workers) if not w.is_alive()), None)
-                if dead is not None:
-                    raise self._died(dead) from error
-                if time.monotonic() - started > self._options.timeout_s:
-                    raise self._hung() from error
+                failure = self._failure(time.monotonic() - started)
+                if failure is not None:
+                    for worker in self._workers():
+                        worker.kill()  # they may wait for a lock that a dead one held, and would hold up the end
+                    raise failure from None
                 if "timed out" not in str(error):
                     raise
 
+    def _failure(self, waited_s: float) -> DataError | None:
+        dead = next((n for n, worker in enumerate(self._workers()) if not worker.is_alive()), None)
+        if dead is not None:
+            return self._died(dead)
+        return self._hung() if waited_s > self._options.timeout_s else None
+
     def _died(self, number: int) -> DataError:
-        worker = self._iterator._workers[number]
+        worker = self._workers()[number]
         code = worker.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
         return DataError(
@@ -264,8 +277,6 @@ class WorkerPool:
 
     def _hung(self) -> DataError:
         number = self._under_way[0].number % self._options.num_workers
-        for worker in self._iterator._workers:
-            worker.kill()  # one that hangs would hold up the end of the trainer too
         return DataError(
             f"worker {number} gave nothing for {self._options.timeout_s:.0f} s while it prepared {self._names(number)}",
             where=type(self._maker.dataset).__name__,
