@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS_GRACE_S = 5.0
+PEERS_GRACE_S = 3.0
 """How long the other ranks may go on once one has failed: their own errors are worth reading."""
 LAST_RESORT_S = 15.0
 """How much later than the parent's limit a rank ends itself, should the parent be gone."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
@@ -62,9 +63,11 @@ class IdleTowers:
         """The modalities that any rank has in this step. A tower that no rank needs must not run: zero gradients would
         let the optimizer decay its weights, where a single process leaves them alone.
 
-        Every rank calls it with the same names before the forward passes of a step, validation included.
+        Every rank calls it with the same names before the forward passes of a step, validation included. A process on
+        its own has nobody to keep in step with, and runs no tower for nothing.
         """
-        self._active = frozenset(names)
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._active = frozenset() if alone else frozenset(names)
 
     def _note_missing(self, _model: nn.Module, _args: tuple[Any, ...], batch: dict[str, Any]) -> None:
         # In the order of `towers`, which is the same on every rank.

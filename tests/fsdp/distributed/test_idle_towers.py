@@ -165,9 +165,20 @@ def test_a_tower_that_no_rank_needs_gets_no_gradients():
         assert result["untouched"] == [f"tower.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")]
 
 
-def test_a_decoder_without_embeds_is_an_error():
+def call_wrong_decoder() -> str:
     model = make_toy()
     towers = IdleTowers(model, [ToyTower(name="image", key="image", decoder="decoder.layer")])
     towers.set_active(["image"])
-    with pytest.raises(MMError, match="without inputs_embeds"):
+    try:
         model(input_ids=torch.tensor([1]))
+    except MMError as error:
+        return str(error)
+    return ""
+
+
+def test_a_decoder_without_embeds_is_an_error():
+    assert "without inputs_embeds" in run_ranks(2, call_wrong_decoder)[0]
+
+
+def test_a_process_on_its_own_runs_no_tower_for_nothing():
+    assert run_ranks(1, call_wrong_decoder) == [""]

@@ -1,0 +1,161 @@
+"""Ends a job that hangs: after a limit, every rank says where it stands, and the process leaves with an exit code.
+
+A collective library only knows that somebody did not come. Here each rank that runs out of time publishes its place, so
+that the message names the rank that sleeps in its data, the ranks that wait for it, and those that do not answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mindspeed_mm.core.errors import ExitCode
+
+GRACE_S = 5.0
+"""How long a rank waits for the others, which ran out of time at about the same moment."""
+
+
+@dataclass(frozen=True)
+class _Phase:
+    name: str
+    limit_s: float
+    deadline: float
+
+
+class Watchdog:
+    """Watches the phases of this rank's main thread from a thread of its own.
+
+    Args:
+        folder: Where `hang_rank<R>.txt` (places of all ranks, stacks of all threads of this one) is written; stderr
+            gets the places only. None: stderr gets both.
+        grace_s: How long to wait for the places of other ranks, and to stay for theirs.
+        leave: What ends the process.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, grace_s: float = GRACE_S, leave: Callable[[int], None] = os._exit
+    ) -> None:
+        self._folder, self._grace_s, self._leave = folder, grace_s, leave
+        self._phases: list[_Phase] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        self._watched = threading.main_thread()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    @contextmanager
+    def phase(self, name: str, limit_s: float) -> Iterator[None]:
+        """Limit what is done inside to `limit_s` seconds. Of nested phases the innermost counts; the outer one goes on
+        with a full limit afterwards."""
+        self._enter(_Phase(name, limit_s, time.monotonic() + limit_s))
+        try:
+            yield
+        finally:
+            self._leave_phase()
+
+    def close(self) -> None:
+        """Stop watching."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _enter(self, phase: _Phase) -> None:
+        with self._changed:
+            self._phases.append(phase)
+            self._changed.notify()
+
+    def _leave_phase(self) -> None:
+        with self._changed:
+            self._phases.pop()
+            if self._phases:
+                outer = self._phases.pop()
+                self._phases.append(_Phase(outer.name, outer.limit_s, time.monotonic() + outer.limit_s))
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        phase = self._wait_for_expiry()
+        if phase is None:
+            return
+        expired = time.monotonic()
+        place = f"{phase.name} for more than {phase.limit_s:g} s, {_current_line(self._watched)}"
+        self._report(_places(place, self._grace_s))
+        # A rank that leaves tears down connections, and its peers with them: all stay until all have reported.
+        time.sleep(max(0.0, expired + self._grace_s - time.monotonic()))
+        self._leave(ExitCode.ENVIRONMENT)
+
+    def _wait_for_expiry(self) -> _Phase | None:
+        """The phase that ran out of time, or None once closed."""
+        with self._changed:
+            while not self._closed:
+                phase = self._phases[-1] if self._phases else None
+                left_s = phase.deadline - time.monotonic() if phase else None
+                if phase is not None and left_s is not None and left_s <= 0:
+                    return phase
+                self._changed.wait(left_s)
+        return None
+
+    def _report(self, places: dict[int, str]) -> None:
+        lines = [f"rank {rank}: {place}" for rank, place in sorted(places.items())]
+        text = "\n".join(["the job hangs", *(f"  {line}" for line in lines)])
+        rank = _rank()
+        if rank == min(rank for rank, place in places.items() if place != SILENT):
+            print(text, file=sys.stderr, flush=True)
+        if self._folder is None:
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            return
+        with (self._folder / f"hang_rank{rank}.txt").open("w") as file:
+            print(text, file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+SILENT = "does not answer: dead, frozen, or not in a watched phase"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _current_line(thread: threading.Thread) -> str:
+    """`at file:line in function` of a thread's innermost frame outside of libraries, else of its innermost frame."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    frame = sys._current_frames().get(thread.ident or 0)
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(libraries):
+        frame = frame.f_back
+    frame = frame or innermost
+    return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "ended"
+
+
+def _places(own: str, grace_s: float) -> dict[int, str]:
+    """Rank → place, for all ranks of the job. A store that fails, or is held by the hung thread, costs the grace period
+    and leaves this rank's place alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {_rank(): own}
+    places = dict.fromkeys(range(dist.get_world_size()), SILENT) | {_rank(): own}
+    exchange = threading.Thread(target=_exchange, args=(places, grace_s), daemon=True)
+    exchange.start()
+    exchange.join(2 * grace_s)
+    return dict(places)
+
+
+def _exchange(places: dict[int, str], grace_s: float) -> None:
+    """Publish this rank's place and read the others' into `places`, over a connection of its own."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    rank = _rank()
+    store.set(f"hang/{rank}", places[rank])
+    deadline = time.monotonic() + grace_s
+    missing = [other for other in places if other != rank]
+    while missing and time.monotonic() < deadline:
+        for other in [other for other in missing if store.check([f"hang/{other}"])]:
+            places[other] = store.get(f"hang/{other}").decode()
+            missing.remove(other)
+        time.sleep(0.1)

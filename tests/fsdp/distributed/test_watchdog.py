@@ -1,0 +1,87 @@
+"""A rank that sleeps is named, the others too, and all of them end in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mindspeed_mm.core.errors import ExitCode
+from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
+from tests.helpers.distributed import RanksFailed, run_ranks
+
+
+def fetch_slowly() -> None:
+    time.sleep(60)
+
+
+def hang_in_step(folder: str) -> None:
+    watchdog = Watchdog(Path(folder), grace_s=1.0)
+    with watchdog.phase("step 1", 30.0):
+        dist.barrier()
+    with watchdog.phase("step 2", 0.5):
+        if dist.get_rank() == 1:
+            fetch_slowly()
+        dist.barrier()
+
+
+def one_rank_freezes(folder: str) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    with Watchdog(Path(folder), grace_s=1.0).phase("save", 0.2):
+        dist.barrier()
+
+
+def test_every_rank_says_where_it_stands(tmp_path):
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match=f"exit code {ExitCode.ENVIRONMENT.value}"):
+        run_ranks(2, hang_in_step, str(tmp_path), timeout_s=30)
+    assert time.monotonic() - started < 20
+    for rank in range(2):
+        text = (tmp_path / f"hang_rank{rank}.txt").read_text()
+        assert "rank 0: step 2 for more than 0.5 s" in text and "in hang_in_step" in text
+        assert "rank 1: step 2 for more than 0.5 s" in text and "in fetch_slowly" in text
+        assert "Thread 0x" in text
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path):
+    with pytest.raises(RanksFailed):
+        run_ranks(2, one_rank_freezes, str(tmp_path), timeout_s=8)
+    assert "rank 1: does not answer" in (tmp_path / "hang_rank0.txt").read_text()
+    assert not (tmp_path / "hang_rank1.txt").exists()
+
+
+def expired(tmp_path: Path) -> tuple[Watchdog, threading.Event]:
+    left = threading.Event()
+    return Watchdog(tmp_path, grace_s=0.0, leave=lambda code: left.set()), left
+
+
+def test_phases_in_time_leave_the_process_alone(tmp_path):
+    watchdog, left = expired(tmp_path)
+    for _ in range(3):
+        with watchdog.phase("step", 0.3):
+            time.sleep(0.15)
+    assert not left.wait(0.4)
+    watchdog.close()
+
+
+def test_an_inner_phase_has_its_own_limit(tmp_path):
+    watchdog, left = expired(tmp_path)
+    with watchdog.phase("step", 0.4):
+        with watchdog.phase("save", 5.0):
+            time.sleep(0.6)
+        time.sleep(0.2)
+        assert not left.is_set()
+        assert left.wait(2.0)
+    text = (tmp_path / "hang_rank0.txt").read_text()
+    assert "rank 0: step for more than 0.4 s" in text and "in test_an_inner_phase_has_its_own_limit" in text
+
+
+def test_a_closed_watchdog_watches_no_more(tmp_path):
+    watchdog, left = expired(tmp_path)
+    with watchdog.phase("step", 0.1):
+        watchdog.close()
+        assert not left.wait(0.4)
