@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 _keeps_parameters: WeakSet[FSDPModule] = WeakSet()
-"""Units that stay whole from the forward to the backward pass: cutting them between micro-batches saves nothing."""
+"""Units that stay whole for the length of a pass: cutting them between micro-batches saves no memory at the peak."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,10 @@ def shard_units(
         offload_policy=offload,
         ignored_params=ignored_params,
     )
-    if plan.reshard_after_forward is False:
-        _keeps_parameters.update(fsdp_modules(model))
+    whole = [""] if plan.reshard_after_forward is True else []
+    whole += [name for unit in units if len(unit.names) > 1 for name in unit.names]
+    kept = fsdp_modules(model) if plan.reshard_after_forward is False else map(model.get_submodule, whole)
+    _keeps_parameters.update(module for module in kept if isinstance(module, FSDPModule))
     _expect_logits_to_be_a_view(model)
 
 
@@ -153,7 +155,8 @@ def sum_gradients(model: nn.Module) -> None:
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward pass communicates gradients, or leaves them on this rank for a later one to sum.
 
-    With ZeRO-2, parameters also stay gathered until the pass that communicates.
+    Parameters that a pass keeps whole anyway (all of them with ZeRO-2, else tied ends and the root's own) stay gathered
+    until the pass that communicates.
     """
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(enabled, recurse=False)
