@@ -129,8 +129,12 @@ def native_class(config: Any, folder: Path, *, trust_remote_code: bool = False) 
 
 def folder_warnings(folder: Path, *, trust_remote_code: bool = False) -> list[str]:
     """What deserves a word but stops nothing: code that is not run, names that differ in case only."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # seconds to import
+
     found = []
-    if (code := _code_files(folder)) and not trust_remote_code:
+    path = folder / "config.json"
+    is_native = path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("model_type") in CONFIG_MAPPING
+    if (code := _code_files(folder)) and (is_native or not trust_remote_code):
         found.append(f"{folder}: {', '.join(path.name for path in code)}: not run, the class of transformers is used")
     by_name = defaultdict(list)
     for path in sorted(folder.iterdir()):

@@ -37,20 +37,27 @@ def load_processor(
     """
     folder = Path(folder)
     is_multimodal = _check_files(folder)
-    ensure_torchvision()
-    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
-
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        processor = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(str(folder), **options)
-        if is_multimodal and not use_fast:
-            processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **options)
+        processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
-        raise _unreadable(folder, error, trust_remote_code) from error
+        if not (trust_remote_code and "trust_remote_code" in str(error)):
+            raise _unreadable(folder, error) from error
+        processor = _read(folder, is_multimodal, use_fast, trust_remote_code=True)
     _check_padding(processor, folder)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
     for source in template.values() if isinstance(template, dict) else filter(None, [template]):
         check_chat_template(source, where=str(folder))
+    return processor
+
+
+def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool) -> Any:
+    ensure_torchvision()
+    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    processor = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(str(folder), **options)
+    if is_multimodal and not use_fast:
+        processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **options)
     return processor
 
 
@@ -166,9 +173,9 @@ def _check_padding(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
         )
 
 
-def _unreadable(folder: Path, error: Exception, trust_remote_code: bool) -> ModelFolderError:
+def _unreadable(folder: Path, error: Exception) -> ModelFolderError:
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    wants_code = "trust_remote_code" in str(error) and not trust_remote_code
+    wants_code = "trust_remote_code" in str(error)
     return ModelFolderError(
         f"the processor cannot be read: {type(error).__name__}: {first_line}",
         where=str(folder),

@@ -261,11 +261,15 @@ def test_77_no_folder_named() -> None:
         ModelHub.build(ModelArguments())
 
 
-def test_78_code_beside_a_native_class_is_not_run(copied: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("trusted", [False, True])
+def test_78_code_beside_a_native_class_is_not_run(trusted: bool, copied: Callable[[str], Path]) -> None:
     folder = copied("text")
-    edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.Model"})
+    auto_map = {"AutoConfig": "modeling_x.Config", "AutoModelForCausalLM": "modeling_x.Model"}
+    edit_json(folder / "config.json", auto_map=auto_map)
+    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling_x.Tokenizer", None]})
     (folder / "modeling_x.py").write_text("raise RuntimeError('was run')")
-    report = build_and_load(folder)
+    load_processor(folder, trust_remote_code=trusted)
+    report = build_and_load(folder, trust_remote_code=trusted)
     assert any("modeling_x.py: not run" in warning for warning in report.warnings)
 
 
