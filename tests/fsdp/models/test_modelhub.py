@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
 
+from mindspeed_mm.checkpoint.keymap import Concat, KeyMap, Rule
 from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
 from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementation
 from mindspeed_mm.fsdp.models.base_model import BaseModel
@@ -188,6 +190,15 @@ class ToyWithHooks(Toy):
         return model
 
 
+class MappedToy(Toy):
+    key_map = KeyMap(
+        [
+            Rule(("blocks.{n}.halfa.w", "blocks.{n}.halfb.w"), "layers.{n}.weight", (Concat(0),)),
+            Rule("blocks.{n}.b", "layers.{n}.bias"),
+        ]
+    )
+
+
 class OwnQwen(Qwen3ForCausalLM):
     """A plugin's own transformers class with a configuration that transformers does not know."""
 
@@ -199,7 +210,8 @@ class OwnQwen(Qwen3ForCausalLM):
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_register, "_entries", {"toy": Toy, "hooks": ToyWithHooks, "own": OwnQwen})
+    entries = {"toy": Toy, "hooks": ToyWithHooks, "mapped": MappedToy, "own": OwnQwen}
+    monkeypatch.setattr(model_register, "_entries", entries)
 
 
 @pytest.mark.usefixtures("registered")
@@ -214,8 +226,6 @@ def test_plugin_model_without_a_folder() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_plugin_model_with_a_folder_of_its_own(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     (tmp_path / "config.json").write_text('{"model_type": "toy", "width": 4}')
     shapes = {"weight": (4, 4), "bias": (4,)}
     state = {f"layers.{i}.{name}": torch.randn(shape) for i in range(2) for name, shape in shapes.items()}
@@ -224,6 +234,23 @@ def test_plugin_model_with_a_folder_of_its_own(tmp_path: Path) -> None:
     model = ModelHub.build(args)
     load(model, args)
     assert all(torch.equal(model.state_dict()[key], state[key]) for key in state)
+
+
+@pytest.mark.usefixtures("registered")
+def test_plugin_key_map_leads_from_the_stored_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "toy", "width": 4}')
+    halves = {f"blocks.{i}.half{half}.w": torch.randn(2, 4) for i in range(2) for half in "ab"}
+    biases = {f"blocks.{i}.b": torch.randn(4) for i in range(2)}
+    save_file(halves | biases, tmp_path / "model.safetensors")
+    args = arguments(tmp_path, model_id="mapped")
+    model = ModelHub.build(args)
+    load(model, args)
+    for i, layer in enumerate(model.layers):
+        expected = torch.cat([halves[f"blocks.{i}.halfa.w"], halves[f"blocks.{i}.halfb.w"]])
+        assert torch.equal(layer.weight, expected) and torch.equal(layer.bias, biases[f"blocks.{i}.b"])
+    save_file(halves | biases | {"left.over": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFolderError, match=r"left\.over"):
+        load(ModelHub.build(args), args)
 
 
 @pytest.mark.usefixtures("registered")
