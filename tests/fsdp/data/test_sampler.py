@@ -49,6 +49,8 @@ def test_drop_last_leaves_out_the_rest_of_an_epoch() -> None:
     order = GlobalOrder(SequentialSampler(10), global_batch=4, drop_last=True)
     assert order.steps_per_epoch == 2
     assert [(p.epoch, p.row) for p in rows(order, steps=3)] == [(0, i) for i in range(8)] + [(1, i) for i in range(4)]
+    whole = GlobalOrder(SequentialSampler(8), global_batch=4, drop_last=True)
+    assert [p.row for p in rows(whole, steps=3)] == [*range(8), *range(4)]
     with pytest.raises(DataError, match="has 3 samples, fewer than one global batch of 4"):
         GlobalOrder(SequentialSampler(3), global_batch=4, drop_last=True)
     with pytest.raises(DataError, match="has 0 samples"):

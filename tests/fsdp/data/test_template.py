@@ -28,6 +28,12 @@ NO_MARKS = (
     "{% for m in messages %}{{ m.role.upper() + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
+OTHER_LAST_MARK = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '|' + m.content }}"
+    "{{ '<|endoftext|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+MIXES_ENDS = OTHER_LAST_MARK.replace("<|endoftext|>", "!").replace("<|im_end|>", "?")
 MIXES = "{{ messages | map(attribute='content') | sort | join(' ') }}"
 
 CHAT = [
@@ -54,8 +60,9 @@ def spoken(tokenizer: Any, source: str, chat: list[dict[str, Any]] = CHAT, **opt
         (DROPS_THOUGHTS, {}, [" two <|im_end|>", "<think>\n\n</think>\n\nfour<|im_end|>"]),
         (DROPS_THOUGHTS, {"enable_thinking": False}, [" two <|im_end|>", "four<|im_end|>"]),
         (NO_MARKS, {}, ["  two \n", " four\n"]),
+        (OTHER_LAST_MARK, {}, ["| two <|im_end|>", "|four<|endoftext|>"]),
     ],
-    ids=["chatml", "llama2", "thoughts", "no thoughts", "no end mark"],
+    ids=["chatml", "llama2", "thoughts", "no thoughts", "no end mark", "another last mark"],
 )
 def test_spans_hold_what_the_model_says_and_its_end_mark(
     tokenizer: Any, source: str, options: dict[str, Any], expected: list[str]
@@ -76,9 +83,10 @@ def test_a_turn_that_repeats_the_prompt_is_found_where_it_stands(tokenizer: Any)
     assert text[start:end] == "two<|im_end|>"
 
 
-def test_a_template_that_mixes_turns_is_refused(tokenizer: Any) -> None:
+@pytest.mark.parametrize("source", [MIXES, MIXES_ENDS])
+def test_a_template_that_mixes_turns_is_refused(tokenizer: Any, source: str) -> None:
     with pytest.raises(DataError, match="cannot be told apart"):
-        spoken(tokenizer, MIXES)
+        spoken(tokenizer, source)
 
 
 def test_what_the_template_refuses_is_an_error_of_the_row(tokenizer: Any) -> None:

@@ -161,9 +161,8 @@ class SampleEncoder:
         for first, last in token_spans:
             labels[first:last] = ids[first:last]
         at = self._placeholders(ids, features, text)
-        labels[at] = IGNORED
-        self._check_mask(labels, at, messages, text)
         ids, labels = _splice(ids, labels, at, features)
+        self._check_mask(labels, features, messages, text)
         return _encoded(sample, ids, labels, features)
 
     def _placeholders(self, ids: np.ndarray, features: list[ImageFeatures], text: str) -> np.ndarray:
@@ -176,11 +175,13 @@ class SampleEncoder:
             )
         return at
 
-    def _check_mask(self, labels: np.ndarray, at: np.ndarray, messages: list[dict[str, Any]], text: str) -> None:
+    def _check_mask(
+        self, labels: np.ndarray, features: list[ImageFeatures], messages: list[dict[str, Any]], text: str
+    ) -> None:
         """Raise when nothing is trained (the shift leaves the first token out), or everything although a prompt is."""
         trained = int((labels[1:] != IGNORED).sum())
         has_prompt = any(message["role"] != "assistant" for message in messages)
-        everything = trained >= len(labels) - 1 - len(at)
+        everything = trained >= len(labels) - 1 - sum(len(image.token_ids) for image in features)
         if not trained:
             raise DataError(f"no trainable token in: {text[:2000]!r}", key="labels")
         if everything and has_prompt and not self._options.train_on_prompt:

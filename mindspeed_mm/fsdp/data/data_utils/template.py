@@ -72,7 +72,7 @@ class ChatTemplate:
         self._variables = {**tokenizer.special_tokens_map}
         if enable_thinking is not None:
             self._variables["enable_thinking"] = enable_thinking
-        self._end_marks = tuple(tokenizer.all_special_tokens)
+        self._marks = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._opens_turns = self._writes_generation_prompt()
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -127,21 +127,28 @@ class ChatTemplate:
         return len(so_far) if text.startswith(so_far) else None
 
     def _span_by_exchange(self, messages: list[Message], i: int, text: str) -> Span:
-        """For templates that write a turn differently once others follow (Qwen3 drops earlier thoughts): exchange the
-        turn's text, and what stays the same is what is not the turn's."""
+        """For templates that write a turn differently once others follow (Qwen3 drops earlier thoughts, GPT-OSS ends
+        the last turn with another mark): exchange the turn's text, and what stays the same is not the turn's."""
         content = [{"type": "text", "text": _STAND_IN}] if self._takes_parts else _STAND_IN
         exchanged = [*messages[:i], {**messages[i], "content": content}, *messages[i + 1 :]]
         before, found, after = self._render(exchanged).partition(_STAND_IN)
-        closing = self._render(exchanged[: i + 1]).partition(_STAND_IN)[2]
         fits = len(before) + len(after) <= len(text) and text.startswith(before) and text.endswith(after)
-        if not found or not fits or not after.startswith(closing):
+        closing = self._closing(exchanged[: i + 1], after)
+        if not found or not fits or closing is None:
             raise self._mixed_turns(text)
         return len(before), len(text) - len(after) + len(closing)
+
+    def _closing(self, exchanged: list[Message], after: str) -> str | None:
+        """What ends a turn: what follows it when it is the last, or else the mark right behind it."""
+        alone = self._render(exchanged).partition(_STAND_IN)[2]
+        if after.startswith(alone):
+            return alone
+        return next((mark for mark in self._marks if after.startswith(mark)), None)
 
     def _without_blanks_after_mark(self, text: str, start: int, end: int) -> int:
         """The model stops at its end mark: the line break that a template writes after it is not the model's."""
         trimmed = text[start:end].rstrip()
-        return start + len(trimmed) if trimmed.endswith(self._end_marks) else end
+        return start + len(trimmed) if trimmed.endswith(self._marks) else end
 
     def _mixed_turns(self, text: str) -> DataError:
         return DataError(
