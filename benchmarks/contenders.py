@@ -50,14 +50,16 @@ class Contenders:
     def floor(self) -> dict[str, Any]:
         """The bare loop."""
         words = [self.workload.model, self.workload.batches, self.steps, *(["--preload"] if self.preload else [])]
-        return self._finish(self._run("benchmarks.bare_loop", *words))
+        finished = self._run("benchmarks.bare_loop", *words)
+        return self._finish(finished, finished.last_json())
 
     def trainer(self) -> dict[str, Any]:
         """Transformers' Trainer, two data workers."""
         data, index = self.workload.folder / "data" / "train.jsonl", self.workload.batches / "index.json"
         with tempfile.TemporaryDirectory(dir=self.workload.folder) as out:
             words = [self.workload.model, data, index, self.steps, BATCH_SIZE, out]
-            return self._finish(self._run("benchmarks.hf_trainer", *words))
+            finished = self._run("benchmarks.hf_trainer", *words)
+        return self._finish(finished, finished.last_json())
 
     def ours(self) -> dict[str, Any]:
         """`mm train`, two data workers, a run folder with everything that it writes by default."""
@@ -72,8 +74,7 @@ class Contenders:
         command = [sys.executable, "-m", module, *map(str, words)]
         return run(command, timeout_s=TIMEOUT_S, watch_memory=self.watch_memory)
 
-    def _finish(self, finished: Finished, report: Report | None = None) -> dict[str, Any]:
-        report = finished.last_json() if report is None else report
+    def _finish(self, finished: Finished, report: Report) -> dict[str, Any]:
         check_work(report, self.workload.index()[: self.steps])
         return self.measure(finished, report)
 

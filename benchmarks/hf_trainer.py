@@ -131,4 +131,5 @@ def main(model_folder: Path, data: Path, index_file: Path, steps: int, batch_siz
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]), int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]))
+    model, rows, index, steps_asked, batch, scratch = sys.argv[1:]
+    main(Path(model), Path(rows), Path(index), int(steps_asked), int(batch), Path(scratch))

@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES},
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
@@ -32,13 +32,13 @@ def describe() -> dict[str, Any]:
     }
 
 
-def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
-    """Write `results/<name>.json` with the machine and the command that makes it again."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write_result(name: str, command: str, result: dict[str, Any], path: Path | None = None) -> Path:
+    """Write `results/<name>.json`, or `path`, with the machine and the command that makes it again."""
+    path = path or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"benchmark": name, "command": command, "machine": describe(), **result}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(f"{name}: written to {path.relative_to(ROOT)}", flush=True)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"{name}: written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
     return path
 
 
@@ -49,5 +49,17 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False).stdout.strip()
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*words: str) -> str | None:
+    """What git says, or None where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -36,8 +36,8 @@ class Finished:
     """Highest sum of proportional set sizes over the process and everything it started, where it was watched."""
     output: str
 
-    def last_json(self) -> dict[str, Any]:
-        """The JSON object on the last line of what it printed."""
+    def last_json(self) -> Any:
+        """The JSON on the last line of what it printed."""
         return json.loads(self.output.strip().splitlines()[-1])
 
 

@@ -1,0 +1,222 @@
+"""What an accelerator gives: a bf16 training step at 0.5 to 2 B parameters, parity with the CPU, and the digits job.
+
+Each part is a process of its own with a time limit: one that fails is written down as failed, and the others go on.
+`benchmarks/accelerator.sh` starts it where the project is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import processes
+from benchmarks.accelerator_sizes import ATTEMPTS, TINY, Attempt
+from benchmarks.digits import Workload, prepare
+from benchmarks.figures import Figure, table
+from benchmarks.machine import ROOT, write_result
+
+LIMIT_S = 450.0
+LEAST_S = 25.0
+"""A part is not begun with less time left."""
+
+PROBE = """
+import json, torch
+there = torch.accelerator.is_available()
+found = {"type": torch.accelerator.current_accelerator().type if there else "cpu"}
+if there:
+    module = torch.get_device_module(found["type"])
+    properties = module.get_device_properties(0)
+    found |= {"count": torch.accelerator.device_count(), "name": module.get_device_name(0)}
+    found |= {"memory_gib": properties.total_memory / 2**30, "torch": torch.__version__}
+print(json.dumps(found))
+"""
+
+
+@dataclass
+class Session:
+    """One run of all parts.
+
+    Args:
+        work: Scratch folder.
+        device: What `PROBE` found.
+        tiny: Sizes for a quick look on a CPU.
+        peak_tflops: Peak of the accelerator in bf16, where its name says too little.
+    """
+
+    work: Path
+    device: dict[str, Any]
+    tiny: bool = False
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + LIMIT_S
+
+    def run(self) -> dict[str, Any]:
+        """All parts, the one that says most first."""
+        parts: dict[str, Callable[[], dict[str, Any]]] = {"step": self.step, "parity": self.parity, "job": self.job}
+        results = {}
+        for name, part in parts.items():
+            began = time.monotonic()
+            print(f"  {name} …", flush=True)
+            results[name] = self._guarded(part) | {"took_s": round(time.monotonic() - began, 1)}
+        return {"device": self.device, "tiny": self.tiny, **results}
+
+    def step(self) -> dict[str, Any]:
+        """The largest size that fits: each that runs out of memory is noted, and the next is tried."""
+        failures: list[dict[str, str]] = []
+        for attempt in self._attempts():
+            words = [attempt.to_json(), str(self.work / attempt.name), str(self.peak_tflops or "")]
+            try:
+                measured = self._module("benchmarks.accelerator_step", *words, limit_s=240).last_json()
+                return measured | {"attempts_before": failures}
+            except processes.ProcessFailed as error:
+                failures.append({"attempt": attempt.name, "error": _shortened(error)})
+                if self._left_s() < LEAST_S:
+                    break
+        return {"error": "no size ran", "attempts_before": failures}
+
+    def parity(self) -> dict[str, Any]:
+        """Loss and gradients of one step, here and by plain transformers on the CPU."""
+        workload = self._workload()
+        words = [str(workload.model), str(workload.batches)]
+        found = self._module("benchmarks.accelerator_parity", *words, limit_s=120).last_json()
+        return found if found["agrees"] else found | {"error": "this device and the CPU differ"}
+
+    def job(self) -> dict[str, Any]:
+        """The digits example, shortened: train from scratch, then answer held-out questions."""
+        folder = self._workload().folder
+        run, data = self.work / "run", folder / "data"
+        steps = 6 if self.tiny else 600
+        basic = "data.dataset_param.basic_parameters"
+        overrides = [
+            f"model.model_name_or_path={folder / 'model'}",
+            f"{basic}.dataset={data / 'train.jsonl'}",
+            f"{basic}.dataset_dir={data}",
+            f"{basic}.val_dataset=null",
+            f"training.train_iters={steps}",
+            f"training.save={run}",
+            "training.val_interval=0",
+            "training.log_interval=1",
+        ]
+        config = ROOT / "examples" / "digits" / "digits_tiny_config.yaml"
+        trained = self._module("mindspeed_mm", "train", str(config), *overrides, limit_s=180)
+        result = {"steps": steps, "train_s": trained.wall_s, **_metrics(run)}
+        answers = self._guarded(lambda: self._accuracy(run, data))
+        return result | ({"error": answers["error"]} if "error" in answers else {"accuracy": answers})
+
+    def _accuracy(self, run: Path, data: Path) -> dict[str, Any]:
+        rows = data / "some.jsonl"
+        lines = (data / "test.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        rows.write_text("".join(lines[:24] if self.tiny else lines), encoding="utf-8")
+        words = ["evaluate", str(run), "--data", str(rows), "--max-new-tokens", "16", "--batch-size", "256", "--json"]
+        return self._module("mindspeed_mm", *words, limit_s=120).last_json()["tasks"]
+
+    def _workload(self) -> Workload:
+        return prepare(self.work / "digits", steps=2)
+
+    def _attempts(self) -> list[Attempt]:
+        if self.tiny:
+            return [TINY]
+        return [attempt for attempt in ATTEMPTS if attempt.needs_gib <= self.device.get("memory_gib", 0)] or ATTEMPTS[
+            -1:
+        ]
+
+    def _module(self, module: str, *words: str, limit_s: float) -> processes.Finished:
+        limit = min(limit_s, self._left_s())
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""} if self.device["type"] == "cpu" else {}
+        return processes.run([sys.executable, "-m", module, *words], timeout_s=limit, extra_env=hidden)
+
+    def _left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _guarded(self, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if self._left_s() < LEAST_S:
+            return {"error": "not begun: the time was used up"}
+        try:
+            return part()
+        except (processes.ProcessFailed, ValueError, KeyError, OSError) as error:
+            print(f"    failed: {_shortened(error)}", flush=True)
+            return {"error": _shortened(error)}
+
+
+def _metrics(run: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    half = lines[len(lines) // 2 :]
+    return {
+        "first_loss": lines[0]["loss"],
+        "last_loss": lines[-1]["loss"],
+        "step_ms": statistics.median(line["step_ms"] for line in half),
+        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in half),
+        "peak_memory_gib": lines[-1]["memory_gib"],
+    }
+
+
+def _shortened(error: Exception) -> str:
+    """The last lines of an error, without the paths of this machine."""
+    text = "\n".join(str(error).strip().splitlines()[-3:])
+    for folder in (str(ROOT), sys.prefix, tempfile.gettempdir()):
+        text = text.replace(folder, "…")
+    return text[-600:]
+
+
+def figures(result: dict[str, Any]) -> list[Figure]:
+    """What the printed table shows."""
+    step, parity, job = result["step"], result["parity"], result["job"]
+    naming = job.get("accuracy", {}).get("naming", {})
+    mfu = step.get("mfu")
+    return [
+        Figure("bf16 step", step.get("tokens_per_s"), "tokens/s"),
+        Figure("bf16 step, MFU", mfu and 100 * mfu, "%"),
+        Figure("bf16 step, peak memory", step.get("peak_memory_gib"), "GiB"),
+        Figure("parity with the CPU, worst gradient", parity.get("worst_gradient"), "of its tolerance", 1.0),
+        Figure("digits job, step", job.get("step_ms"), "ms"),
+        Figure("digits job, naming", naming.get("accuracy") and 100 * naming["accuracy"], "%"),
+    ]
+
+
+def find_device() -> dict[str, Any]:
+    """The accelerator, or `{"type": "cpu"}`."""
+    return processes.run([sys.executable, "-c", PROBE], timeout_s=120).last_json()
+
+
+def run(work: Path) -> dict[str, Any] | None:
+    """As one of `python -m benchmarks`; None where there is no accelerator."""
+    device = find_device()
+    if device["type"] == "cpu":
+        print("no accelerator here: nothing to measure")
+        return None
+    result = Session(work / "accelerator", device).run()
+    return result | {"figures": [figure.to_dict() for figure in figures(result)]}
+
+
+def main() -> int:
+    """The command line of `accelerator.sh`."""
+    parser = argparse.ArgumentParser(prog="benchmarks/accelerator.sh", description=__doc__)
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: the same code on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a quick look on a CPU")
+    parser.add_argument("--out", type=Path, help="the JSON; default: benchmarks/results/accelerator.json")
+    parser.add_argument("--peak-tflops", type=float, help="peak of the accelerator in bf16, for the MFU")
+    options = parser.parse_args()
+    device = find_device() if options.device == "auto" else {"type": "cpu"}
+    if device["type"] == "cpu" and options.device == "auto":
+        print("no accelerator here: nothing to measure")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mm-accelerator-") as work:
+        result = Session(Path(work), device, options.tiny, options.peak_tflops).run()
+    shown = figures(result)
+    result["figures"] = [figure.to_dict() for figure in shown]
+    write_result("accelerator", "benchmarks/accelerator.sh", result, options.out)
+    print(table([("accelerator", figure) for figure in shown]))
+    return int(any("error" in result[part] for part in ("step", "parity", "job")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Our engine around a model, without data and without a run folder: what `Trainer` builds, and nothing else."""
+
+from __future__ import annotations
+
+from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, shutdown_distributed
+from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
+from mindspeed_mm.fsdp.loss.objectives import build_objective
+from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.train.assemble import assemble
+from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+from mindspeed_mm.fsdp.train.trainer import build_schedule
+from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device
+
+
+def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
+    """A group of one, the model assembled on the device, objective, optimizer, schedule."""
+    _, local_rank, world_size = initialize_distributed(timeout_s=120.0)
+    device = set_local_device(local_rank)
+    init_parallel_state(resolve_parallel_sizes(arguments.parallel, world_size), get_device_type())
+    assembled = assemble(arguments, device)
+    objective = build_objective(None, assembled.model, assembled.head)
+    return TrainEngine(
+        model=assembled.model,
+        objective=objective,
+        forward_backward=PlainForwardBackward(assembled.model, objective, set_gradient_sync),
+        optimizer=build_optimizer(assembled.model, arguments.training),
+        schedule=build_schedule(arguments, total_steps),
+        training=arguments.training,
+        device=device,
+        towers=assembled.towers,
+    )
+
+
+def leave() -> None:
+    """Undo the group."""
+    destroy_parallel_state()
+    shutdown_distributed()
