@@ -7,8 +7,9 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
-from mindspeed_mm.fsdp.data.dataloader.dataloader import DEFAULT_TIMEOUT_S, MMDataLoader, WorkerOptions
+from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.sampler import DataPosition, Deal, build_sampler
+from mindspeed_mm.fsdp.data.dataloader.worker_pool import DEFAULT_TIMEOUT_S, WorkerOptions
 from mindspeed_mm.fsdp.data.split import split_dataset
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.device import get_device_type

@@ -52,8 +52,8 @@ class TestSources:
 
     def test_a_missing_file_names_the_nearest(self, tmp_path: Path, param: Param) -> None:
         write_jsonl(tmp_path / "train.jsonl", texts(1))
-        with pytest.raises(DataError, match=r"'trian.jsonl' does not exist. Did you mean 'train.jsonl'"):
-            build_mm_dataset(param("trian.jsonl"))
+        with pytest.raises(DataError, match=r"'trains.jsonl' does not exist. Did you mean 'train.jsonl'"):
+            build_mm_dataset(param("trains.jsonl"))
         (tmp_path / "empty").mkdir()
         with pytest.raises(DataError, match="the folder holds no"):
             build_mm_dataset(param("empty"))

@@ -18,9 +18,9 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
-from mindspeed_mm.fsdp.data.dataloader import dataloader as loader_module
-from mindspeed_mm.fsdp.data.dataloader.dataloader import WorkerOptions
+from mindspeed_mm.fsdp.data.dataloader import worker_pool
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
 
 
@@ -211,7 +211,7 @@ class TestBadSamples:
 class TestWorkers:
     @pytest.fixture(autouse=True)
     def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loader_module, "_POLL_S", 0.2)
+        monkeypatch.setattr(worker_pool, "_POLL_S", 0.2)
 
     def test_a_killed_worker_is_named_with_its_samples(self) -> None:
         def act(index: int) -> None:
@@ -270,7 +270,7 @@ class TestWorkers:
 
     def test_batches_beyond_a_slot_go_torchs_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
         small = lambda count: SharedSlots(count, slot_bytes=64)  # noqa: E731
-        monkeypatch.setattr(loader_module, "SharedSlots", small)
+        monkeypatch.setattr(worker_pool, "SharedSlots", small)
         assert ids(islice(loader(Numbers(40), workers=2), 9)) == ids(islice(loader(Numbers(40)), 9))
 
 

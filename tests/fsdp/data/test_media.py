@@ -55,6 +55,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_no_sound_image_is_refused(case: str) -> None:
     make, message = BROKEN[case]
