@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
 _ALIASES = {"flex": "flex_attention"}
@@ -39,7 +40,10 @@ def resolve_attn_implementation(
         for name, package in _PACKAGES.items():
             if importlib.util.find_spec(package) is not None:
                 return name
-    return "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
+    if not getattr(model_class, "_supports_sdpa", True):
+        return "eager"
+    # The same kernels to the bit, but right-padded batches need no dense mask, and packed rows are exact.
+    return ATTENTION_NAME if getattr(model_class, "_supports_attention_backend", False) else "sdpa"
 
 
 def _check_flash(name: str, param_dtype: torch.dtype | None) -> None:

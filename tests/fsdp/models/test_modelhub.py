@@ -114,7 +114,7 @@ def test_attention_choice(folders: dict[str, Path]) -> None:
     assert resolve_attn_implementation(None) == "sdpa"
     assert resolve_attn_implementation("flex") == "flex_attention"
     assert resolve_attn_implementation(None, type("NoSdpa", (), {"_supports_sdpa": False})) == "eager"
-    for name, expected in (("eager", "eager"), (None, "sdpa"), ("mm_varlen", "mm_varlen")):
+    for name, expected in (("eager", "eager"), (None, "mm_varlen"), ("sdpa", "sdpa")):
         model = ModelHub.build(arguments(folders["vision"], attn_implementation=name))
         assert model.config._attn_implementation == expected
     if not torch.accelerator.is_available():
