@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,6 +168,3 @@ def _init_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_S))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # refused in some containers; then a worker that wakes up may preempt the trainer
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
