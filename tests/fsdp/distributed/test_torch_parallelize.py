@@ -350,7 +350,16 @@ def test_every_wrapped_module_sums():
     assert run_ranks(1, divide_factors) == [[(1.0, True)] * 5]
 
 
+def test_one_process_is_wrapped_only_for_precision_or_offload():
+    assert run_ranks(1, wrapped_by_plan) == [[0, 6, 6, 6]]  # the blocks, the tied pair and the root
+
+
+def wrapped_by_plan() -> list[int]:
+    plans = [{}, {"param_dtype": "bf16"}, {"output_dtype": "fp32"}, {"cpu_offload": True}]
+    return [len(wrapped_names(apply(build(), {"fsdp_plan": plan}))) for plan in plans]
+
+
 def divide_factors() -> list[tuple[float, bool]]:
-    model = apply(build(), {})
+    model = apply(build(), {"fsdp_plan": {"param_dtype": "fp32"}})
     groups = {id(g): g for m in fsdp_modules(model) for g in m._get_fsdp_state()._fsdp_param_groups}
     return [(g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in groups.values()]
