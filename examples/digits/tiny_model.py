@@ -92,7 +92,7 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
-    """Qwen3-VL's own processor; one digit of 32×32 pixels becomes 16 patches and 4 tokens."""
+    """Qwen3-VL's own processor; one digit of 32×32 pixels becomes 4 patches and 1 token."""
     common: dict[str, Any] = {
         "patch_size": PATCH,
         "merge_size": MERGE,
