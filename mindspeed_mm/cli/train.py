@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import click
 
+from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.tasks import train
 
 EXAMPLES = """
@@ -48,24 +48,30 @@ def command(
     allow_fresh: bool,
     accept_data_change: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Train the model of CONFIG. OVERRIDES are section.key=value, each parsed as YAML.
 
     Running the same command again continues from the newest checkpoint. Ctrl-C or SIGTERM saves one and ends with exit
     code 75; a second one stops at once.
     """
-    options = {
+    switches = {
         "dry_run": dry_run,
         "weights_only": weights_only,
         "allow_fresh": allow_fresh,
         "accept_data_change": accept_data_change,
     }
     if nproc > 1 and "RANK" not in os.environ:
-        # A wrong YAML is answered once, here, not by every rank.
-        save = train.load_with_plugins(config, overrides).arguments.training.save
-        words = [str(config), *overrides, "--resume", resume, *(["--steps", str(steps)] if steps else [])]
-        words += [f"--{name.replace('_', '-')}" for name, on in options.items() if on]
-        sys.exit(train.launch(nproc, ["train", *words], save))
-    outcome = train.run(config, overrides, steps=steps, resume=resume == "auto", **options)
-    if as_json:
+        words = ["--resume", resume, *(["--steps", str(steps)] if steps else []), *(["--json"] if as_json else [])]
+        words += [f"--{name.replace('_', '-')}" for name, on in switches.items() if on]
+        return train.run_ranks(nproc, config, overrides, words)
+    try:
+        outcome = train.run(
+            config, overrides, steps=steps, resume=resume == "auto", progress_to_stderr=as_json, **switches
+        )
+    except Exception as error:
+        if train.tell_launcher(error) and isinstance(error, MMError):
+            return int(error.exit_code)  # the launcher prints it, once for all ranks
+        raise
+    if as_json and os.environ.get("RANK", "0") == "0":
         click.echo(json.dumps(vars(outcome)))
+    return outcome.exit_code

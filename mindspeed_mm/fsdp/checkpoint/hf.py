@@ -33,6 +33,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    ranks: Ranks | None = None,
 ) -> None:
     """Write a live model, sharded or not. Called by all ranks; each tensor is gathered by itself, rank 0 writes.
 
@@ -43,8 +44,9 @@ def save_hf(
         dtype: None writes each tensor in the dtype that `assets_from` has for it.
         max_shard_bytes: Largest size of one file, unless a single tensor is larger.
         overwrite: Replace an existing folder.
+        ranks: All of them; made here when not given, which is itself a collective.
     """
-    ranks = Ranks()
+    ranks = ranks or Ranks()
     tensors = model_tensors(model)
     stored: dict[str, LazyTensor] = {
         name: Stored(name, tensor.shape, tensor.dtype, lambda: _Gathering(tensors)) for name, tensor in tensors.items()

@@ -124,7 +124,7 @@ class TrainingArguments(Section):
     load_format: Literal["auto", "hf", "dcp"] = "auto"
     """Layout of `load`; auto looks."""
     load_strict: Flag = True
-    """Weight keys must fit exactly."""
+    """Weight keys must fit exactly; false: missing ones are initialised, spare ones ignored, with a warning."""
     load_rank0_and_broadcast: Flag = False
     """Rank 0 reads and sends, for folders that other hosts cannot see."""
     no_load_optim: Flag = False
@@ -134,7 +134,8 @@ class TrainingArguments(Section):
     save: PathText | None = None
     """The run folder."""
     save_format: Literal["auto", "hf", "dcp"] = "auto"
-    """Layout of checkpoints; auto is dcp, which can be resumed under any number of ranks."""
+    """Layout of checkpoints; auto is dcp, which can be resumed under any number of ranks. hf: a Hugging Face folder
+    beside each of them, in `hf/`."""
     save_interval: Natural = 500
     """Steps between checkpoints; 0: only the last one."""
     save_async: Flag = False

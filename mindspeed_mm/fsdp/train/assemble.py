@@ -21,6 +21,8 @@ from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+EVERYTHING = ("*",)
+"""The pattern of all names."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ def assemble(
         ModelFolderError: Weights are missing, left over or of another shape.
     """
     param_dtype = arguments.parallel.fsdp_plan.param_dtype
-    model = ModelHub.build(arguments.model, param_dtype=DTYPES[param_dtype] if param_dtype else None)
+    model = ModelHub.build(
+        arguments.model, param_dtype=DTYPES[param_dtype] if param_dtype else None, feature_args=arguments.features
+    )
     spec = resolve_spec(model)
 
     # Both hooks read full hidden states and modules by their own names: they stand before sharding.
@@ -64,6 +68,7 @@ def assemble(
 
     ParallelApplier(arguments.parallel, shard_modules=spec.shard_modules, tie_groups=spec.tie_groups)(model)
 
+    training = arguments.training
     loaded = LoadReport()
     parameter_device = torch.device("cpu") if arguments.parallel.fsdp_plan.cpu_offload else device
     if load_weights:
@@ -71,11 +76,11 @@ def assemble(
             model,
             arguments.model,
             folder=weights,
-            seed=arguments.training.seed,
+            seed=training.seed,
             device=parameter_device,
             buffer_device=device,
-            allow_missing=arguments.training.allow_missing,
-            allow_unexpected=arguments.training.allow_unexpected,
+            allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
+            allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
         )
     else:
         materialize(model, parameter_device, device)

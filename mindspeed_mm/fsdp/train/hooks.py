@@ -1,4 +1,4 @@
-"""What happens around steps: the log line and metrics, validation, checkpoints, garbage collection."""
+"""What happens around steps: the log line and metrics, checkpoints, validation, bad samples, garbage collection."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
+
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
+from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts, MMDataLoader
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.train.failures import shortened
+from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import capture_rng
 from mindspeed_mm.fsdp.train.run_record import RunRecord
@@ -41,25 +48,27 @@ class LogHook(Hook):
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Log the window of steps since the last line."""
         self._window.append(result)
+        if result.skipped:
+            self._record.event("warning", result.step, message=result.skipped)
+            self._progress.note(f"warning: {result.skipped}")
         last = result.step == engine.last_step or engine.stopping
         if result.step % self._interval and not last and result.step != self._first_step + 1:
             return
         metrics = self._summary(engine, result)
         self._window.clear()
         self._record.metrics(metrics)
-        self._progress.step(metrics, engine.schedule.total_steps)
-        if result.skipped:
-            self._record.event("warning", result.step, message="the step was not finite and was skipped")
+        self._progress.step(metrics, engine.last_step, engine.schedule.total_steps)
 
     def on_train_end(self, engine: TrainEngine) -> None:
-        """Close the bar and the files."""
-        self._progress.close()
+        """Take the bar away."""
+        self._progress.end_steps()
 
     def _summary(self, engine: TrainEngine, result: StepResult) -> dict[str, Any]:
         seconds = sum(r.seconds for r in self._window)
         tokens = sum(r.tally.tokens for r in self._window)
         samples = sum(r.tally.samples for r in self._window)
         done = result.step - self._first_step
+        # By the wall clock: validation and saves are part of the time left, though not of a step's.
         pace = (time.perf_counter() - self._begun) / done
         terms = {f"loss/{name}": value for name, value in result.losses.items()} if len(result.losses) > 1 else {}
         return {
@@ -76,7 +85,7 @@ class LogHook(Hook):
             "tokens": tokens,
             "label_tokens": sum(r.tally.label_tokens for r in self._window),
             "consumed_samples": engine.consumed_samples,
-            "eta_s": pace * (engine.schedule.total_steps - result.step),
+            "eta_s": pace * (engine.last_step - result.step),
         }
 
 
@@ -98,71 +107,137 @@ class ValidationHook(Hook):
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Validate when it is time."""
-        if result.step % self._interval and result.step != engine.schedule.total_steps:
+        is_last = result.step == engine.schedule.total_steps
+        if (result.step % self._interval and not is_last) or (engine.stopping and not is_last):
             return
         losses = engine.evaluate(self._batches())
-        total = sum(losses.values())
-        self._record.metrics({"step": result.step, "val_loss": total})
-        self._record.event("validate", result.step, loss=total)
-        self._progress.note(f"step {result.step}: validation loss {total:.4f}")
+        metrics = {"step": result.step, "val_loss": sum(losses.values())}
+        self._record.metrics(metrics)
+        self._record.event("validate", result.step, loss=metrics["val_loss"])
+        self._progress.scalars(metrics)
+        self._progress.note(f"step {result.step}: validation loss {metrics['val_loss']:.4f}")
 
 
 class CheckpointHook(Hook):
     """Saves every `interval` steps, after the last step, and when a stop is asked for.
 
+    It stands before validation: what fails there, or is cut off by a scheduler's patience, finds the weights committed.
+
     Args:
         manager: Writes checkpoints.
-        interval: Steps between two saves.
-        on_error: `stop` raises what went wrong, `continue` notes it and trains on.
+        training: The `training` section.
+        hugging_face: Writes a Hugging Face folder beside each of them, when asked for.
     """
 
     def __init__(
         self,
         manager: CheckpointManager,
-        interval: int,
+        training: TrainingArguments,
         record: RunRecord,
         progress: Progress,
-        *,
-        on_error: str = "stop",
-        save_on_signal: bool = True,
-        with_rng: bool = True,
+        hugging_face: HuggingFaceSaves | None = None,
     ) -> None:
         self._manager = manager
-        self._interval = interval
+        self._hugging_face = hugging_face
+        self._training = training
         self._record = record
         self._progress = progress
-        self._on_error = on_error
-        self._save_on_signal = save_on_signal
-        self._with_rng = with_rng
+        self._untold: tuple[int, float] | None = None
+        """A save that was begun: its step, and the seconds that training stood still for it."""
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Save when it is time."""
-        stop_now = engine.stopping and self._save_on_signal
-        if result.step % self._interval == 0 or result.step == engine.last_step or stop_now:
+        interval = self._training.save_interval
+        by_signal = engine.stopping and self._training.save_on_signal
+        if (interval and result.step % interval == 0) or result.step == engine.last_step or by_signal:
             self._save(engine)
 
     def on_train_end(self, engine: TrainEngine) -> None:
         """Wait for a save that is under way: one that fails is a failed run."""
-        self._guarded(engine, self._manager.wait)
+        with engine.phase("save", self._training.save_timeout_s):
+            self._guarded(engine, self._manager.wait)
+        self._tell()
 
     def _save(self, engine: TrainEngine) -> None:
         started = time.perf_counter()
         state = engine.state()
-        if self._with_rng:
+        if not self._training.no_save_rng:
             state["rng"] = capture_rng()
-        if self._guarded(engine, lambda: self._manager.save(engine.iteration, engine.model, engine.optimizer, state)):
-            self._record.event("save", engine.iteration, seconds=time.perf_counter() - started)
+        with engine.phase("save", self._training.save_timeout_s):
+            self._guarded(engine, lambda: self._manager.save(engine.iteration, engine.model, engine.optimizer, state))
+            if self._hugging_face is not None:
+                saves = self._hugging_face
+                self._guarded(engine, lambda: saves.save(engine.iteration, engine.model))
+        self._tell()
+        self._untold = (engine.iteration, time.perf_counter() - started)
+        if not self._training.save_async:
+            self._tell()
 
-    def _guarded(self, engine: TrainEngine, action: Callable[[], object]) -> bool:
+    def _tell(self) -> None:
+        """Tell of the save that was begun last: only what is committed is one."""
+        if self._untold is None:
+            return
+        (step, seconds), self._untold = self._untold, None
+        if checkpoint_folder(self._manager.save_folder, step).is_dir():
+            self._record.event("save", step, seconds=seconds)
+            self._progress.note(f"step {step}: checkpoint saved ({seconds:.1f} s)")
+
+    def _guarded(self, engine: TrainEngine, action: Callable[[], object]) -> None:
         try:
             action()
-        except CheckpointError as error:
+        except MMError as error:
             self._record.event("warning", engine.iteration, message=str(error))
-            if self._on_error == "stop":
+            if self._training.on_save_error == "stop":
                 raise
             self._progress.note(f"warning: {error}")
-            return False
-        return True
+
+
+class DataHook(Hook):
+    """Tells, at the end of each epoch and of the run, which samples could not be used as they stand.
+
+    Args:
+        loader: Counts on this rank; the counts of all ranks are told.
+        group: Ranks that hold different samples; None for one process.
+    """
+
+    def __init__(
+        self, loader: MMDataLoader, group: dist.ProcessGroup | None, record: RunRecord, progress: Progress
+    ) -> None:
+        self._loader, self._group = loader, group
+        self._record, self._progress = record, progress
+        self._epoch = loader.position.epoch
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        """Tell when an epoch is over."""
+        if self._loader.position.epoch != self._epoch:
+            self._epoch = self._loader.position.epoch
+            self._tell(engine)
+
+    def on_train_end(self, engine: TrainEngine) -> None:
+        """Tell of the whole run."""
+        self._tell(engine)
+
+    def on_failure(self, engine: TrainEngine) -> None:
+        """Nothing: the other ranks may not be there to ask."""
+
+    def _tell(self, engine: TrainEngine) -> None:
+        counts = self._over_ranks()
+        bad = {sample: reason for each in counts for sample, reason in each.bad.items()}
+        shrunk, too_long = sum(each.shrunk for each in counts), sum(each.too_long for each in counts)
+        if not (bad or shrunk or too_long):
+            return
+        self._record.event("data", engine.iteration, bad=bad, shrunk=shrunk, too_long=too_long)
+        self._progress.note(
+            f"data so far: {len(bad)} bad samples were replaced, {too_long} too long ones too, {shrunk} were shortened"
+            + (f"; {shortened([f'{sample} ({reason})' for sample, reason in bad.items()], most=3)}" if bad else "")
+        )
+
+    def _over_ranks(self) -> list[DataCounts]:
+        if self._group is None:
+            return [self._loader.counts]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, self._loader.counts, group=self._group)
+        return gathered
 
 
 class GarbageCollectionHook(Hook):

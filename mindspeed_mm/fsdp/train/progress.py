@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,7 +61,7 @@ def clock(seconds: float) -> str:
 
 
 class Progress:
-    """Speaks on rank 0 only.
+    """Speaks on rank 0 only. No output that fails, a full disk or a reader that is gone, ends the training.
 
     Args:
         rank: Global rank.
@@ -72,57 +73,38 @@ class Progress:
     def __init__(
         self, rank: int, log_file: Path | None = None, tensorboard: Path | None = None, stream: TextIO | None = None
     ) -> None:
-        self._stream = stream or sys.stdout
         self._speaks = rank == 0
-        self._log: TextIO | None = None
-        if log_file is not None and self._speaks:
-            log_file.parent.mkdir(parents=True, exist_ok=True)
-            self._log = log_file.open("a", encoding="utf-8")
+        self._stream: TextIO | None = (stream or sys.stdout) if self._speaks else None
+        self._live = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in os.environ
+        self._log = _open_log(log_file) if log_file is not None and self._speaks else None
         self._tensorboard_folder = tensorboard if self._speaks else None
         self._tensorboard: Any = None
-        self._live = self._speaks and self._stream.isatty() and "NO_COLOR" not in os.environ
         self._lines = 0
 
     def note(self, text: str) -> None:
         """A line of prose."""
-        self._print(text)
+        self._print(text + "\n")
         self._write_log(text)
 
-    def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        """A logged step."""
+    def step(self, metrics: dict[str, Any], last_step: int, total_steps: int) -> None:
+        """A logged step.
+
+        Args:
+            metrics: As in `metrics.jsonl`.
+            last_step: Where this start ends.
+            total_steps: Where the schedule ends.
+        """
         if not self._speaks:
             return
-        if self._lines % LINES_PER_HEADER == 0:
-            self._print(HEADER)
+        header = HEADER + "\n" if self._lines % LINES_PER_HEADER == 0 else ""
         self._lines += 1
-        self._print(format_line(metrics))
-        if self._live:
-            self._stream.write(bar(metrics["step"], total_steps, metrics["eta_s"]))
-            self._stream.flush()
+        live = bar(metrics["step"], last_step, metrics["eta_s"]) if self._live else ""
+        self._print(header + format_line(metrics) + "\n" + live)
         self._write_log(log_line(metrics, total_steps))
-        self._write_tensorboard(metrics)
+        self.scalars(metrics)
 
-    def close(self) -> None:
-        """Flush and close what is open."""
-        if self._live:
-            self._stream.write("\r\033[K")
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
-
-    def _print(self, text: str) -> None:
-        if self._speaks:
-            self._stream.write(("\r\033[K" if self._live else "") + text + "\n")
-            self._stream.flush()
-
-    def _write_log(self, text: str) -> None:
-        if self._log is not None:
-            self._log.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}\n")
-            self._log.flush()
-
-    def _write_tensorboard(self, metrics: dict[str, Any]) -> None:
+    def scalars(self, metrics: dict[str, Any]) -> None:
+        """The numbers of a step to TensorBoard."""
         if self._tensorboard_folder is None:
             return
         try:
@@ -130,13 +112,54 @@ class Progress:
                 # Imported after the first step was shown: it costs a third of a second and nobody waits for it.
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._tensorboard = SummaryWriter(str(self._tensorboard_folder))
+                # What a killed start had logged beyond its checkpoint is done again.
+                self._tensorboard = SummaryWriter(str(self._tensorboard_folder), purge_step=metrics["step"])
             for name, value in metrics.items():
                 if isinstance(value, int | float) and name != "step":
                     self._tensorboard.add_scalar(name, value, metrics["step"])
-        except (OSError, ImportError) as error:
-            self._tensorboard_folder = None
+        except Exception as error:  # noqa: BLE001  (foreign code: nothing that a tracker does may end a run)
+            self._tensorboard_folder = self._tensorboard = None
             self.note(f"warning: TensorBoard events stop here ({error}); metrics.jsonl goes on")
+
+    def end_steps(self) -> None:
+        """Take the bar away; lines of prose may follow."""
+        if self._live:
+            self._print("")
+
+    def close(self) -> None:
+        """Flush and close what is open."""
+        self.end_steps()
+        for output in (self._tensorboard, self._log):
+            if output is not None:
+                with suppress(Exception):  # as above
+                    output.close()
+        self._tensorboard = self._tensorboard_folder = self._log = None
+
+    def _print(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(("\r\033[K" if self._live else "") + text)
+            self._stream.flush()
+        except (OSError, ValueError):  # the reader of a pipe is gone, or the stream is closed
+            with suppress(OSError, ValueError):  # what is left in its buffer must not fail at the end of the process
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._stream, self._live = None, False
+
+    def _write_log(self, text: str) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}\n")
+            self._log.flush()
+        except OSError as error:
+            self._log = None
+            self._print(f"warning: the log file stops here ({error})\n")
+
+
+def _open_log(path: Path) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a", encoding="utf-8")
 
 
 def bar(step: int, total_steps: int, eta_s: float, width: int = 40) -> str:

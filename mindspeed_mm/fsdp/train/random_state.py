@@ -10,11 +10,13 @@ import torch
 from mindspeed_mm.fsdp.utils import device
 
 
-def seed_everything(seed: int, rank: int) -> None:
-    """Seed python, numpy and torch; ranks draw different numbers (dropout), weights do not depend on these."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
+def seed_everything(seed: int, rank: int, step: int = 0) -> None:
+    """Seed python, numpy and torch from (seed, rank, step): no two of these share a stream. Ranks draw different
+    numbers (dropout); weights do not depend on these."""
+    own = int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)[0])
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own % 2**63)
 
 
 def capture_rng() -> dict[str, torch.Tensor]:

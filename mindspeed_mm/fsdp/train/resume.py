@@ -25,7 +25,7 @@ class ResumeOptions:
     resume: bool = True
     """Continue from the newest checkpoint in `training.save`; else refuse a folder that has one."""
     weights_only: bool = False
-    """Take a checkpoint's weights and start at step 0."""
+    """Take the weights of the checkpoint in `training.load` and start at step 0."""
     allow_fresh: bool = False
     """Start from the beginning although checkpoints exist and none is valid."""
     accept_data_change: bool = False
@@ -44,6 +44,11 @@ class ResumePoint:
     """Hugging Face folder to take weights from instead of `model.model_name_or_path`."""
     weights_only: bool = False
     with_optimizer: bool = True
+
+    @property
+    def iteration(self) -> int:
+        """The step that the run goes on after."""
+        return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.iteration or 0
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Load the checkpoint into a sharded model; returns the loop's state, None when the run starts at step 0."""
@@ -74,7 +79,7 @@ def find_resume_point(
             return _from_own(own, manager, options, context, note)
     if training.load is None:
         return ResumePoint(manager)
-    return _from_elsewhere(Path(training.load), arguments, options, manager, note)
+    return _from_elsewhere(Path(training.load), arguments, options, context, manager, note)
 
 
 def refuse_used_folder(save: Path) -> None:
@@ -96,8 +101,13 @@ def _from_own(
     note: Callable[[str], None],
 ) -> ResumePoint:
     if options.weights_only:
-        note(f"weights from {checkpoint.path}; the run starts at step 0")
-        return ResumePoint(manager, checkpoint, manager, weights_only=True, with_optimizer=False)
+        # A run that began again in this folder would be taken for the older one as long as that is further.
+        raise CheckpointError(
+            "holds a run already; a run that starts from its weights needs a folder of its own",
+            where=str(manager.save_folder),
+            key="training.save",
+            way_out=f"Say training.save=<new folder> training.load={manager.save_folder} --weights-only.",
+        )
     for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
         note(line)
     note(f"resume from {checkpoint.path}")
@@ -108,6 +118,7 @@ def _from_elsewhere(
     load: Path,
     arguments: Arguments,
     options: ResumeOptions,
+    context: dict[str, Any],
     manager: CheckpointManager | None,
     note: Callable[[str], None],
 ) -> ResumePoint:
@@ -124,7 +135,12 @@ def _from_elsewhere(
         return ResumePoint(manager, weights=load)
     reader = manager or CheckpointManager(load, arguments.training, context={})
     checkpoint = reader.open(load)
-    note(f"start from {checkpoint.path}")
     # Weights without an optimizer, or from a run that kept no state of its loop, are a new run's beginning.
     weights_only = options.weights_only or arguments.training.no_load_optim or checkpoint.manifest is None
+    if weights_only:
+        note(f"weights from {checkpoint.path}; the run starts at step 0")
+    else:
+        for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
+            note(line)
+        note(f"continue from {checkpoint.path}")
     return ResumePoint(manager, checkpoint, reader, weights_only=weights_only, with_optimizer=not weights_only)

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from mindspeed_mm import __version__
 from mindspeed_mm.core.artifacts import RunFolder, append_jsonl, atomic_write_text
+from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
@@ -25,20 +27,24 @@ RECORDED_PACKAGES = ("torch", "torchvision", "transformers", "peft", "safetensor
 class RunRecord:
     """Writes the records of one run; on ranks other than 0 every method does nothing.
 
+    A record that cannot be written, on a full disk for one, never ends the training: it is said once.
+
     Args:
-        folder: The run folder, or None when nothing is saved.
+        folder: The run folder, or None when nothing is to be written.
         rank: Global rank.
+        warn: Tells people.
     """
 
-    def __init__(self, folder: RunFolder | None, rank: int) -> None:
+    def __init__(self, folder: RunFolder | None, rank: int, warn: Callable[[str], None]) -> None:
         self.folder = folder if rank == 0 else None
+        self._warn = warn
+        self._failing = False
+        self._run: dict[str, Any] = {}
 
     def begin(self, config: ResolvedConfig, facts: dict[str, Any]) -> None:
-        """Write the configuration as given and as resolved, and `run.json`."""
+        """Write the configuration as given and as resolved, and `run.json`, all without secrets."""
         if self.folder is None:
             return
-        atomic_write_text(self.folder.config, config.text)
-        atomic_write_text(self.folder.resolved, dump_resolved(config))
         self._run = {
             "status": "running",
             "exit_code": None,
@@ -47,30 +53,40 @@ class RunRecord:
             **environment(),
             **facts,
         }
+        self._try(self.folder.config, lambda path: atomic_write_text(path, without_secrets(config.text)))
+        self._try(self.folder.resolved, lambda path: atomic_write_text(path, without_secrets(dump_resolved(config))))
         self._write_run()
 
     def end(self, status: str, exit_code: int) -> None:
-        """Write how the run ended."""
-        if self.folder is None or not hasattr(self, "_run"):
-            return
-        self._run |= {"status": status, "exit_code": exit_code, "ended": time.time()}
-        self._write_run()
-
-    def _write_run(self) -> None:
-        if self.folder is not None:
-            atomic_write_text(
-                self.folder.run_json, json.dumps(self._run, indent=2, ensure_ascii=False, default=str) + "\n"
-            )
+        """Write how the run ended, if it began."""
+        if self._run:
+            self._run |= {"status": status, "exit_code": exit_code, "ended": time.time()}
+            self._write_run()
 
     def event(self, kind: str, step: int, **details: Any) -> None:
         """Append to `events.jsonl`."""
         if self.folder is not None:
-            append_jsonl(self.folder.events, {"time": time.time(), "kind": kind, "step": step, **details})
+            record = {"time": time.time(), "kind": kind, "step": step, **details}
+            self._try(self.folder.events, lambda path: append_jsonl(path, record))
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append to `metrics.jsonl`."""
         if self.folder is not None:
-            append_jsonl(self.folder.metrics, {**record, "time": time.time()})
+            self._try(self.folder.metrics, lambda path: append_jsonl(path, {**record, "time": time.time()}))
+
+    def _write_run(self) -> None:
+        if self.folder is not None:
+            text = json.dumps(redact(self._run), indent=2, ensure_ascii=False, default=str) + "\n"
+            self._try(self.folder.run_json, lambda path: atomic_write_text(path, text))
+
+    def _try(self, path: Path, write: Callable[[Path], None]) -> None:
+        try:
+            write(path)
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                self._warn(f"warning: {path} could not be written ({error.strerror}); training goes on")
+            self._failing = True
 
 
 def environment() -> dict[str, Any]:

@@ -1,28 +1,58 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C ask for a saved stop; a second one stops at once."""
+"""SIGTERM, SIGUSR1, Ctrl-C and a closed terminal ask for a saved stop; a second one stops at once."""
 
 from __future__ import annotations
 
 import os
 import signal
-from types import FrameType
+import threading
+import time
+from types import FrameType, TracebackType
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from mindspeed_mm.fsdp.train.launched import LaunchFolder
+
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_AT_ONCE = 130
+SAME_WISH_S = 1.0
+"""torchrun passes on what a terminal has already sent to the ranks: both together are one wish."""
 
 
 class StopSignal:
-    """Remembers that this process was asked to stop. Ranks agree on it in the step's own reduction."""
+    """Whether this process was asked to stop, while the body of a `with` runs. Ranks agree on it in the step's own
+    reduction. Signals that the process was started to ignore (`nohup`) stay ignored.
 
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous = {number: signal.signal(number, self._on_signal) for number in HANDLED}
+    Args:
+        launch: The launcher's folder, when `mm train --nproc N` started this process. Without its launcher a rank has
+            nobody to end it: it stops then.
+    """
 
-    def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+    def __init__(self, launch: LaunchFolder | None = None) -> None:
+        self._launch = launch
+        self._parent = os.getppid()
+        self._signalled_at: float | None = None
+        self._same_wish_s = SAME_WISH_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop was asked for."""
+        if self._signalled_at is not None:
+            return True
+        return self._launch is not None and (self._launch.stop_asked() or os.getppid() != self._parent)
+
+    def __enter__(self) -> StopSignal:
+        in_main_thread = threading.current_thread() is threading.main_thread()  # Python hands signals to no other
+        listening = [n for n in HANDLED if in_main_thread and signal.getsignal(n) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._on_signal) for number in listening}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self.requested:
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+        elif now - self._signalled_at > self._same_wish_s:
             os._exit(STOPPED_AT_ONCE)
-        self.requested = True

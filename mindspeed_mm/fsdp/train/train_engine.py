@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import DivergedError, MachineError
+from mindspeed_mm.core.errors import DivergedError, MMError
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.optimizer.adamw import set_lr
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.train.failures import explained_out_of_memory, sample_ids, shortened
 from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.tally import Tally
@@ -41,7 +42,8 @@ class StepResult:
     tally: Tally
     seconds: float
     data_seconds: float
-    skipped: bool
+    skipped: str = ""
+    """Why the step was not applied, with rank and samples; empty when it was."""
 
     @property
     def loss(self) -> float:
@@ -60,6 +62,19 @@ class Hook:
 
     def on_train_end(self, engine: TrainEngine) -> None:
         """After the last step, or after a stop that was asked for."""
+
+    def on_failure(self, engine: TrainEngine) -> None:
+        """Training ends with an error: finish what was begun and let go of what is held."""
+        self.on_train_end(engine)
+
+
+Phase = Callable[[str, float], AbstractContextManager[None]]
+"""`(name, limit_s)`: what is done inside may take so long; the watchdog ends the job otherwise."""
+
+
+def without_limit(_name: str, _limit_s: float) -> AbstractContextManager[None]:
+    """A phase that nobody watches."""
+    return nullcontext()
 
 
 class StepLoader(Protocol):
@@ -86,6 +101,8 @@ class TrainEngine:
         towers: Stand-ins for towers whose modality a rank lacks.
         stop_signal: Whether this process was asked to stop.
         stop_after: Stop after this many steps of this start, as if the schedule ended there.
+        rank: Global rank, for messages.
+        phase: Limits how long a step may take.
     """
 
     model: nn.Module
@@ -99,6 +116,8 @@ class TrainEngine:
     towers: IdleTowers | None = None
     stop_signal: StopSignal | None = None
     stop_after: int | None = None
+    rank: int = 0
+    phase: Phase = without_limit
     hooks: list[Hook] = field(default_factory=list)
     iteration: int = 0
     consumed_samples: int = 0
@@ -116,18 +135,27 @@ class TrainEngine:
         self.last_step = self.schedule.total_steps
         if self.stop_after is not None:
             self.last_step = min(self.last_step, self.iteration + self.stop_after)
-        for hook in self.hooks:
-            hook.on_train_begin(self)
-        steps = iter(loader)
-        while self.iteration < self.last_step and not self.stopping:
-            started = time.perf_counter()
-            micro_batches = next(steps)
-            waited = time.perf_counter() - started
-            result = self.train_step(micro_batches, data_seconds=waited)
+        try:
             for hook in self.hooks:
-                hook.on_step_end(self, result)
+                hook.on_train_begin(self)
+            self._run(iter(loader))
+        except BaseException:
+            for hook in self.hooks:
+                with suppress(MMError):  # what went wrong first is what is raised
+                    hook.on_failure(self)
+            raise
         for hook in self.hooks:
             hook.on_train_end(self)
+
+    def _run(self, steps: Iterator[list[Batch]]) -> None:
+        while self.iteration < self.last_step and not self.stopping:
+            with self.phase(f"step {self.iteration + 1}", self.training.step_timeout_s):
+                started = time.perf_counter()
+                micro_batches = next(steps)
+                waited = time.perf_counter() - started
+                result = self.train_step(micro_batches, data_seconds=waited)
+            for hook in self.hooks:
+                hook.on_step_end(self, result)
 
     def train_step(self, micro_batches: Sequence[Batch], data_seconds: float = 0.0) -> StepResult:
         """One optimizer step. `micro_batches` are this rank's; what the objective counts in them is summed over all
@@ -137,19 +165,18 @@ class TrainEngine:
         tally = self._tally(prepared)
         lr = self.schedule.at(self.iteration)
         set_lr(self.optimizer, lr)
-        with explained_out_of_memory(prepared, self.iteration + 1):
+        with explained_out_of_memory(prepared, self.iteration + 1, self.rank):
             local_losses = self.forward_backward([move(b, self.device) for b in prepared], tally.denominators)
             norm = grad_norm(self.model.parameters())
-        losses, grad_norm_value = self._read_together(local_losses, norm)
-        finite = all(map(math.isfinite, (*losses.values(), grad_norm_value)))
-        if finite:
-            self._update(norm)
+            losses, grad_norm_value = self._read_together(local_losses, norm)
+            finite = all(map(math.isfinite, (*losses.values(), grad_norm_value)))
+            if finite:
+                self._update(norm)
         self.optimizer.zero_grad()
         self.iteration += 1
         self.consumed_samples += tally.samples
         self.stopping = tally.stop_requested
-        if not finite:
-            self._refuse(losses, grad_norm_value, local_losses, prepared)
+        skipped = "" if finite else self._refuse(losses, grad_norm_value, local_losses, prepared)
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         return StepResult(
             step=self.iteration,
@@ -159,7 +186,7 @@ class TrainEngine:
             tally=tally,
             seconds=time.perf_counter() - started + data_seconds,
             data_seconds=data_seconds,
-            skipped=not finite,
+            skipped=skipped,
         )
 
     def state(self) -> dict[str, Any]:
@@ -184,12 +211,13 @@ class TrainEngine:
         sums: Terms = {}
         counts: dict[str, int] = {}
         for micro_batches in batches:
-            prepared = [self.objective.prepare(batch) for batch in micro_batches]
-            for name, count in self._tally(prepared).counts.items():
-                counts[name] = counts.get(name, 0) + count
-            for batch in prepared:
-                for name, value in self.objective.terms(self.model, move(batch, self.device)).items():
-                    sums[name] = sums[name] + value if name in sums else value
+            with self.phase("validation", self.training.step_timeout_s):
+                prepared = [self.objective.prepare(batch) for batch in micro_batches]
+                for name, count in self._tally(prepared).counts.items():
+                    counts[name] = counts.get(name, 0) + count
+                for batch in prepared:
+                    for name, value in self.objective.terms(self.model, move(batch, self.device)).items():
+                        sums[name] = sums[name] + value if name in sums else value
         self.model.train()
         means = {name: value / max(counts[name], 1) for name, value in sums.items()}
         return self._read_together(means, torch.zeros((), device=self.device))[0]
@@ -220,20 +248,24 @@ class TrainEngine:
             clip_grads_(self.model.parameters(), norm, self.training.clip_grad, foreach=self.training.clip_grad_foreach)
         self.optimizer.step()
 
-    def _refuse(self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]) -> None:
+    def _refuse(self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]) -> str:
         """A step that is not finite was not applied: say where it came from, and stop when the policy says so."""
-        here = {name: float(value) for name, value in local_losses.items()}
-        culprits = self._gather({"bad": not all(map(math.isfinite, here.values())), "samples": _sample_ids(prepared)})
-        suspects = [r["samples"] for r in culprits if r["bad"]] or [r["samples"] for r in culprits]
-        allowed = self.training.max_skipped_steps if self.training.on_nonfinite == "skip" else 0
-        if self.skipped_in_a_row >= allowed:
-            raise DivergedError(
-                f"step {self.iteration} is not finite (loss {losses}, gradient norm {norm}); weights were not changed",
-                where=f"samples {_shortened([s for ids in suspects for s in ids])}",
-                key="training.on_nonfinite",
-                way_out=f"{self.skipped_in_a_row} steps were skipped before it (at most {allowed}). "
-                "Look at these samples, lower training.lr, or set on_nonfinite=skip.",
-            )
+        is_bad = not all(math.isfinite(float(value)) for value in local_losses.values())
+        ranks = self._gather({"rank": self.rank, "bad": is_bad, "samples": sample_ids(prepared)})
+        suspects = [item for item in ranks if item["bad"]] or ranks  # finite losses: any rank's gradient it may be
+        where = "; ".join(f"rank {item['rank']}: samples {shortened(item['samples'])}" for item in suspects[:8])
+        what = f"step {self.iteration} is not finite (loss {sum(losses.values())}, gradient norm {norm})"
+        skips = self.training.on_nonfinite == "skip"
+        if skips and self.skipped_in_a_row < self.training.max_skipped_steps:
+            return f"{what} and was skipped; {where}"
+        raise DivergedError(
+            f"{what}; the weights are those of the step before",
+            where=where,
+            key="training.max_skipped_steps" if skips else "training.on_nonfinite",
+            way_out=(f"{self.skipped_in_a_row} steps in a row were skipped before it. " if skips else "")
+            + "Look at these samples and lower training.lr"
+            + ("." if skips else ", or set training.on_nonfinite=skip."),
+        )
 
     def _gather(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         if self.data_group is None:
@@ -248,27 +280,3 @@ def move(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-
-
-def _sample_ids(batches: Sequence[Batch]) -> list[str]:
-    return [sample_id for batch in batches for sample_id in batch["sample_ids"]]
-
-
-def _shortened(ids: Sequence[str], most: int = 8) -> str:
-    return ", ".join(map(str, ids[:most])) + (f" and {len(ids) - most} more" if len(ids) > most else "")
-
-
-@contextmanager
-def explained_out_of_memory(batches: Sequence[Batch], step: int) -> Iterator[None]:
-    """Turn the device's out-of-memory error into one that names the batch and the levers."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        shapes = [{k: tuple(v.shape) for k, v in b.items() if isinstance(v, torch.Tensor) and v.ndim} for b in batches]
-        raise MachineError(
-            f"out of memory in step {step} on batches {shapes}",
-            where=f"samples {_shortened(_sample_ids(batches))}",
-            way_out="Lower training.micro_batch_size (raise gradient_accumulation_steps to keep the global batch) or "
-            "data.dataset_param.basic_parameters.cutoff_len, shard over more ranks, or set "
-            "parallel.fsdp_plan.cpu_offload.",
-        ) from error

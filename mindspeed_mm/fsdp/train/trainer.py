@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
+import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,36 +19,38 @@ import torch.distributed as dist
 
 from mindspeed_mm import __version__
 from mindspeed_mm.core.artifacts import RunFolder
-from mindspeed_mm.core.errors import (
-    ConfigError,
-    ExitCode,
-    MachineError,
-    MMError,
-    StoppedAfterSave,
-    StoppedUnsaved,
-)
+from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
+from mindspeed_mm.core.redaction import redact
+from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
-from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, shutdown_distributed
+from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, resolve_launch, shutdown_distributed
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
+from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, build_objective
+from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.checks import unbuilt_features
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
-from mindspeed_mm.fsdp.params.path_checks import check_save_folder
-from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
+from mindspeed_mm.fsdp.train.assemble import DTYPES, Assembled, assemble
+from mindspeed_mm.fsdp.train.failures import ending_of, explained
 from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
-from mindspeed_mm.fsdp.train.hooks import CheckpointHook, GarbageCollectionHook, LogHook, ValidationHook
+from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
+from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, LogHook, ValidationHook
+from mindspeed_mm.fsdp.train.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
 from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
 from mindspeed_mm.fsdp.train.run_record import RunRecord
+from mindspeed_mm.fsdp.train.start_checks import check_config, check_device, check_ranks_agree
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
-from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
-from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device, supports_bf16
+from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, TrainEngine, without_limit
+from mindspeed_mm.fsdp.utils.device import allow_short_fp32, check_device_count, get_device_type, set_local_device
+
+PATIENCE_S = 60.0
+"""How much longer a collective waits than the watchdog."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class TrainOptions(ResumeOptions):
     """Stop after this many steps of this start; the schedule stays that of the whole run."""
     dry_run: bool = False
     """Build everything, run nothing."""
+    progress_to_stderr: bool = False
+    """Leave stdout to the result."""
 
 
 class Trainer:
@@ -74,84 +78,123 @@ class Trainer:
         self.arguments: Arguments = config.arguments
         self.options = options or TrainOptions()
         self.run_id = f"{config.path.stem}-{uuid.uuid4().hex[:8]}"
+        self.iteration = 0
+        """Steps done, by this start and those before it."""
 
     def train(self) -> TrainEngine | None:
-        """Train to the end; returns the engine (None after a dry run).
+        """Train to the end; returns the engine (None after a dry run, and when there was nothing left to do).
 
         Raises:
             StoppedAfterSave: A signal asked for a stop and the state was saved.
             MMError: Anything that a person can act on.
         """
-        refuse_unbuilt(self.config)
-        with self._distributed(), self._run_folder() as record:
+        check_config(self.config)
+        with self._watchdog(), explained(), self._distributed(), self._run_folder() as record:
             try:
                 engine = self._train(record)
-            except MMError as error:
-                status = "stopped" if isinstance(error, StoppedAfterSave) else "failed"
-                record.end(status, int(error.exit_code))
+            except BaseException as error:
+                record.end(*ending_of(error))
                 raise
             record.end("finished", int(ExitCode.OK))
             return engine
 
     def _train(self, record: RunRecord) -> TrainEngine | None:
-        training = self.arguments.training
-        train_set, validation_set = self._build_data()
-        context = self._context(train_set)
-        resume = find_resume_point(self.arguments, self.options, context, self.progress.note)
-        assembled = assemble(
-            self.arguments, self.device, weights=resume.weights, load_weights=resume.checkpoint is None
-        )
-        optimizer = build_optimizer(assembled.model, training)
-        seed_everything(training.seed, self.rank)
-        state = resume.load(assembled.model, optimizer)
+        with self._setup("reading the data"):
+            train_set, validation_set = self._build_data()
+            context = self._context(train_set)
+            total_steps = self._total_steps(self._build_loader(train_set, None))
+        with self._setup("looking for a checkpoint"):
+            resume = find_resume_point(self.arguments, self.options, context, self.progress.note)
+        self.iteration = resume.iteration
+        if self.iteration >= total_steps:
+            self.progress.note(f"nothing to do: all {total_steps} steps are done")
+            return None
+        with self._setup("building the model"):
+            assembled = assemble(
+                self.arguments, self.device, weights=resume.weights, load_weights=resume.checkpoint is None
+            )
+            optimizer = build_optimizer(assembled.model, self.arguments.training)
+        with self._setup("loading the checkpoint"):
+            seed_everything(self.arguments.training.seed, self.rank)
+            state = resume.load(assembled.model, optimizer)
         loader = self._build_loader(train_set, state)
-        engine = self._build_engine(assembled, optimizer, total_steps=self._total_steps(loader), state=state)
-        engine.hooks = self._build_hooks(record, resume, validation_set)
+        engine = self._build_engine(assembled, optimizer, total_steps, state)
+        engine.hooks = self._build_hooks(record, resume, loader, validation_set)
         self._introduce(assembled, loader, engine)
-        record.begin(self.config, self._facts(context, engine))
-        if resume.checkpoint is not None:
-            record.event("resume", engine.iteration, checkpoint=str(resume.checkpoint.path))
         if self.options.dry_run:
             self.progress.note("dry run: everything was built, nothing was run")
             return None
-        engine.train(loader)
-        self._after_stop(engine)
+        record.begin(self.config, self._facts(context, engine))
+        if resume.checkpoint is not None:
+            record.event("resume", engine.iteration, checkpoint=str(resume.checkpoint.path))
+        with StopSignal(LaunchFolder.of_this_rank()) as engine.stop_signal:
+            engine.train(loader)
+        self.iteration = engine.iteration
+        self._raise_if_stopped(engine)
         return engine
 
     # --- the parts ---------------------------------------------------------------------------------------------------
 
     @contextmanager
+    def _watchdog(self) -> Iterator[None]:
+        """Phases are watched where there are other ranks to wait for."""
+        save = self.arguments.training.save
+        self.phase: Phase = without_limit
+        if resolve_launch(os.environ).world_size == 1:
+            yield
+            return
+        folder = RunFolder(save).log if save else None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        watchdog = Watchdog(folder)
+        self.phase = watchdog.phase
+        try:
+            yield
+        finally:
+            watchdog.close()
+
+    def _setup(self, what: str) -> AbstractContextManager[None]:
+        return self.phase(what, self.arguments.training.setup_timeout_s)
+
+    @contextmanager
     def _distributed(self) -> Iterator[None]:
         parallel, training = self.arguments.parallel, self.arguments.training
         joined_already = dist.is_initialized()
-        self.rank, local_rank, self.world_size = initialize_distributed(timeout_s=training.setup_timeout_s)
+        with self._setup("joining the job"):
+            check_device_count(resolve_launch(os.environ).local_rank + 1)
+            # Collectives wait longer than the watchdog does: it can say who is missing.
+            longest_s = max(training.setup_timeout_s, training.step_timeout_s, training.save_timeout_s)
+            self.rank, local_rank, self.world_size = initialize_distributed(timeout_s=longest_s + PATIENCE_S)
         try:
-            self.device = set_local_device(local_rank)
-            check_device(self.arguments)
-            self.state = init_parallel_state(resolve_parallel_sizes(parallel, self.world_size), self.device.type)
-            self.data_group = self.state.get_dp_group() if self.state.data_size > 1 else None
-            check_ranks_agree(self.arguments, self.world_size)
-            if training.use_deter_comp:
-                torch.use_deterministic_algorithms(True)
-            yield
+            with self._setup("comparing the ranks"):
+                check_ranks_agree(self.arguments, self.world_size)
+                check_device(self.arguments)
+                self.device = set_local_device(local_rank)
+                self.state = init_parallel_state(resolve_parallel_sizes(parallel, self.world_size), self.device.type)
+                self.data_group = self.state.get_dp_group() if self.state.data_size > 1 else None
+            with numerics(self.arguments):
+                yield
         except BaseException:
             leave(joined_already, wait=False)  # the other ranks may never arrive
             raise
-        leave(joined_already, wait=True)
+        with self._setup("leaving together"):
+            leave(joined_already, wait=True)
 
     @contextmanager
     def _run_folder(self) -> Iterator[RunRecord]:
         save = self.arguments.training.save
-        folder = RunFolder(Path(save)) if save else None
-        if folder is not None:
-            check_save_folder(folder.path)
+        folder = RunFolder(save) if save else None
         with folder.lock(self.run_id) if folder is not None and self.rank == 0 else nullcontext():
             self.progress = Progress(
                 self.rank,
                 log_file=folder.log / "train.log" if folder is not None else None,
                 tensorboard=folder.tensorboard if folder is not None else None,
+                stream=sys.stderr if self.options.progress_to_stderr else sys.stdout,
             )
-            yield RunRecord(folder, self.rank)
+            try:
+                yield RunRecord(folder, self.rank, self.progress.note)
+            finally:
+                self.progress.close()
 
     def _build_data(self) -> tuple[Any, Any]:
         data = self.arguments.data
@@ -195,38 +238,38 @@ class Trainer:
             device=self.device,
             data_group=self.data_group,
             towers=assembled.towers,
-            stop_signal=StopSignal(),
             stop_after=self.options.steps,
+            rank=self.rank,
+            phase=self.phase,
         )
         if state is not None:
             engine.load_state(state)
             if state.get("rng") is not None and not training.no_load_rng:
                 restore_rng(state["rng"])
             else:
-                seed_everything(training.seed + engine.iteration, self.rank)
+                seed_everything(training.seed, self.rank, engine.iteration)
         return engine
 
-    def _build_hooks(self, record: RunRecord, resume: ResumePoint, validation_set: Any) -> list[Hook]:
+    def _build_hooks(self, record: RunRecord, resume: ResumePoint, loader: Any, validation_set: Any) -> list[Hook]:
+        """In the order in which they come to their turn after a step."""
         training = self.arguments.training
         hooks: list[Hook] = [LogHook(record, self.progress, training.log_interval)]
+        if resume.manager is not None:
+            hooks.append(CheckpointHook(resume.manager, training, record, self.progress, self._hugging_face_saves()))
         if validation_set is not None and training.val_interval > 0:
             passes = self._validation_loader(validation_set)
             hooks.append(ValidationHook(passes.one_pass, training.val_interval, record, self.progress))
-        if resume.manager is not None:
-            hooks.append(
-                CheckpointHook(
-                    resume.manager,
-                    training.save_interval,
-                    record,
-                    self.progress,
-                    on_error=training.on_save_error,
-                    save_on_signal=training.save_on_signal,
-                    with_rng=not training.no_save_rng,
-                )
-            )
+        hooks.append(DataHook(loader, self.data_group, record, self.progress))
         if training.manual_gc_interval > 0:
             hooks.append(GarbageCollectionHook(training.manual_gc_interval))
         return hooks
+
+    def _hugging_face_saves(self) -> HuggingFaceSaves | None:
+        training, model_folder = self.arguments.training, self.arguments.model.model_name_or_path
+        if training.save_format != "hf" or not training.save or not model_folder:
+            return None
+        dtype = DTYPES[training.save_ckpt_dtype] if training.save_ckpt_dtype else None
+        return HuggingFaceSaves(Path(training.save), Path(model_folder), dtype, training.save_timeout_s)
 
     def _validation_loader(self, dataset: Any) -> Any:
         training, param = self.arguments.training, self.arguments.data.dataloader_param
@@ -249,7 +292,7 @@ class Trainer:
         return {
             "world_size": self.world_size,
             "mesh": self.state.describe(),
-            "config": resolved_dict(self.config),
+            "config": redact(resolved_dict(self.config)),
             "dataset": fingerprint(dataset),
             "global_batch": self._global_batch(),
             "seed": training.seed,
@@ -279,11 +322,11 @@ class Trainer:
         trainable = sum(p.numel() for p in assembled.model.parameters() if p.requires_grad)
         dtype = self.arguments.parallel.fsdp_plan.param_dtype or "fp32"
         note = self.progress.note
-        for warning in self.config.warnings:
+        for warning in (*self.config.warnings, *assembled.loaded.warnings):
             note(f"warning: {warning}")
         note(
             f"model  {type(assembled.model).__name__.removeprefix('FSDP')}, {parameters / 1e6:.2f} M parameters "
-            f"({trainable / 1e6:.2f} M trained), {dtype}, attention {assembled.attention}"
+            f"({trainable / 1e6:.2f} M trained), {dtype}, attention {assembled.attention}{weights_of(assembled.loaded)}"
         )
         note(
             f"data   {len(loader.dataset):,} samples, {loader.steps_per_epoch} steps an epoch, "
@@ -295,19 +338,28 @@ class Trainer:
             f"steps {engine.iteration + 1} to {engine.schedule.total_steps}"
         )
 
-    def _after_stop(self, engine: TrainEngine) -> None:
-        if not engine.stopping:
+    def _raise_if_stopped(self, engine: TrainEngine) -> None:
+        if not engine.stopping or engine.iteration >= engine.schedule.total_steps:
             return
-        if self.arguments.training.save and self.arguments.training.save_on_signal:
+        save = self.arguments.training.save
+        if save and checkpoint_folder(Path(save), engine.iteration).is_dir():
             raise StoppedAfterSave(
                 f"stopped after step {engine.iteration}; the checkpoint is saved",
-                where=str(self.arguments.training.save),
+                where=save,
                 way_out="Run the same command again to continue.",
             )
         raise StoppedUnsaved(
             f"stopped after step {engine.iteration}; nothing was saved",
-            way_out="Set training.save to keep checkpoints.",
+            key="training.save_on_signal" if save else "training.save",
+            way_out="Set training.save_on_signal=true." if save else "Set training.save to keep checkpoints.",
         )
+
+
+def weights_of(loaded: LoadReport) -> str:
+    """Where the weights came from, for the line that introduces the model; nothing when a checkpoint fills them."""
+    if loaded.folder:
+        return f", weights from {loaded.folder} ({loaded.size_bytes / 2**30:.2f} GiB in {loaded.seconds:.1f} s)"
+    return ", weights from scratch" if loaded.initialized else ""
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:
@@ -338,54 +390,22 @@ def build_schedule(arguments: Arguments, total_steps: int) -> Schedule:
     )
 
 
-def refuse_unbuilt(config: ResolvedConfig) -> None:
-    """Raise one error that names every key whose feature this version does not have yet."""
-    problems = config.locate(unbuilt_features(config.arguments))
-    if problems:
-        raise ConfigError(f"{len(problems)} of the features asked for are not in this version", problems=problems)
-
-
-def check_device(arguments: Arguments) -> None:
-    """Raise when the device cannot compute what the plan asks for."""
-    if arguments.parallel.fsdp_plan.param_dtype == "bf16" and not supports_bf16():
-        raise MachineError(
-            f"this {get_device_type()} does not compute in bf16",
-            key="parallel.fsdp_plan.param_dtype",
-            way_out="Set fp16 or fp32.",
-        )
-
-
-def check_ranks_agree(arguments: Arguments, world_size: int) -> None:
-    """Raise when ranks were started with different configurations or versions; the message is the difference."""
-    if world_size == 1:
-        return
-    mine = {"config": arguments.model_dump(mode="json"), "version": __version__, "torch": torch.__version__}
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
-    digests: list[Any] = [None] * world_size
-    dist.all_gather_object(digests, digest)
-    if len(set(digests)) == 1:
-        return
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, mine)
-    rank = next(r for r in range(world_size) if digests[r] != digests[0])
-    differences = sorted(_differences(everyone[0], everyone[rank]))
-    raise MachineError(
-        f"rank 0 and rank {rank} were started differently: {'; '.join(differences[:5])}",
-        way_out="Start every rank with the same YAML, overrides and versions.",
-    )
-
-
-def _differences(left: Any, right: Any, path: str = "") -> Iterator[str]:
-    if isinstance(left, dict) and isinstance(right, dict):
-        for key in sorted({*left, *right}):
-            yield from _differences(left.get(key), right.get(key), f"{path}.{key}" if path else key)
-    elif left != right:
-        yield f"{path.removeprefix('config.')} is {left!r} here and {right!r} there"
+@contextmanager
+def numerics(arguments: Arguments) -> Iterator[None]:
+    """What the configuration says of the device's arithmetic."""
+    training = arguments.training
+    if training.allow_hf32 is not None:
+        allow_short_fp32(training.allow_hf32)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or training.use_deter_comp)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 if __name__ == "__main__":
     import importlib
-    import sys
 
     # By name: the command line stands above this layer, and nothing below it imports it.
     importlib.import_module("mindspeed_mm.cli.main").main(["train", *sys.argv[1:]])

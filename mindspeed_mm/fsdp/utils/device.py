@@ -10,6 +10,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.core.errors import MachineError
+
 
 def get_device_type() -> str:
     """`cuda`, `npu`, `xpu`, … or `cpu`."""
@@ -35,6 +37,34 @@ def set_local_device(local_rank: int) -> torch.device:
     if get_device_type() != "cpu":
         torch.accelerator.set_device_index(local_rank)
     return current_device()
+
+
+def check_device_count(ranks: int) -> None:
+    """Raise when this host has fewer accelerators than ranks; any number of ranks share a CPU.
+
+    Raises:
+        MachineError: Naming both numbers.
+    """
+    if get_device_type() != "cpu" and ranks > torch.accelerator.device_count():
+        raise MachineError(
+            f"{ranks} ranks on this host need {ranks} devices, and it has {torch.accelerator.device_count()} "
+            f"({get_device_type()})",
+            key="--nproc",
+            way_out="Start fewer ranks, or make more devices visible to this process.",
+        )
+
+
+def allow_short_fp32(allow: bool) -> None:
+    """Whether fp32 matrix products and convolutions may use the accelerator's shortened format: TF32 on CUDA, HF32 on
+    NPUs. A CPU has none."""
+    device_type = get_device_type()
+    if device_type == "cuda":
+        torch.set_float32_matmul_precision("high" if allow else "highest")
+        torch.backends.cudnn.allow_tf32 = allow
+    elif device_type == "npu":
+        module = get_torch_device()
+        module.matmul.allow_hf32 = allow
+        module.conv.allow_hf32 = allow
 
 
 def distributed_backend() -> str:

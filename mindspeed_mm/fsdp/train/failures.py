@@ -1,0 +1,95 @@
+"""Failures of libraries in a person's words: a rank that is gone, memory that does not suffice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ExitCode, MachineError, MMError, StoppedAfterSave, StoppedUnsaved
+
+_GLOO = re.compile(r"gloo/(?:gloo|transport)|gloo.*(?:closed|reset|timed? ?out)", re.IGNORECASE)
+INTERRUPTED = 130
+
+
+class PeersLost(MachineError):
+    """This rank could not reach the others: somebody else failed first."""
+
+
+def has_lost_peers(error: BaseException) -> bool:
+    """Whether an error, or the one that caused it, is a collective's that another rank did not come to."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, PeersLost | dist.DistError) or (isinstance(seen, RuntimeError) and _GLOO.search(str(seen))):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or the host, had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn what torch raises when a rank is gone, or memory is short before the first step, into errors of ours."""
+    try:
+        yield
+    except MMError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if is_out_of_memory(error):
+            raise MachineError(
+                f"out of memory outside of the steps: {first_line}",
+                way_out="Shard over more ranks, or set parallel.fsdp_plan.cpu_offload.",
+            ) from error
+        if has_lost_peers(error):
+            raise PeersLost(
+                f"lost the other ranks: {first_line}", way_out="See which rank failed first, and why."
+            ) from error
+        raise
+
+
+@contextmanager
+def explained_out_of_memory(batches: Sequence[Batch], step: int, rank: int) -> Iterator[None]:
+    """Turn the out-of-memory error of a step into one that names the batch and the levers."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        shapes = [{k: tuple(v.shape) for k, v in b.items() if isinstance(v, torch.Tensor) and v.ndim} for b in batches]
+        raise MachineError(
+            f"out of memory on rank {rank} in step {step}, on batches {shapes}",
+            where=f"samples {shortened(sample_ids(batches))}",
+            way_out="Lower training.micro_batch_size (raise gradient_accumulation_steps to keep the global batch) or "
+            "data.dataset_param.basic_parameters.cutoff_len, shard over more ranks, or set "
+            "parallel.fsdp_plan.cpu_offload.",
+        ) from error
+
+
+def ending_of(error: BaseException) -> tuple[str, int]:
+    """Status and exit code that `run.json` records for a run that ended with an error."""
+    if isinstance(error, StoppedAfterSave | StoppedUnsaved):
+        return "stopped", int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", INTERRUPTED
+    return "failed", int(error.exit_code if isinstance(error, MMError) else ExitCode.BUG)
+
+
+def sample_ids(batches: Sequence[Batch]) -> list[str]:
+    """Ids of all samples of the batches."""
+    return [str(sample_id) for batch in batches for sample_id in batch["sample_ids"]]
+
+
+def shortened(ids: Sequence[str], most: int = 8) -> str:
+    """The ids, or the first of many."""
+    return ", ".join(ids[:most]) + (f" and {len(ids) - most} more" if len(ids) > most else "")

@@ -1,0 +1,48 @@
+"""`save_format: hf`: beside each checkpoint, the model as a Hugging Face folder, ready to load with transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mindspeed_mm.fsdp.checkpoint.hf import save_hf
+from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+
+
+class HuggingFaceSaves:
+    """Writes `<save>/hf/iter_0000123`; a folder whose checkpoint was deleted is deleted too. Resuming takes the
+    checkpoints: they hold the optimizer. Every rank makes one, and calls `save` at the same moment.
+
+    Args:
+        save: The run folder.
+        assets_from: Folder whose configuration, tokenizer and processor are copied.
+        dtype: Of the weights; None: as `assets_from` has them.
+        timeout_s: Limit on each exchange between ranks.
+    """
+
+    def __init__(self, save: Path, assets_from: Path, dtype: torch.dtype | None, timeout_s: float) -> None:
+        self._save, self._assets_from, self._dtype = save, assets_from, dtype
+        self._ranks = Ranks(timeout_s)
+
+    def save(self, iteration: int, model: nn.Module) -> None:
+        """Write the folder of this step.
+
+        Raises:
+            MMError: It could not be written, on all ranks alike.
+        """
+        folder = self._folder / checkpoint_folder(self._save, iteration).name
+        save_hf(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
+        self._ranks.first("deleting old folders", lambda: self._prune(keep=folder))
+
+    @property
+    def _folder(self) -> Path:
+        return self._save / "hf"
+
+    def _prune(self, keep: Path) -> None:
+        for folder in self._folder.iterdir():
+            if folder != keep and not (self._save / folder.name).is_dir():
+                shutil.rmtree(folder, ignore_errors=True)

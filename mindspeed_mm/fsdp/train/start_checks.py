@@ -1,0 +1,90 @@
+"""What must hold before a run starts: features that exist, a device that can compute it, ranks that want the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm import __version__
+from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.core.redaction import redact
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.checks import unbuilt_features
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.params.path_checks import check_save_folder
+from mindspeed_mm.fsdp.utils.device import get_device_type, supports_bf16
+
+
+def check_config(config: ResolvedConfig) -> None:
+    """What can be refused before anything is joined, read or built.
+
+    Raises:
+        MMError: A feature is not built, or the run folder cannot be written.
+    """
+    refuse_unbuilt(config)
+    training = config.arguments.training
+    if training.save:
+        check_save_folder(Path(training.save))
+    if training.save_format == "hf" and not config.arguments.model.model_name_or_path:
+        raise ConfigError(
+            "'hf' needs a model folder: configuration, tokenizer and processor are copied from there",
+            key="training.save_format",
+            way_out="Set model.model_name_or_path, or save_format=dcp.",
+        )
+
+
+def refuse_unbuilt(config: ResolvedConfig) -> None:
+    """Raise one error that names every key whose feature this version does not have yet."""
+    problems = config.locate(unbuilt_features(config.arguments))
+    if problems:
+        raise ConfigError(f"{len(problems)} of the features asked for are not in this version", problems=problems)
+
+
+def check_device(arguments: Arguments) -> None:
+    """Raise when the device cannot compute what the plan asks for."""
+    if arguments.parallel.fsdp_plan.param_dtype == "bf16" and not supports_bf16():
+        raise MachineError(
+            f"this {get_device_type()} does not compute in bf16",
+            key="parallel.fsdp_plan.param_dtype",
+            way_out="Set fp16 or fp32.",
+        )
+
+
+def check_ranks_agree(arguments: Arguments, world_size: int) -> None:
+    """Raise when ranks were started with different configurations or versions; the message is the difference."""
+    if world_size == 1:
+        return
+    mine = {
+        "config": redact(arguments.model_dump(mode="json")),
+        "version": __version__,
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+    }
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
+    digests: list[Any] = [None] * world_size
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    rank = next(r for r in range(world_size) if digests[r] != digests[0])
+    differences = sorted(_differences(everyone[0], everyone[rank]))
+    raise MachineError(
+        f"rank 0 and rank {rank} were started differently: {'; '.join(differences[:5])}",
+        way_out="Start every rank with the same YAML, overrides and versions.",
+    )
+
+
+def _differences(left: Any, right: Any, path: str = "") -> Iterator[str]:
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in sorted({*left, *right}):
+            yield from _differences(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+    elif left != right:
+        yield f"{path.removeprefix('config.')} is {left!r} on the one and {right!r} on the other"
