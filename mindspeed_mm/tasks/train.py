@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,26 @@ def run(config_path: Path, overrides: Sequence[str] = (), **options: Any) -> Tra
     Raises:
         MMError: Anything that a person can act on; `StoppedAfterSave` after a stop that was asked for.
     """
-    config = load_with_plugins(config_path, overrides)
-    # Imported here: everything above answers a wrong YAML before torch is loaded.
-    from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+    with collecting_later():
+        config = load_with_plugins(config_path, overrides)
+        # Imported here: everything above answers a wrong YAML before torch is loaded.
+        from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 
-    trainer = Trainer(config, TrainOptions(**options))
-    trainer.train()
+        trainer = Trainer(config, TrainOptions(**options))
+        trainer.train()
     return TrainOutcome(trainer.iteration, int(ExitCode.OK), config.arguments.training.save)
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """No garbage collection until the trainer turns it on again: imports and set-up make millions of objects that stay,
+    and looking through them over and over is a fifth of the start (`python -m benchmarks startup`)."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: Sequence[str]) -> int:

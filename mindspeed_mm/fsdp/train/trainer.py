@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import uuid
@@ -95,7 +96,8 @@ class Trainer:
             except BaseException as error:
                 record.end(*ending_of(error))
                 raise
-            record.end("finished", int(ExitCode.OK))
+            is_finished = engine is None or engine.iteration >= engine.schedule.total_steps
+            record.end("finished" if is_finished else "stopped", int(ExitCode.OK))
             return engine
 
     def _train(self, record: RunRecord) -> TrainEngine | None:
@@ -127,6 +129,9 @@ class Trainer:
         record.begin(self.config, self._facts(context, engine))
         if resume.checkpoint is not None:
             record.event("resume", engine.iteration, checkpoint=str(resume.checkpoint.path))
+        # What has been built lives to the end: the collector need not look at it, nor workers copy its pages.
+        gc.freeze()
+        gc.enable()
         with StopSignal(LaunchFolder.of_this_rank()) as engine.stop_signal:
             engine.train(loader)
         self.iteration = engine.iteration
