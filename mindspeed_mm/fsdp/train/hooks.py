@@ -163,13 +163,17 @@ class CheckpointHook(Hook):
         state = engine.state()
         if not self._training.no_save_rng:
             state["rng"] = capture_rng()
-        with engine.phase("save", self._training.save_timeout_s):
-            self._guarded(engine, lambda: self._manager.save(engine.iteration, engine.model, engine.optimizer, state))
-            if self._hugging_face is not None:
-                saves = self._hugging_face
-                self._guarded(engine, lambda: saves.save(engine.iteration, engine.model))
-        self._tell()
-        self._untold = (engine.iteration, time.perf_counter() - started)
+        try:
+            with engine.phase("save", self._training.save_timeout_s):
+                self._guarded(
+                    engine, lambda: self._manager.save(engine.iteration, engine.model, engine.optimizer, state)
+                )
+                if self._hugging_face is not None:
+                    saves = self._hugging_face
+                    self._guarded(engine, lambda: saves.save(engine.iteration, engine.model))
+        finally:
+            self._tell()  # in the background the one before has ended by now, and its failure may be what was raised
+            self._untold = (engine.iteration, time.perf_counter() - started)
         if not self._training.save_async:
             self._tell()
 

@@ -1,0 +1,333 @@
+"""What goes wrong in one process: each fault has its message and exit code, and costs nothing that was committed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mindspeed_mm.core.artifacts import RunFolder
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
+from mindspeed_mm.fsdp.train import run_record
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+from mindspeed_mm.fsdp.utils import device
+from tests.helpers.runs import differing, kinds, lines, losses, mm, newest, tensors, train, watched_steps
+
+
+def break_losses(monkeypatch: pytest.MonkeyPatch, *steps: int, value: float = math.nan) -> None:
+    """Make the loss of these steps not finite."""
+    real, calls = TokenCrossEntropy.terms, iter(range(1, 10_000))
+
+    def terms(self: Any, model: Any, batch: Any) -> Any:
+        factor = value if next(calls) in steps else 1.0
+        return {name: loss * factor for name, loss in real(self, model, batch).items()}
+
+    monkeypatch.setattr(TokenCrossEntropy, "terms", terms)
+
+
+# --- a step that is not finite ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_loss_stops_before_the_update(
+    value: float, yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def keep(engine: TrainEngine, _batches: Any) -> None:
+        states = {f"{n}.{k}": t for n, s in enumerate(engine.optimizer.state.values()) for k, t in s.items()}
+        weights = dict(engine.model.named_parameters())
+        kept.append({name: t.detach().clone() for name, t in (states | weights).items()})
+        engines.append(engine)
+
+    engines: list[TrainEngine] = []
+    break_losses(monkeypatch, 3, value=value)
+    with watched_steps(keep) as seen:
+        said = mm("train", yaml, f"training.save={tmp_path}", "training.save_interval=1")
+    assert said.code == 5
+    assert "step 3 is not finite" in said.err
+    assert f"rank 0: samples {', '.join(seen[2])}" in said.err
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
+    keep(engines[0], None)
+    assert differing(kept[2], kept[3]) == []
+    assert differing(kept[1], kept[2]) != []
+    assert newest(tmp_path) == 2
+
+
+def test_skipped_steps_are_told_and_trained_on(yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_losses(monkeypatch, 3, 4, 6)
+    with watched_steps() as seen:
+        words = ("training.on_nonfinite=skip", "training.max_skipped_steps=2", "training.log_interval=5")
+        train(yaml, tmp_path, *words)
+    told = [event for event in lines(tmp_path / "events.jsonl") if event["kind"] == "warning"]
+    assert [event["step"] for event in told] == [3, 4, 6]
+    assert ", ".join(seen[2]) in told[0]["message"]
+    updates = tensors(tmp_path)["optimizer.state.model.language_model.norm.weight.step"]
+    assert updates == 6  # nine steps, three of them skipped
+
+
+def test_one_skip_too_many_in_a_row_stops(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_losses(monkeypatch, 2, 3, 4)
+    said = mm("train", yaml, "training.on_nonfinite=skip", "training.max_skipped_steps=2")
+    assert said.code == 5
+    assert "step 4 is not finite" in said.err
+    assert "2 steps in a row were skipped" in said.err
+
+
+# --- memory, device, features ----------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_names_batch_and_levers(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def terms(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr(TokenCrossEntropy, "terms", terms)
+    with watched_steps() as seen:
+        said = mm("train", yaml)
+    assert said.code == 3
+    for part in ("out of memory on rank 0 in step 1", "'input_ids': (4, ", ", ".join(seen[0]), "micro_batch_size"):
+        assert part in said.err
+    assert "Traceback" not in said.err
+
+
+def test_out_of_memory_of_the_host(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(*_: Any) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(TrainEngine, "_update", update)
+    said = mm("train", yaml)
+    assert (said.code, "out of memory on rank 0 in step 1" in said.err) == (3, True)
+
+
+def test_device_that_is_not_there(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "get_device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    said = mm("train", yaml, "--nproc", 2)
+    assert said.code == 3
+    assert "2 ranks on this host need 2 devices, and it has 1 (cuda)" in said.err
+
+
+def test_half_a_launcher_environment(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = mm("train", yaml)
+    assert said.code == 3
+    assert "RANK is not set" in said.err
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_unbuilt_features_are_named_with_their_place(nproc: int, yaml: Path, tmp_path: Path) -> None:
+    text = yaml.read_text() + "features:\n  recompute: true\n"
+    (tmp_path / "run.yaml").write_text(text)
+    said = mm("train", tmp_path / "run.yaml", "parallel.tensor_parallel_size=2", "--nproc", nproc)
+    assert said.code == 2
+    line = text.splitlines().index("  recompute: true") + 1
+    assert f"run.yaml:{line}:14" in said.err and "features.recompute" in said.err
+    assert "parallel.tensor_parallel_size" in said.err
+
+
+# --- the run folder --------------------------------------------------------------------------------------------------
+
+
+def test_run_folder_that_is_a_file(yaml: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    said = mm("train", yaml, f"training.save={tmp_path / 'file'}")
+    assert (said.code, "is a file" in said.err) == (2, True)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_run_folder_that_cannot_be_written(yaml: Path) -> None:
+    said = mm("train", yaml, "training.save=/proc/nowhere/run")
+    assert (said.code, "cannot be written" in said.err) == (3, True)
+
+
+def test_second_job_in_a_folder(yaml: Path, tmp_path: Path) -> None:
+    with RunFolder(tmp_path).lock("first-run"):
+        said = mm("train", yaml, f"training.save={tmp_path}")
+    assert (said.code, "in use by run first-run" in said.err) == (3, True)
+    train(yaml, tmp_path, "--steps", 1)
+
+
+def test_dry_run_leaves_no_records(yaml: Path, tmp_path: Path) -> None:
+    train(yaml, tmp_path, "--steps", 1)
+    before = {name: (tmp_path / name).read_bytes() for name in ("run.json", "resolved.yaml", "metrics.jsonl")}
+    out = train(yaml, tmp_path, "--dry-run", "training.lr=3e-3")
+    assert "dry run" in out and "steps 2 to 9" in out
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    assert newest(tmp_path) == 1
+
+
+def test_result_for_machines(yaml: Path, tmp_path: Path) -> None:
+    said = mm("train", yaml, f"training.save={tmp_path}", "--steps", 1, "--json")
+    assert json.loads(said.out) == {"iteration": 1, "exit_code": 0, "save": str(tmp_path)}
+    assert "loss" in said.err
+
+
+# --- what may fail without ending a run ------------------------------------------------------------------------------
+
+
+def disk_full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def break_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", disk_full)
+
+
+def break_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_record, "append_jsonl", disk_full)
+    monkeypatch.setattr(run_record, "atomic_write_text", disk_full)
+
+
+def break_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.open
+
+    class Full:
+        def write(self, _text: str) -> None:
+            disk_full()
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(Path, "open", lambda p, *a, **k: Full() if p.name == "train.log" else real(p, *a, **k))
+
+
+@pytest.mark.parametrize("fault", [break_tensorboard, break_records, break_log])
+def test_reporting_that_fails_stops_nothing(
+    fault: Callable[[pytest.MonkeyPatch], None], yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    out = train(yaml, tmp_path, "--steps", 3)
+    assert newest(tmp_path) == 3
+    assert out.count("No space left on device") == 1
+
+
+def test_reader_of_the_output_that_goes_away(yaml: Path, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone, mock.patch("sys.stdout", gone):
+        from mindspeed_mm.cli.main import run
+
+        assert run(["train", str(yaml), f"training.save={tmp_path}", "--steps", "3"]) == 0
+    assert newest(tmp_path) == 3
+
+
+# --- failures after training -----------------------------------------------------------------------------------------
+
+
+def test_validation_that_fails_finds_the_weights_committed(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*_: Any) -> Any:
+        raise DataError("is broken", where="picture.png")
+
+    monkeypatch.setattr(TrainEngine, "evaluate", evaluate)
+    word = f"data.dataset_param.basic_parameters.val_dataset={yaml.parent / 'rows.jsonl'}"
+    said = mm("train", yaml, f"training.save={tmp_path}", word, "training.val_interval=100", "training.save_async=true")
+    assert (said.code, "picture.png" in said.err) == (4, True)
+    assert newest(tmp_path) == 9
+    assert kinds(tmp_path) == ["save"]
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+@pytest.mark.parametrize("mode", ["false", "true"])
+def test_save_that_fails(policy: str, mode: str, yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mindspeed_mm.fsdp.checkpoint import commit
+
+    real = commit.write_tree
+
+    def write_tree(tree: Any, draft: Path, ranks: Any) -> None:
+        if draft.name == "iter_0000004.tmp":
+            disk_full()
+        real(tree, draft, ranks)
+
+    monkeypatch.setattr(commit, "write_tree", write_tree)
+    words = ("training.save_interval=2", f"training.on_save_error={policy}", f"training.save_async={mode}")
+    said = mm("train", yaml, f"training.save={tmp_path}", *words)
+    assert said.code == (4 if policy == "stop" else 0)
+    assert "the disk is full" in said.out + said.err
+    saved = [event["step"] for event in lines(tmp_path / "events.jsonl") if event["kind"] == "save"]
+    assert saved == sorted(int(path.name.removeprefix("iter_")) for path in tmp_path.glob("iter_*"))
+    assert 4 not in saved and 2 in saved
+    if policy == "continue":
+        assert saved == [2, 6, 8, 9] and len(losses(tmp_path)) == 9
+
+
+# --- keys that are small ---------------------------------------------------------------------------------------------
+
+
+def test_only_the_last_step_is_saved(yaml: Path, tmp_path: Path) -> None:
+    train(yaml, tmp_path, "training.save_interval=0")
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000009"]
+
+
+def test_loading_that_is_not_strict(yaml: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from tests.helpers.tiny_models import make_tiny_qwen3_vl
+
+    file = make_tiny_qwen3_vl(tmp_path / "model") / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.language_model.norm.weight"]
+    save_file(weights | {"model.spare": torch.zeros(1)}, file, {"format": "pt"})
+    word = f"model.model_name_or_path={file.parent}"
+    said = mm("train", yaml, word, "--dry-run")
+    assert (said.code, "1 missing, 1 unexpected" in said.err) == (4, True)
+    out = train(yaml, None, word, "training.load_strict=false", "--dry-run")
+    assert "warning" in out
+    assert "model.language_model.norm.weight not stored; initialised" in out
+    assert "model.spare stored but not used" in out
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_shortened_fp32(value: str, yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr("mindspeed_mm.fsdp.train.trainer.allow_short_fp32", calls.append)
+    train(yaml, None, "--dry-run", f"training.allow_hf32={value}")
+    train(yaml, None, "--dry-run")
+    assert calls == [value == "true"]
+
+
+def test_hugging_face_folder_beside_each_checkpoint(yaml: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    words = ("training.save_format=hf", "training.save_interval=3", "training.save_total_limit=2")
+    train(yaml, tmp_path, *words)
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["iter_0000006", "iter_0000009"]
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf" / "iter_0000009")
+    AutoProcessor.from_pretrained(tmp_path / "hf" / "iter_0000009")
+    for name, tensor in tensors(tmp_path).items():
+        if name.startswith("model."):
+            assert torch.equal(model.state_dict()[name.removeprefix("model.")], tensor)
+
+
+def test_secrets_stay_out_of_the_run_folder(yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["mm", "train", "tools.password=hunter2"])
+    (tmp_path / "run.yaml").write_text(yaml.read_text() + "# password: hunter2\n# hf_abcdefghijklmnopqrstu\n")
+    train(tmp_path / "run.yaml", tmp_path / "save", "--steps", 1)
+    for path in (tmp_path / "save").rglob("*"):
+        assert not path.is_file() or not any(word in path.read_bytes() for word in (b"hunter2", b"hf_abcdefgh")), path
+
+
+def test_bad_samples_are_told_at_the_end(yaml: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (yaml.parent / "rows.jsonl").read_text().splitlines()]
+    rows[3]["images"] = ["images/none.png"] * len(rows[3]["images"])
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    basic = "data.dataset_param.basic_parameters"
+    words = (
+        f"{basic}.dataset={tmp_path / 'rows.jsonl'}",
+        f"{basic}.on_bad_sample=skip",
+        f"{basic}.max_bad_fraction=0.1",
+    )
+    out = train(yaml, tmp_path / "save", *words)
+    told = [event for event in lines(tmp_path / "save" / "events.jsonl") if event["kind"] == "data"]
+    assert [event["step"] for event in told] == [7, 9]  # the second epoch begins with step 7
+    assert all(len(event["bad"]) == 1 and "none.png" in str(event["bad"]) for event in told)
+    assert "1 bad samples were replaced" in out
