@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
@@ -213,8 +216,6 @@ def test_reader_of_the_output_that_goes_away(yaml: Path, tmp_path: Path) -> None
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as gone, mock.patch("sys.stdout", gone):
-        from mindspeed_mm.cli.main import run
-
         assert run(["train", str(yaml), f"training.save={tmp_path}", "--steps", "3"]) == 0
     assert newest(tmp_path) == 3
 
@@ -258,6 +259,36 @@ def test_save_that_fails(policy: str, mode: str, yaml: Path, tmp_path: Path, mon
     assert 4 not in saved and 2 in saved
     if policy == "continue":
         assert saved == [2, 6, 8, 9] and len(losses(tmp_path)) == 9
+
+
+# --- numbers that are shown ------------------------------------------------------------------------------------------
+
+
+def test_time_of_validation_counts_for_the_time_left_only(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*_: Any) -> dict[str, float]:
+        time.sleep(0.4)
+        return {"loss": 1.0}
+
+    monkeypatch.setattr(TrainEngine, "evaluate", evaluate)
+    word = f"data.dataset_param.basic_parameters.val_dataset={yaml.parent / 'rows.jsonl'}"
+    train(yaml, tmp_path, word, "training.val_interval=1", "--steps", 3)
+    logged = [line for line in lines(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert all(line["step_ms"] < 400 and line["tokens_per_s"] > line["tokens"] / 0.4 for line in logged)
+    assert logged[1]["eta_s"] > 0.2  # one step to go, and half of a validation for each step so far
+    assert logged[-1]["eta_s"] == 0
+
+
+def test_a_bar_with_the_time_left_on_a_terminal(yaml: Path) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    with mock.patch("sys.stdout", Terminal()) as terminal:
+        assert run(["train", str(yaml), "--steps", "2"]) == 0
+    assert "2/2  00:00:00 left" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\033[K")
 
 
 # --- keys that are small ---------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_plugin_that_fails_to_import_shows_its_cause(
 def test_an_id_belongs_to_one_class() -> None:
     registry = Registry("model.model_id")
     registry.register("one")(dict)
-    with pytest.raises(ConfigError, match="registered twice: by builtins.dict and by builtins.list"):
+    with pytest.raises(ConfigError, match=r"registered twice: by builtins\.dict and by builtins\.list"):
         registry.register("one")(list)
     registry.register("one")(dict)  # the same again, as a reloaded module does
     with pytest.raises(ConfigError, match="Registered: one"):

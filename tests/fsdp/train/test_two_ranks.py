@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
+from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, kinds, lines, losses, mm, tensors, train, watched_steps
@@ -52,11 +54,11 @@ def cases(yaml: str) -> dict[str, Any]:
         with watched_steps() as seen:
             said = mm("train", yaml, f"training.save={runs / (save or name)}", *words)
         told[name] = {"code": said.code, "out": said.out, "err": said.err, "order": seen}
-        destroy_parallel_state()
         dist.barrier()
 
     two = ("training.gradient_accumulation_steps=1",)  # the same global batch
-    case("two", *two, *validation(yaml))
+    with recorded_phases() as told["phases"]:
+        case("two", *two, *validation(yaml), "training.step_timeout_s=71", "training.save_timeout_s=72")
     case("one, then two", *two, "--steps", 3)
     case("one, then two in fp64", *two, *FP64, "--steps", 3)
     case("two, then one", *two, "--steps", 3)
@@ -81,6 +83,19 @@ def broken_on_rank_one(steps: tuple[int, ...]) -> Any:
         return {name: loss * factor for name, loss in real(self, model, batch).items()}
 
     return mock.patch.object(TokenCrossEntropy, "terms", terms)
+
+
+@contextmanager
+def recorded_phases() -> Iterator[list[tuple[str, float]]]:
+    seen: list[tuple[str, float]] = []
+    real = Watchdog.phase
+
+    def phase(self: Watchdog, name: str, limit_s: float) -> Any:
+        seen.append((name, limit_s))
+        return real(self, name, limit_s)
+
+    with mock.patch.object(Watchdog, "phase", phase):
+        yield seen
 
 
 def alone(yaml: str, save: str, *words: object) -> list[list[str]]:
@@ -151,7 +166,7 @@ def test_two_then_one(both: list[dict[str, Any]], calm: Path, one: Path) -> None
 def test_another_number_of_ranks_is_another_computation(both: list[dict[str, Any]], one: Path) -> None:
     """The control: the tolerance above is not equality to the bit, and other data are far outside of it."""
     assert differing(tensors(one.parent / "two"), tensors(one)) != []
-    shifted = {step: loss for step, loss in zip(losses(one), list(losses(one).values())[1:], strict=False)}
+    shifted = dict(zip(losses(one), list(losses(one).values())[1:], strict=False))
     assert not close(shifted, {step: losses(one)[step] for step in shifted}, 1e-5)
 
 
@@ -242,6 +257,15 @@ def test_ranks_that_were_started_differently(both: list[dict[str, Any]]) -> None
     for told in both:
         assert told["unlike"]["code"] == 3
         assert "training.lr is 0.001 on the one and 0.002 on the other" in told["unlike"]["err"]
+
+
+def test_every_wait_for_another_rank_is_watched(both: list[dict[str, Any]]) -> None:
+    for told in both:
+        phases = dict(told["phases"])
+        limits = {"step": 71.0, "validation": 71.0, "save": 72.0}
+        assert all(limit == limits.get(name.split()[0], 600.0) for name, limit in phases.items()), phases
+        assert [name for name in phases if name.startswith("step")] == [f"step {n}" for n in range(1, 7)]
+        assert {"joining the job", "loading the checkpoint", "save", "validation", "leaving together"} <= phases.keys()
 
 
 def test_no_fault_left_a_half_written_checkpoint(both: list[dict[str, Any]], calm: Path) -> None:

@@ -1,0 +1,245 @@
+"""`mm train --nproc 2` as a real command: asked to stop, it saves and ends with 75; when a rank is killed it ends at
+once and says which; the same command goes on, to the bit. The agent is also run in this process, for what fails early.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder
+from mindspeed_mm.fsdp.train.stop_signal import StopSignal
+from mindspeed_mm.tasks.launcher import _last_words
+from tests.helpers.distributed import run_ranks
+from tests.helpers.runs import differing, mm, newest, tensors, train
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_tiny_run
+
+ROOT = Path(__file__).parents[2]
+ENDLESS = 100_000
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    make_tiny_qwen3_vl(folder / "model", attention_dropout=0.2)
+    training = {"train_iters": ENDLESS, "save_interval": 1, "save_total_limit": 3, "log_interval": 10}
+    return make_tiny_run(folder, training=training)
+
+
+def start(yaml: Path, save: Path, *extra: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mindspeed_mm", "train", str(yaml), f"training.save={save}", "--nproc", "2", *extra],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], save: Path, step: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while newest(save) < step:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Rank → process id of the launcher's children."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(re.search(r"^PPid:\s*(\d+)", (folder / "status").read_text(), re.M)[1])  # type: ignore[index]
+            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", (folder / "environ").read_bytes())
+        except OSError:
+            continue
+        if parent == process.pid and rank:
+            found[int(rank[1])] = int(folder.name)
+    return found
+
+
+def finish(yaml: str, saves: list[str], last_step: int) -> None:
+    """Train both to the same step on this rank."""
+    for save in saves:
+        train(yaml, save, "training.save_interval=0", f"training.train_iters={last_step}")
+
+
+def test_stopped_then_killed_then_continued(yaml: Path, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    with socket.socket() as taken:  # torchrun's usual port: the ranks find another one
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 29500))
+        taken.listen()
+
+        process = start(yaml, save)
+        wait_for_step(process, save, 2)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 75, said
+        stopped_at = newest(save)
+        assert stopped_at >= 2
+        assert said.splitlines()[-1] == (
+            f"{save}  stopped after step {stopped_at}; the checkpoint is saved. Run the same command again to continue."
+        )
+
+        process = start(yaml, save)
+        wait_for_step(process, save, stopped_at + 2)
+        pids = ranks_of(process)
+        killed = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        out, said = process.communicate(timeout=LIMIT_S)
+        assert time.monotonic() - killed < 30
+        assert f"resume from {save / f'iter_{stopped_at:07d}'}" in out
+        assert process.returncode == 3, said
+        assert said.splitlines()[-2:] == [
+            "rank 1 was killed by SIGKILL",
+            f"{save}: the last committed step is {newest(save)}. Run the same command again to continue from it.",
+        ]
+        assert "Traceback" not in said
+        assert not Path(f"/proc/{pids[0]}").exists()
+
+    whole = tmp_path / "whole"
+    last_step = newest(save) + 3
+    run_ranks(2, finish, str(yaml), [str(save), str(whole)], last_step)
+    assert newest(save) == newest(whole) == last_step
+    assert differing(tensors(save), tensors(whole)) == []
+
+
+def test_trainer_file_as_a_script(yaml: Path, tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "mindspeed_mm" / "fsdp" / "train" / "trainer.py", yaml, "--steps", "1"]
+    done = subprocess.run(
+        [*map(str, command), f"training.save={tmp_path}"], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert newest(tmp_path) == 1
+
+
+# --- the launcher, in this process -----------------------------------------------------------------------------------
+
+
+def test_configuration_is_judged_once(yaml: Path) -> None:
+    said = mm("train", yaml, "--nproc", 2, "training.lrr=1")
+    assert said.code == 2
+    assert said.err.count("Did you mean 'lr'?") == 1
+
+
+def test_port_that_is_in_use(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        before = dict(os.environ)
+        said = mm("train", yaml, "--nproc", 2)
+    assert said.code == 3
+    assert "MASTER_PORT" in said.err and "port is free" in said.err
+    assert dict(os.environ) == before
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> LaunchFolder:
+    return LaunchFolder(tmp_path)
+
+
+def report(folder: LaunchFolder, rank: int, message: str, code: int, lost_peers: bool = False) -> None:
+    folder.report(rank, message, code, lost_peers=lost_peers, printed=False)
+
+
+def test_the_first_failure_is_blamed(folder: LaunchFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    report(folder, 0, "lost the other ranks", 3, lost_peers=True)
+    report(folder, 2, "the picture is broken\nin two lines", 4)
+    report(folder, 1, "what follows from it", 5)
+    assert _last_words({0: 3, 1: 5, 2: 4, 3: -signal.SIGKILL, 4: -signal.SIGTERM}, folder, None) == 4
+    assert capsys.readouterr().err == "[rank 2] the picture is broken\n[rank 2] in two lines\n"
+
+
+def test_a_killed_rank_is_blamed_before_those_who_lost_it(
+    folder: LaunchFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(folder, 0, "lost the other ranks", 3, lost_peers=True)
+    assert _last_words({0: 3, 1: -signal.SIGSEGV, 2: -signal.SIGTERM}, folder, None) == 3
+    assert capsys.readouterr().err == "rank 1 was killed by SIGSEGV\n"
+
+
+def test_what_all_ranks_say_is_said_once_and_without_a_rank(
+    folder: LaunchFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(folder, 1, "the disk is full", 4)
+    report(folder, 0, "the disk is full", 4)
+    assert _last_words({0: 4, 1: 4}, folder, None) == 4
+    assert capsys.readouterr().err == "the disk is full\n"
+
+
+# --- stopping, as a rank sees it -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    assert before == {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_signals_ask_for_a_stop(number: signal.Signals, handlers: None) -> None:
+    with StopSignal() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+
+
+def test_a_second_signal_stops_at_once(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with StopSignal():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert codes == [130]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with StopSignal():  # torchrun passes on what the terminal has sent already
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert codes == [130]
+
+
+def test_ignored_signals_stay_ignored(handlers: None) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_launcher_asks_by_its_folder(folder: LaunchFolder, handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder.path))
+    with StopSignal(LaunchFolder.of_this_rank()) as stop:
+        assert not stop.requested
+        folder.ask_to_stop()
+        assert stop.requested
+
+
+def test_a_rank_without_its_launcher_stops(
+    folder: LaunchFolder, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StopSignal(folder) as stop:
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert stop.requested
+    with StopSignal() as stop:
+        assert not stop.requested
