@@ -26,10 +26,9 @@ from mindspeed_mm.fsdp.checkpoint.hf_folder import (
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.model_card import write_model_card
 from mindspeed_mm.tasks.train import load_with_plugins
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,12 @@ def run(
     """
     found = resolve_source(source, step, model_folder)
     tensors = _hub_layout(found)
-    rule = DtypeRule.of_source(found.model_folder, DTYPES[dtype] if dtype else None)
+    rule = DtypeRule.of_source(found.model_folder, torch_dtype(dtype))
     size_bytes = sum(torch.Size(t.shape).numel() * rule(key, t.dtype).itemsize for key, t in tensors.items())
     with atomic_folder(target, overwrite=overwrite) as draft:
         if (free := free_bytes(draft)) < size_bytes:
             raise MachineError(f"{size_bytes:,} bytes are needed, {free:,} are free", where=str(target))
-        copy_assets(found.model_folder, draft, DTYPES[dtype] if dtype else None)
+        copy_assets(found.model_folder, draft, torch_dtype(dtype))
         write_weights(tensors, draft, rule, max_shard_bytes)
         write_model_card(draft, found.run, found.checkpoint.iteration, found.model_folder, title=target.name)
     return Exported(

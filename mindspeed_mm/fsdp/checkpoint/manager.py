@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.checkpoint import committed, layout
 from mindspeed_mm.fsdp.checkpoint.commit import Contents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
@@ -34,7 +35,6 @@ __all__ = ["CheckpointManager", "CommittedCheckpoint"]
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class CheckpointManager:
@@ -137,7 +137,7 @@ class CheckpointManager:
         self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> Contents:
         dtype = self.training.save_ckpt_dtype
-        tree: Tree = {MODEL: cast_floats(model_tensors(model), DTYPES[dtype] if dtype else None)}
+        tree: Tree = {MODEL: cast_floats(model_tensors(model), torch_dtype(dtype))}
         with_optimizer = not self.training.no_save_optim
         if with_optimizer:
             tree[OPTIMIZER] = optimizer_tensors(model, optimizer)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -21,8 +20,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.visible_outputs import show_outputs
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
-
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 _keeps_parameters: WeakSet[FSDPModule] = WeakSet()
 """Units that stay whole for the length of a pass: cutting them between micro-batches saves no memory at the peak."""
@@ -184,9 +182,9 @@ def build_precision_policy(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPo
     root's alone, since a block that returned another dtype than it takes would break the next one."""
     reduce_dtype = plan.reduce_dtype or ("fp64" if plan.param_dtype == "fp64" else plan.param_dtype and "fp32")
     return MixedPrecisionPolicy(
-        param_dtype=_torch_dtype(plan.param_dtype),
-        reduce_dtype=_torch_dtype(reduce_dtype),
-        output_dtype=_torch_dtype(plan.output_dtype) if is_root else None,
+        param_dtype=torch_dtype(plan.param_dtype),
+        reduce_dtype=torch_dtype(reduce_dtype),
+        output_dtype=torch_dtype(plan.output_dtype) if is_root else None,
         cast_forward_inputs=plan.cast_forward_inputs,
     )
 
@@ -241,7 +239,3 @@ def _wrapped(model: nn.Module, unit: Unit) -> FSDPModule:
     module = model.get_submodule(unit.names[0])
     assert isinstance(module, FSDPModule), unit.names
     return module
-
-
-def _torch_dtype(name: str | None) -> torch.dtype | None:
-    return TORCH_DTYPES[name] if name else None

@@ -141,7 +141,7 @@ class TrainingArguments(Section):
     save_async: Flag = False
     """Write checkpoints while training goes on."""
     save_ckpt_dtype: Dtype | None = None
-    """Type of the weights in saved Hugging Face folders; null: as trained."""
+    """Type of the weights in checkpoints and Hugging Face folders; null: as trained, so that a resumed run is exact."""
     no_save_optim: Flag = False
     """Leave the optimizer state out."""
     no_save_rng: Flag = False

@@ -19,8 +19,8 @@ from mindspeed_mm.fsdp.models.materialize import materialize
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 EVERYTHING = ("*",)
 """The pattern of all names."""
 
@@ -57,9 +57,7 @@ def assemble(
         ModelFolderError: Weights are missing, left over or of another shape.
     """
     param_dtype = arguments.parallel.fsdp_plan.param_dtype
-    model = ModelHub.build(
-        arguments.model, param_dtype=DTYPES[param_dtype] if param_dtype else None, feature_args=arguments.features
-    )
+    model = ModelHub.build(arguments.model, param_dtype=torch_dtype(param_dtype), feature_args=arguments.features)
     spec = resolve_spec(model)
 
     # Both hooks read full hidden states and modules by their own names: they stand before sharding.

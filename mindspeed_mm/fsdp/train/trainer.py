@@ -35,7 +35,7 @@ from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
-from mindspeed_mm.fsdp.train.assemble import DTYPES, Assembled, assemble
+from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.failures import ending_of, explained
 from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
@@ -49,6 +49,7 @@ from mindspeed_mm.fsdp.train.start_checks import check_config, check_device, che
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, TrainEngine, without_limit
 from mindspeed_mm.fsdp.utils.device import allow_short_fp32, check_device_count, get_device_type, set_local_device
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 PATIENCE_S = 60.0
 """How much longer a collective waits than the watchdog."""
@@ -273,7 +274,7 @@ class Trainer:
         training, model_folder = self.arguments.training, self.arguments.model.model_name_or_path
         if training.save_format != "hf" or not training.save or not model_folder:
             return None
-        dtype = DTYPES[training.save_ckpt_dtype] if training.save_ckpt_dtype else None
+        dtype = torch_dtype(training.save_ckpt_dtype)
         return HuggingFaceSaves(Path(training.save), Path(model_folder), dtype, training.save_timeout_s)
 
     def _validation_loader(self, dataset: Any) -> Any:

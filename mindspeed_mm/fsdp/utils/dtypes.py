@@ -1,0 +1,12 @@
+"""The configuration's names of number formats as torch's."""
+
+from __future__ import annotations
+
+import torch
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """`bf16` → `torch.bfloat16`; None stays None."""
+    return TORCH_DTYPES[name] if name else None
