@@ -1,0 +1,119 @@
+"""Names that the users' documents fix: what is built can be imported; what is not is listed, and must not exist yet, so
+that this list cannot fall behind."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import mindspeed_mm
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mindspeed_mm"
+
+BUILT = (
+    "mindspeed_mm.fsdp.utils.register.model_register",
+    "mindspeed_mm.fsdp.utils.register.data_register",
+    "mindspeed_mm.fsdp.utils.register.import_plugin",
+    "mindspeed_mm.fsdp.models.modelhub.ModelHub",
+    "mindspeed_mm.fsdp.models.base_model.BaseModel",
+    "mindspeed_mm.fsdp.models.base_model.WeightInitMixin",
+    "mindspeed_mm.fsdp.train.trainer.Trainer",
+    "mindspeed_mm.fsdp.train.train_engine.TrainEngine",
+    "mindspeed_mm.fsdp.distributed.torch_parallelize.ParallelApplier",
+    "mindspeed_mm.fsdp.distributed.parallel_state.get_parallel_state",
+    "mindspeed_mm.fsdp.data.build_mm_dataset",
+    "mindspeed_mm.fsdp.data.build_mm_dataloader",
+    "mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset",
+    "mindspeed_mm.fsdp.utils.device.get_device_type",
+    "mindspeed_mm.fsdp.utils.device.get_torch_device",
+)
+
+PLANNED = (
+    "mindspeed_mm.fsdp.features.apply_features.FeaturesApplier",
+    "mindspeed_mm.fsdp.tools.profiler",
+    "mindspeed_mm.training.pretrain",
+    "mindspeed_mm.training.train",
+    "mindspeed_mm.training.train_step",
+    "mindspeed_mm.arguments.parse_args",
+    "mindspeed_mm.models.common.module.MultiModalModule",
+    "mindspeed_mm.models.common.modelzoo.ModelHub",
+    "mindspeed_mm.models.transformers.base_model.FSDP2Mixin",
+    "mindspeed_mm.models.transformers.base_model.WeightInitMixin",
+    "mindspeed_mm.models.transformers_model.TransformersModel",
+    "mindspeed_mm.checkpoint.common.converter.Converter",
+)
+
+PLANNED_COMMANDS = ("mm-convert",)
+
+SECTIONS = {"model", "data", "parallel", "training", "features", "tools"}
+
+
+def find(name: str) -> object:
+    """What a dotted name stands for: a module, or an attribute of one. Raises ImportError or AttributeError."""
+    if importlib.util.find_spec(name.rpartition(".")[0]) is None:
+        raise ImportError(name)
+    module = importlib.import_module(name.rpartition(".")[0])
+    if hasattr(module, name.rpartition(".")[2]):
+        return getattr(module, name.rpartition(".")[2])
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_built_name_is_there(name: str) -> None:
+    assert find(name) is not None
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_planned_name_is_not_there_yet(name: str) -> None:
+    with pytest.raises((ImportError, AttributeError)):
+        find(name)
+
+
+def test_the_check_itself() -> None:
+    for wrong in ("mindspeed_mm.nothing.Trainer", "mindspeed_mm.fsdp.train.trainer.Trainr"):
+        with pytest.raises((ImportError, AttributeError)):
+            find(wrong)
+
+
+def test_distribution_and_commands() -> None:
+    distribution = metadata.distribution("mindspeed-mm")
+    assert distribution.version == mindspeed_mm.__version__
+    commands = {entry.name: entry.value for entry in distribution.entry_points if entry.group == "console_scripts"}
+    assert commands == {"mm": "mindspeed_mm.cli.main:main"}
+    assert not commands.keys() & set(PLANNED_COMMANDS)
+
+
+def test_python_m_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_mm", "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"mm, version {mindspeed_mm.__version__}\n")
+
+
+def test_sections_of_the_yaml() -> None:
+    assert Arguments.model_fields.keys() >= SECTIONS
+
+
+def test_checkpoint_is_the_package_s_own() -> None:
+    assert importlib.import_module("checkpoint.keymap") is importlib.import_module("mindspeed_mm.checkpoint.keymap")
+
+
+@pytest.mark.parametrize(
+    ("registry", "home"),
+    [("model_register", "fsdp/models/*/modeling_*.py"), ("data_register", "fsdp/data/datasets/*/*_dataset.py")],
+)
+def test_every_built_in_id_has_its_line_in_its_own_folder(registry: str, home: str) -> None:
+    """So that a search of the sources for an id finds it."""
+    line = re.compile(rf'^\s*@?{registry}\.register\("(\w+)"', re.MULTILINE)
+    at_home = {id_ for path in PACKAGE.glob(home) for id_ in line.findall(path.read_text())}
+    anywhere = {id_ for path in PACKAGE.rglob("*.py") for id_ in line.findall(path.read_text())}
+    assert at_home == anywhere != set()

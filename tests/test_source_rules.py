@@ -1,0 +1,222 @@
+"""Rules that the sources keep: nothing that runs foreign code, one door to the device, files and functions of a size
+that can be read, and imports that do nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mindspeed_mm"
+SOURCES = sorted(
+    path for folder in ("mindspeed_mm", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+)
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+FILE_LINES = 600
+FUNCTION_LINES = 80
+
+FORBIDDEN = {
+    "torch.load": "weights come from safetensors",
+    "torch.serialization.load": "weights come from safetensors",
+    "yaml.load": "one parser reads YAML",
+    "os.system": "commands are lists of words",
+    "os.popen": "commands are lists of words",
+    "subprocess.getoutput": "commands are lists of words",
+    "torch.cuda": "fsdp/utils/device.py is the door",
+    "torch.npu": "fsdp/utils/device.py is the door",
+    "torch.xpu": "fsdp/utils/device.py is the door",
+    "torch_npu": "fsdp/utils/device.py is the door",
+    "pickle": "it runs what it reads",
+    "dill": "it runs what it reads",
+    "marshal": "it runs what it reads",
+    "shelve": "it runs what it reads",
+}
+FORBIDDEN_CALLS = {"eval", "exec", "compile"}
+"""Built-in functions; methods of these names are others."""
+
+SANCTIONED = {("fsdp/checkpoint/metadata_unpickler.py", "pickle")}
+"""(file, what): the door to the device asks torch for the module of its type and names none."""
+
+
+def violations(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of everything forbidden in a source text."""
+    for node in ast.walk(ast.parse(source)):
+        for name in _names(node):
+            for forbidden in FORBIDDEN:
+                if name == forbidden or name.startswith(f"{forbidden}."):
+                    yield node.lineno, forbidden
+        if isinstance(node, ast.Attribute) and node.attr in ("extractall", "unpack_archive"):
+            yield node.lineno, node.attr
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+                yield node.lineno, node.func.id
+            if any(k.arg == "shell" and not _is_false(k.value) for k in node.keywords):
+                yield node.lineno, "shell"
+
+
+def _names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [ast.unparse(node)]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_runs_no_foreign_code(path: Path) -> None:
+    inside = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else ""
+    found = {(line, what) for line, what in violations(path.read_text()) if (inside, what) not in SANCTIONED}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.load(path)",
+        "import torch\nload = torch.load",
+        "from torch import load",
+        "from torch import cuda",
+        "import torch_npu",
+        "torch.cuda.synchronize()",
+        "import pickle",
+        "from pickle import loads",
+        "yaml.load(text)",
+        "eval(text)",
+        "exec(text)",
+        "subprocess.run(text, shell=True)",
+        "subprocess.run(text, shell=flag)",
+        "os.system(text)",
+        "from os import system",
+        "archive.extractall()",
+        "def f():\n    import pickle",
+    ],
+)
+def test_forbidden_is_found(source: str) -> None:
+    assert list(violations(source))
+
+
+@pytest.mark.parametrize(
+    "source", ["model.eval()", "subprocess.run(words, shell=False)", "loader.load()", "torch.accelerator.synchronize()"]
+)
+def test_allowed_is_allowed(source: str) -> None:
+    assert not list(violations(source))
+
+
+@pytest.mark.parametrize(("inside", "what"), sorted(SANCTIONED))
+def test_exception_is_needed(inside: str, what: str) -> None:
+    assert what in {found for _, found in violations((PACKAGE / inside).read_text())}
+
+
+# --- size ------------------------------------------------------------------------------------------------------------
+
+
+def long_functions(source: str) -> list[str]:
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [f.name for f in functions if (f.end_lineno or 0) - f.lineno + 1 > FUNCTION_LINES]
+
+
+def test_files_and_functions_can_be_read() -> None:
+    for path in (*SOURCES, *TESTS):
+        source = path.read_text()
+        assert source.count("\n") <= FILE_LINES, path
+        assert not long_functions(source), path
+
+
+def test_a_long_function_is_found() -> None:
+    body = "    pass\n" * FUNCTION_LINES
+    assert long_functions(f"def long():\n{body}") == ["long"]
+    assert long_functions(f"def short():\n{body}".removesuffix("    pass\n")) == []
+
+
+# --- imports ---------------------------------------------------------------------------------------------------------
+
+LOOK = """
+import gc, importlib, json, logging, os, pkgutil, signal, sys, threading, warnings
+def state():
+    handlers = {n.name: repr(signal.getsignal(n)) for n in signal.Signals if n not in (signal.SIGKILL, signal.SIGSTOP)}
+    return {
+        "signal handlers": handlers, "environment": dict(os.environ), "path": list(sys.path), "gc": gc.isenabled(),
+        "log handlers": len(logging.root.handlers), "threads": [t.name for t in threading.enumerate()],
+        "hooks": [repr(sys.excepthook), repr(sys.settrace)], "warning filters": len(warnings.filters),
+    }
+"""
+
+LIGHT = (
+    LOOK
+    + """
+import click, pydantic, ruamel.yaml  # their own imports are not ours: ruamel.yaml adds a warning filter
+import mindspeed_mm
+before = state()
+for package in ("mindspeed_mm.core", "mindspeed_mm.fsdp.params", "mindspeed_mm.cli", "mindspeed_mm.tasks"):
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
+        importlib.import_module(module.name)
+    heavy = sorted(sys.modules.keys() & {"torch", "transformers", "numpy"})
+    print(json.dumps([package, heavy, [k for k, v in before.items() if v != state()[k]]]))
+"""
+)
+
+ALL = (
+    LOOK
+    + """
+import click, pydantic, ruamel.yaml, PIL.Image, torch, transformers, torch.distributed.checkpoint
+import torch.distributed.fsdp
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+ensure_torchvision()  # a patch that says so; whoever needs transformers' processors calls it
+from transformers import AutoModel, AutoProcessor, PreTrainedModel
+def torch_state():
+    return [torch.get_num_threads(), repr(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled(),
+            torch.get_rng_state().sum().item(), torch.distributed.is_initialized()]
+import mindspeed_mm
+before, torch_before = state(), torch_state()
+for module in pkgutil.walk_packages(mindspeed_mm.__path__, "mindspeed_mm."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print(json.dumps([[k for k, v in before.items() if v != state()[k]], torch_before == torch_state()]))
+"""
+)
+
+
+def lines_of(program: str) -> list[list[object]]:
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def test_the_ground_floor_and_the_command_line_import_nothing_heavy() -> None:
+    told = {package: (heavy, changed) for package, heavy, changed in lines_of(LIGHT)}
+    for package in ("mindspeed_mm.core", "mindspeed_mm.fsdp.params", "mindspeed_mm.cli"):
+        assert told[package] == ([], []), package
+
+
+def test_importing_everything_does_nothing() -> None:
+    assert lines_of(ALL) == [[[], True]]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        "os.environ['PLANTED'] = '1'",
+        "logging.basicConfig()",
+        "gc.disable()",
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    ],
+)
+def test_a_side_effect_is_found(fault: str) -> None:
+    program = f"{LOOK}\nbefore = state()\n{fault}\nprint(json.dumps([k for k, v in before.items() if v != state()[k]]))"
+    assert len(lines_of(program)[0]) == 1
