@@ -19,7 +19,7 @@ quickstart: install
 	$(BIN)/python examples/digits/quickstart.py
 
 test: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .
