@@ -42,6 +42,7 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
     # Imported here: a wrong YAML is answered without torch.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     from mindspeed_mm.fsdp.utils.device import check_device_count
@@ -61,7 +62,7 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
             return _last_words({rank: f.exitcode for rank, f in error.failures.items()}, folder, save)
         except SignalException:
             return STOPPED_AT_ONCE
-        except (RuntimeError, OSError) as error:  # torch's DistError family and rendezvous errors among them
+        except (RuntimeError, OSError, RendezvousError) as error:  # torch's DistError family among them
             raise MachineError(
                 f"the ranks could not be started: {str(error).splitlines()[0]}",
                 key="MASTER_PORT" if "MASTER_ADDR" in os.environ else "",

@@ -85,10 +85,12 @@ def tell_launcher(error: Exception) -> bool:
         return False
     from mindspeed_mm.fsdp.train.failures import has_lost_peers
 
-    is_ours = isinstance(error, MMError)
+    launcher_prints = isinstance(error, MMError) and os.environ.get("MM_TRACEBACK") != "1"
     code = int(error.exit_code if isinstance(error, MMError) else ExitCode.BUG)
-    folder.report(int(os.environ["RANK"]), str(error), code, lost_peers=has_lost_peers(error), printed=not is_ours)
-    return is_ours
+    folder.report(
+        int(os.environ["RANK"]), str(error), code, lost_peers=has_lost_peers(error), printed=not launcher_prints
+    )
+    return launcher_prints
 
 
 def load_with_plugins(config_path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:

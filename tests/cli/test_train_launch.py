@@ -24,7 +24,6 @@ from tests.helpers.runs import differing, mm, newest, tensors, train
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run
 
-ROOT = Path(__file__).parents[2]
 ENDLESS = 100_000
 LIMIT_S = 120.0
 
@@ -115,15 +114,6 @@ def test_stopped_then_killed_then_continued(yaml: Path, tmp_path: Path) -> None:
     run_ranks(2, finish, str(yaml), [str(save), str(whole)], last_step)
     assert newest(save) == newest(whole) == last_step
     assert differing(tensors(save), tensors(whole)) == []
-
-
-def test_trainer_file_as_a_script(yaml: Path, tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "mindspeed_mm" / "fsdp" / "train" / "trainer.py", yaml, "--steps", "1"]
-    done = subprocess.run(
-        [*map(str, command), f"training.save={tmp_path}"], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert newest(tmp_path) == 1
 
 
 # --- the launcher, in this process -----------------------------------------------------------------------------------

@@ -76,10 +76,12 @@ class Progress:
         self._speaks = rank == 0
         self._stream: TextIO | None = (stream or sys.stdout) if self._speaks else None
         self._live = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in os.environ
-        self._log = _open_log(log_file) if log_file is not None and self._speaks else None
+        self._log: TextIO | None = None
         self._tensorboard_folder = tensorboard if self._speaks else None
         self._tensorboard: Any = None
         self._lines = 0
+        if log_file is not None and self._speaks:
+            self._open_log(log_file)
 
     def note(self, text: str) -> None:
         """A line of prose."""
@@ -135,6 +137,13 @@ class Progress:
                     output.close()
         self._tensorboard = self._tensorboard_folder = self._log = None
 
+    def _open_log(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._log = path.open("a", encoding="utf-8")
+        except OSError as error:
+            self._print(f"warning: there will be no log file ({error})\n")
+
     def _print(self, text: str) -> None:
         if self._stream is None:
             return
@@ -155,11 +164,6 @@ class Progress:
         except OSError as error:
             self._log = None
             self._print(f"warning: the log file stops here ({error})\n")
-
-
-def _open_log(path: Path) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("a", encoding="utf-8")
 
 
 def bar(step: int, total_steps: int, eta_s: float, width: int = 40) -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm import __version__
-from mindspeed_mm.core.artifacts import RunFolder
+from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
@@ -151,7 +151,7 @@ class Trainer:
             return
         folder = RunFolder(save).log if save else None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_writable_folder(folder)
         watchdog = Watchdog(folder)
         self.phase = watchdog.phase
         try:

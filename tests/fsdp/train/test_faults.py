@@ -202,7 +202,12 @@ def break_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "open", lambda p, *a, **k: Full() if p.name == "train.log" else real(p, *a, **k))
 
 
-@pytest.mark.parametrize("fault", [break_tensorboard, break_records, break_log])
+def refuse_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", lambda p, *a, **k: disk_full() if p.name == "log" else real(p, *a, **k))
+
+
+@pytest.mark.parametrize("fault", [break_tensorboard, break_records, break_log, refuse_log])
 def test_reporting_that_fails_stops_nothing(
     fault: Callable[[pytest.MonkeyPatch], None], yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

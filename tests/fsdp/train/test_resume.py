@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from tests.helpers.runs import differing, kinds, losses, mm, newest, tensors, train, watched_steps
 
 
@@ -77,6 +80,40 @@ def test_records_of_a_cut_run(yaml: Path, tmp_path: Path) -> None:
     assert (run["status"], run["exit_code"]) == ("stopped", 0)
     train(yaml, tmp_path, "--steps", 1)
     assert kinds(tmp_path) == ["save", "resume", "save"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_the_same_command_goes_on(
+    number: signal.Signals, yaml: Path, whole: Path, tmp_path: Path
+) -> None:
+    def ask(engine: TrainEngine, _batches: object) -> None:
+        if engine.iteration == 3:
+            os.kill(os.getpid(), number)
+
+    with watched_steps(ask):
+        said = mm("train", yaml, f"training.save={tmp_path}", "data.dataloader_param.num_workers=1")
+    assert said.code == 75
+    assert "stopped after step 4; the checkpoint is saved. Run the same command again to continue." in said.err
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert (run["status"], run["exit_code"]) == ("stopped", 75)
+    train(yaml, tmp_path)
+    assert differing(tensors(tmp_path), tensors(whole)) == []
+
+
+@pytest.mark.parametrize("words", [(), ("training.save_on_signal=false",)])
+def test_signal_without_a_save_says_so(words: tuple[str, ...], yaml: Path, tmp_path: Path) -> None:
+    def ask(engine: TrainEngine, _batches: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with watched_steps(ask):
+        said = mm("train", yaml, *words, *([f"training.save={tmp_path}"] if words else []))
+    assert (said.code, "nothing was saved" in said.err) == (5, True)
+    assert newest(tmp_path) == 0
+
+
+def test_epochs_win_over_steps(yaml: Path, tmp_path: Path) -> None:
+    train(yaml, tmp_path, "training.train_epochs=1")
+    assert newest(tmp_path) == 6
 
 
 # --- what may be continued, and what may not -------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,8 @@ import torch.distributed as dist
 
 from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
-from tests.helpers.distributed import run_ranks
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.runs import differing, kinds, lines, losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run
@@ -266,6 +268,24 @@ def test_every_wait_for_another_rank_is_watched(both: list[dict[str, Any]]) -> N
         assert all(limit == limits.get(name.split()[0], 600.0) for name, limit in phases.items()), phases
         assert [name for name in phases if name.startswith("step")] == [f"step {n}" for n in range(1, 7)]
         assert {"joining the job", "loading the checkpoint", "save", "validation", "leaving together"} <= phases.keys()
+
+
+def hang_in_second_step(yaml: str, save: str) -> None:
+    def sleep(engine: TrainEngine, _batches: Any) -> None:
+        if dist.get_rank() == 1 and engine.iteration == 1:
+            time.sleep(60)
+
+    with mock.patch("mindspeed_mm.fsdp.train.trainer.Watchdog", partial(Watchdog, grace_s=0.7)), watched_steps(sleep):
+        mm("train", yaml, f"training.save={save}", "training.step_timeout_s=1.5")
+
+
+def test_a_rank_that_hangs_ends_the_job_and_is_named(calm: Path, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"exit code 3"):
+        run_ranks(2, hang_in_second_step, str(calm), str(tmp_path), timeout_s=40)
+    for rank in range(2):
+        said = (tmp_path / "log" / f"hang_rank{rank}.txt").read_text()
+        assert "rank 0: step 2 for more than 1.5 s" in said and "in summed_over" in said
+        assert "rank 1: step 2 for more than 1.5 s" in said and "in sleep" in said
 
 
 def test_no_fault_left_a_half_written_checkpoint(both: list[dict[str, Any]], calm: Path) -> None:
