@@ -182,7 +182,7 @@ def disk_full(*_: Any, **__: Any) -> Any:
 
 
 def break_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", disk_full)
+    monkeypatch.setattr("torch.utils.tensorboard.FileWriter.add_summary", disk_full)
 
 
 def break_records(monkeypatch: pytest.MonkeyPatch) -> None:

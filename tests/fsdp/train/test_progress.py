@@ -1,0 +1,54 @@
+"""What a person and a tracker are shown of a step."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from mindspeed_mm.fsdp.train.progress import HEADER, Progress, clock, format_line, short_count
+
+METRICS = {
+    "step": 120, "loss": 1.8342, "grad_norm": 0.71, "lr": 9.8e-6, "tokens_per_s": 41200.0, "samples_per_s": 9.0,
+    "step_ms": 55.5, "data_share": 0.004, "memory_gib": 51.3, "consumed_samples": 7680, "eta_s": 4360.0,
+}  # fmt: skip
+
+
+def test_a_line_stands_under_its_header() -> None:
+    line = format_line(METRICS)
+    assert line.split() == ["120", "1.8342", "0.71", "9.80e-06", "41.2k", "-", "51.30", "0.4%", "01:12:40"]
+    assert len(line) == len(HEADER)
+
+
+def test_numbers_for_people() -> None:
+    assert [short_count(n) for n in (7, 1234, 2.5e6, 3e9)] == ["7", "1.2k", "2.5M", "3.0G"]
+    assert clock(3661.4) == "01:01:01"
+
+
+def test_log_file_has_the_words_that_older_tools_are_searched_for(tmp_path: Path) -> None:
+    progress = Progress(0, log_file=tmp_path / "log" / "train.log", stream=io.StringIO())
+    progress.step(METRICS, 900)
+    progress.close()
+    text = (tmp_path / "log" / "train.log").read_text()
+    assert "elapsed time per iteration (ms): 55.5" in text
+
+
+def test_tensorboard_reads_every_number_of_every_step(tmp_path: Path) -> None:
+    progress = Progress(0, tensorboard=tmp_path, stream=io.StringIO())
+    for step in (1, 2):
+        progress.step({**METRICS, "step": step, "loss": 1.0 / step}, 2)
+    progress.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == METRICS.keys() - {"step"}
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+
+
+def test_other_ranks_say_nothing(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    progress = Progress(1, log_file=tmp_path / "train.log", tensorboard=tmp_path / "tb", stream=stream)
+    progress.step(METRICS, 900)
+    progress.note("a word")
+    progress.close()
+    assert stream.getvalue() == "" and not (tmp_path / "train.log").exists() and not (tmp_path / "tb").exists()
