@@ -26,7 +26,7 @@ def test_numbers_for_people() -> None:
 
 def test_log_file_has_the_words_that_older_tools_are_searched_for(tmp_path: Path) -> None:
     progress = Progress(0, log_file=tmp_path / "log" / "train.log", stream=io.StringIO())
-    progress.step(METRICS, 900)
+    progress.step(METRICS, 900, 900)
     progress.close()
     text = (tmp_path / "log" / "train.log").read_text()
     assert "elapsed time per iteration (ms): 55.5" in text
@@ -35,7 +35,7 @@ def test_log_file_has_the_words_that_older_tools_are_searched_for(tmp_path: Path
 def test_tensorboard_reads_every_number_of_every_step(tmp_path: Path) -> None:
     progress = Progress(0, tensorboard=tmp_path, stream=io.StringIO())
     for step in (1, 2):
-        progress.step({**METRICS, "step": step, "loss": 1.0 / step}, 2)
+        progress.step({**METRICS, "step": step, "loss": 1.0 / step}, 2, 2)
     progress.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -48,7 +48,7 @@ def test_tensorboard_reads_every_number_of_every_step(tmp_path: Path) -> None:
 def test_other_ranks_say_nothing(tmp_path: Path) -> None:
     stream = io.StringIO()
     progress = Progress(1, log_file=tmp_path / "train.log", tensorboard=tmp_path / "tb", stream=stream)
-    progress.step(METRICS, 900)
+    progress.step(METRICS, 900, 900)
     progress.note("a word")
     progress.close()
     assert stream.getvalue() == "" and not (tmp_path / "train.log").exists() and not (tmp_path / "tb").exists()
