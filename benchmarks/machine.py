@@ -22,7 +22,7 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(terse=True),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),

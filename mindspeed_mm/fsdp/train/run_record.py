@@ -94,7 +94,7 @@ def environment() -> dict[str, Any]:
     return {
         "version": __version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "device": get_device_type(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
