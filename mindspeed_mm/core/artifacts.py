@@ -155,6 +155,21 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file that is written while a run goes on; a line that a crash cut short is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
 def free_bytes(path: Path) -> int:
     """Bytes free on the file system that holds `path`, or would hold it."""
     existing = path.absolute()

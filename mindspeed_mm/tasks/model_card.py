@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm import __version__
-from mindspeed_mm.core.artifacts import RunFolder
+from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 
 _SETTINGS = {
     "training.lr": "learning rate",
@@ -126,7 +126,7 @@ def _losses(run: RunFolder, step: int | None) -> dict[str, tuple[float, int]]:
     """The last training and validation loss up to `step`: name → (value, step)."""
     names = {"loss": "training loss", "val_loss": "validation loss"}
     found: dict[str, tuple[float, int]] = {}
-    for record in _jsonl(run.metrics):
+    for record in read_jsonl(run.metrics):
         at = record.get("step")
         if not isinstance(at, int) or (step is not None and at > step):
             continue
@@ -138,7 +138,7 @@ def _losses(run: RunFolder, step: int | None) -> dict[str, tuple[float, int]]:
 
 def _is_newest(run: RunFolder, step: int | None) -> bool:
     """Whether scores in the run folder, which are its newest checkpoint's, are those of `step`."""
-    steps = [record["step"] for record in _jsonl(run.metrics) if isinstance(record.get("step"), int)]
+    steps = [record["step"] for record in read_jsonl(run.metrics) if isinstance(record.get("step"), int)]
     return step is not None and step >= max(steps, default=0)
 
 
@@ -175,18 +175,3 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file whose lines a crash may have cut."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records

@@ -52,7 +52,7 @@ def ask(prompt: str, images: Sequence[Path] = ()) -> Question:
     parts = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
     message = {"role": "user", "content": parts if images else prompt}
     paths = tuple(str(path.absolute()) for path in images)
-    return Question(0, "prompt", "--prompt", DEFAULT_TASK, (message,), paths, None)
+    return Question(0, "prompt", "--image", DEFAULT_TASK, (message,), paths, None)
 
 
 def read_questions(path: Path, *, needs_answers: bool, media_dir: Path | None = None) -> list[Question]:

@@ -11,7 +11,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.artifacts import RunFolder
+from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 from mindspeed_mm.core.errors import DataError
 
 Record = dict[str, Any]
@@ -53,33 +53,18 @@ def read_run(path: Path) -> RunData:
             where=str(path),
             way_out="Give the folder that training.save names.",
         )
-    metrics = read_records(folder.metrics)
+    metrics = read_jsonl(folder.metrics)
     return RunData(
         name=path.resolve().name,
         path=path,
         steps=_latest_by_step([record for record in metrics if "loss" in record]),
         validations=_latest_by_step([record for record in metrics if "val_loss" in record]),
-        events=read_records(folder.events),
+        events=read_jsonl(folder.events),
         facts=_read_object(folder.run_json),
         configuration=without_secrets(folder.resolved.read_text(encoding="utf-8")) if folder.resolved.exists() else "",
         results=_read_object(folder.evaluation / "results.json"),
-        samples=read_records(folder.evaluation / "samples.jsonl"),
+        samples=read_jsonl(folder.evaluation / "samples.jsonl"),
     )
-
-
-def read_records(path: Path) -> list[Record]:
-    """The objects of a JSONL file that is written while a run goes on; a line that a crash cut short is left out."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
 
 
 def choose_samples(samples: Sequence[Record], most_of_each: int) -> tuple[list[Record], list[Record]]:
