@@ -111,8 +111,8 @@ def check_resumable(
     refused += _batch_change(manifest_context, current_context)
     if refused:
         raise CheckpointError(
-            "this is not the run that saved the checkpoint. Undo these changes, or say --weights-only to start a new "
-            "run from its weights:",
+            "this is not the run that saved the checkpoint. Undo these changes; or start a new run from its weights: "
+            "training.save=<new folder> training.load=<this run> --weights-only.",
             problems=refused,
         )
     return [str(problem) for problem in noted] + _environment_notes(manifest_context, current_context)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from tests.helpers.runs import differing, kinds, losses, mm, newest, tensors, train, watched_steps
+from tests.helpers.runs import differing, kinds, lines, losses, mm, newest, tensors, train, watched_steps
 
 
 def rows_of(yaml: Path) -> Path:
@@ -53,8 +53,15 @@ def test_pieces_equal_the_whole(way: str, yaml: Path, whole: Path, tmp_path: Pat
             train(yaml, save, "--steps", steps, *words)
     assert seen == order(whole)
     assert losses(save) == losses(whole)
+    assert samples_by_step(save) == samples_by_step(whole) == {step: 4 * step for step in range(1, 10)}
     assert newest(save) == 9
     assert differing(tensors(save), tensors(whole)) == []
+
+
+def samples_by_step(save: Path) -> dict[int, int]:
+    """Step → samples consumed since the beginning of the run."""
+    records = lines(save / "metrics.jsonl")
+    return {record["step"]: record["consumed_samples"] for record in records if "loss" in record}
 
 
 def test_random_numbers_are_part_of_it(yaml: Path, whole: Path, tmp_path: Path) -> None:
