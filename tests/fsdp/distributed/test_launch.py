@@ -79,6 +79,7 @@ def test_first_host(nodes, first):
 
 
 def leave_test_group() -> None:
+    dist.barrier()  # a rank that left at once would close the connections that the other is still making
     dist.destroy_process_group()
     for name in [name for name in os.environ if name in TORCHRUN or name.startswith("SLURM")]:
         del os.environ[name]
