@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install quickstart test check bench clean
+.PHONY: install quickstart quickstart-generation test check bench clean
 
 install: $(VENV)/installed
 
@@ -17,6 +17,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 quickstart: install
 	$(BIN)/python examples/digits/quickstart.py
+
+# Pictures, then clips: two generators trained from scratch and judged, two to three minutes of one core each.
+quickstart-generation: install
+	$(BIN)/python examples/quickstart_generation.py
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile

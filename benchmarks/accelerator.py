@@ -1,4 +1,5 @@
-"""What an accelerator gives: a bf16 training step at 0.5 to 2 B parameters, parity with the CPU, and the digits job.
+"""What an accelerator gives: bf16 training steps of a language model at 0.5 to 2 B parameters and of a Wan2.1-shaped
+video generator at 1.3 B, parity with the CPU, and the digits job.
 
 Each part is a process of its own with a time limit: one that fails is written down as failed, and the others go on.
 `benchmarks/accelerator.sh` starts it where the project is not installed.
@@ -12,23 +13,25 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
-from benchmarks.accelerator_sizes import ATTEMPTS, TINY, Attempt
+from benchmarks.accelerator_sizes import ATTEMPTS, CLIPS, TINY, TINY_CLIPS, Attempt, Clip
 from benchmarks.digits import Workload, prepare
 from benchmarks.figures import Figure, table
 from benchmarks.machine import ROOT, write_result
 
-LIMIT_S = 450.0
+LIMIT_S = 560.0
+PARTS = ("step", "generator", "parity", "job")
+"""The ones that say most come first."""
 LEAST_S = 25.0
 """A part is not begun with less time left."""
 
 PROBE = """
-import json, torch
+import importlib.util, json, torch
 there = torch.accelerator.is_available()
 found = {"type": torch.accelerator.current_accelerator().type if there else "cpu"}
 if there:
@@ -36,6 +39,7 @@ if there:
     properties = module.get_device_properties(0)
     found |= {"count": torch.accelerator.device_count(), "name": module.get_device_name(0)}
     found |= {"memory_gib": properties.total_memory / 2**30, "torch": torch.__version__}
+    found |= {"has_diffusers": importlib.util.find_spec("diffusers") is not None}
 print(json.dumps(found))
 """
 
@@ -49,24 +53,25 @@ class Session:
         device: What `PROBE` found.
         tiny: Sizes for a quick look on a CPU.
         peak_tflops: Peak of the accelerator in bf16, where its name says too little.
+        parts: What to run.
     """
 
     work: Path
     device: dict[str, Any]
     tiny: bool = False
     peak_tflops: float | None = None
+    parts: Sequence[str] = PARTS
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + LIMIT_S
 
     def run(self) -> dict[str, Any]:
-        """All parts, the one that says most first."""
-        parts: dict[str, Callable[[], dict[str, Any]]] = {"step": self.step, "parity": self.parity, "job": self.job}
+        """All parts that are asked for."""
         results = {}
-        for name, part in parts.items():
+        for name in self.parts:
             began = time.monotonic()
             print(f"  {name} …", flush=True)
-            results[name] = self._guarded(part) | {"took_s": round(time.monotonic() - began, 1)}
+            results[name] = self._guarded(getattr(self, name)) | {"took_s": round(time.monotonic() - began, 1)}
         return {"device": self.device, "tiny": self.tiny, **results}
 
     def step(self) -> dict[str, Any]:
@@ -82,6 +87,28 @@ class Session:
                 if self._left_s() < LEAST_S:
                     break
         return {"error": "no size ran", "attempts_before": failures}
+
+    def generator(self) -> dict[str, Any]:
+        """A Wan2.1-shaped step with and without recompute, each beside a bare diffusers loop on the same clip."""
+        if not self.device.get("has_diffusers", True):
+            return {"error": "diffusers is not installed: the head of benchmarks/accelerator.sh says how to bring it"}
+        attempts = TINY_CLIPS if self.tiny else CLIPS
+        return {name: self._clip(clips) for name, clips in attempts.items()}
+
+    def _clip(self, clips: Sequence[Clip]) -> dict[str, Any]:
+        """The longest clip that fits our engine, then the bare loop on it."""
+        failures: list[dict[str, str]] = []
+        for clip in [clip for clip in clips if clip.needs_gib <= self.device.get("memory_gib", 0)] or clips[-1:]:
+            measured = self._guarded(lambda clip=clip: self._clip_step("ours", clip))
+            if "error" not in measured:
+                bare = self._guarded(lambda clip=clip: self._clip_step("bare", clip))
+                return measured | {"bare_diffusers_loop": bare, "attempts_before": failures}
+            failures.append({"attempt": clip.name, "error": measured["error"]})
+        return {"error": "no clip ran", "attempts_before": failures}
+
+    def _clip_step(self, who: str, clip: Clip) -> dict[str, Any]:
+        words = [who, clip.to_json(), str(self.work / f"wan-{clip.name}"), str(self.peak_tflops or "")]
+        return self._module("benchmarks.accelerator_generator", *words, limit_s=150).last_json()
 
     def parity(self) -> dict[str, Any]:
         """Loss and gradients of one step, here and by plain transformers on the CPU."""
@@ -168,18 +195,50 @@ def _shortened(error: Exception) -> str:
 
 
 def figures(result: dict[str, Any]) -> list[Figure]:
-    """What the printed table shows."""
-    step, parity, job = result["step"], result["parity"], result["job"]
-    naming = job.get("accuracy", {}).get("naming", {})
+    """What the printed table shows of the parts that ran."""
+    shown = {"step": step_figures, "generator": clip_figures, "parity": parity_figures, "job": job_figures}
+    return [figure for part, of_part in shown.items() if part in result for figure in of_part(result[part])]
+
+
+def step_figures(step: dict[str, Any]) -> list[Figure]:
+    """Of the language model's step."""
     mfu = step.get("mfu")
     return [
         Figure("bf16 step", step.get("tokens_per_s"), "tokens/s"),
         Figure("bf16 step, MFU", mfu and 100 * mfu, "%"),
         Figure("bf16 step, peak memory", step.get("peak_memory_gib"), "GiB"),
-        Figure("parity with the CPU, worst gradient", parity.get("worst_gradient"), "of its tolerance", 1.0),
+    ]
+
+
+def parity_figures(parity: dict[str, Any]) -> list[Figure]:
+    """Of the comparison with the CPU."""
+    return [Figure("parity with the CPU, worst gradient", parity.get("worst_gradient"), "of its tolerance", 1.0)]
+
+
+def job_figures(job: dict[str, Any]) -> list[Figure]:
+    """Of the digits job."""
+    naming = job.get("accuracy", {}).get("naming", {})
+    return [
         Figure("digits job, step", job.get("step_ms"), "ms"),
         Figure("digits job, naming", naming.get("accuracy") and 100 * naming["accuracy"], "%"),
     ]
+
+
+def clip_figures(generator: dict[str, Any]) -> list[Figure]:
+    """Of the generator's step, with and without recompute."""
+    shown = []
+    for name in CLIPS:
+        ours: dict[str, Any] = generator.get(name, {})
+        bare, mfu = ours.get("bare_diffusers_loop", {}), ours.get("mfu")
+        ratio = ours["step_s"] / bare["step_s"] if "step_s" in ours and "step_s" in bare else None
+        step = f"Wan-shaped step {ours.get('model', '')}, {name}"
+        shown += [
+            Figure(step, ours.get("tokens_per_s"), "tokens/s"),
+            Figure(f"{step}, MFU (non-causal)", mfu and 100 * mfu, "%"),
+            Figure(f"{step}, peak memory", ours.get("peak_memory_gib"), "GiB"),
+            Figure(f"{step}, over a bare diffusers loop", ratio, "×"),
+        ]
+    return shown
 
 
 def find_device() -> dict[str, Any]:
@@ -204,18 +263,25 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="sizes for a quick look on a CPU")
     parser.add_argument("--out", type=Path, help="the JSON; default: benchmarks/results/accelerator.json")
     parser.add_argument("--peak-tflops", type=float, help="peak of the accelerator in bf16, for the MFU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; default: all")
     options = parser.parse_args()
     device = find_device() if options.device == "auto" else {"type": "cpu"}
     if device["type"] == "cpu" and options.device == "auto":
         print("no accelerator here: nothing to measure")
         return 0
     with tempfile.TemporaryDirectory(prefix="mm-accelerator-") as work:
-        result = Session(Path(work), device, options.tiny, options.peak_tflops).run()
+        result = Session(Path(work), device, options.tiny, options.peak_tflops, options.parts).run()
     shown = figures(result)
     result["figures"] = [figure.to_dict() for figure in shown]
-    write_result("accelerator", "benchmarks/accelerator.sh", result, options.out)
+    asked = "" if tuple(options.parts) == PARTS else f" --parts {' '.join(options.parts)}"
+    write_result("accelerator", f"benchmarks/accelerator.sh{asked}", result, options.out)
     print(table([("accelerator", figure) for figure in shown]))
-    return int(any("error" in result[part] for part in ("step", "parity", "job")))
+    return int(any(has_failed(result[part]) for part in options.parts))
+
+
+def has_failed(part: Any) -> bool:
+    """Whether a part, or a part of it, ended with an error."""
+    return isinstance(part, dict) and ("error" in part or any(map(has_failed, part.values())))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
-# Measures on whatever accelerator is here, in under 8 minutes: the digits job, parity with the CPU, and a bf16 training
-# step at 0.5 to 2 B parameters. Writes one JSON (benchmarks/results/accelerator.json, or --out FILE). Without an
-# accelerator it says so and ends with 0.
+# Measures on whatever accelerator is here, in under 10 minutes: bf16 training steps of a language model at 0.5 to 2 B
+# parameters and of a Wan2.1-shaped video generator at 1.3 B, parity with the CPU, and the digits job. Writes one JSON
+# (benchmarks/results/accelerator.json, or --out FILE). Without an accelerator it says so and ends with 0.
+# `--parts generator` measures the generator alone; the parts are step, generator, parity and job.
 #
-# Needs torch 2.11 or newer, transformers 5.17 or newer, pydantic, ruamel.yaml, click, pillow and scikit-learn; the project
-# need not be installed. `--device cpu --tiny` runs the same code on a CPU in a minute or two.
+# Needs torch 2.11 or newer, transformers 5.17 or newer, pydantic, ruamel.yaml, click, pillow and scikit-learn; the
+# generator's step needs diffusers 0.42 or newer as well. The project need not be installed. `--device cpu --tiny` runs
+# the same code on a CPU in a minute or two.
+#
+# Where nothing can be downloaded, bring what is missing as wheels. diffusers needs importlib_metadata (which needs zipp),
+# filelock, huggingface-hub 1.32 or newer, numpy, regex, requests, safetensors 0.8 or newer and Pillow; most images with
+# transformers have all but the first:
+#   pip download --no-deps -d wheels diffusers==0.42.1 importlib_metadata zipp pydantic pydantic_core annotated_types …
+#   python3 -m pip install --no-index --no-deps --target site wheels/*.whl; PYTHONPATH=site benchmarks/accelerator.sh
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

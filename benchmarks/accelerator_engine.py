@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+
 from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, shutdown_distributed
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
-from mindspeed_mm.fsdp.loss.objectives import build_objective
+from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
+from mindspeed_mm.fsdp.loss.objectives import Objective, build_objective
 from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
-from mindspeed_mm.fsdp.train.assemble import assemble
+from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import build_schedule
 from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 
 def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
@@ -22,7 +26,7 @@ def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
     device = set_local_device(local_rank)
     init_parallel_state(resolve_parallel_sizes(arguments.parallel, world_size), get_device_type())
     assembled = assemble(arguments, device)
-    objective = build_objective(None, assembled.model, assembled.head)
+    objective = objective_of(assembled, arguments)
     return TrainEngine(
         model=assembled.model,
         objective=objective,
@@ -33,6 +37,15 @@ def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
         device=device,
         towers=assembled.towers,
     )
+
+
+def objective_of(assembled: Assembled, arguments: Arguments) -> Objective:
+    """What the model is trained for; a generator on features."""
+    if assembled.adapter is None:
+        return build_objective(None, assembled.model, assembled.head)
+    dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+    diffusion, seed = arguments.training.diffusion, arguments.training.seed
+    return FlowMatching(assembled.adapter, diffusion, seed=seed, compute_dtype=dtype)
 
 
 def leave() -> None:

@@ -88,12 +88,12 @@ class Contenders:
         ]
 
 
-def check_work(report: Report, index: Sequence[dict[str, Any]]) -> None:
+def check_work(report: Report, index: Sequence[dict[str, Any]], keys: Sequence[str] = WORK) -> None:
     """Raise `UnequalWorkError` when a step's work is not that of the batches written out."""
     if len(report) != len(index):
         raise UnequalWorkError(f"{len(report)} steps instead of {len(index)}")
     for number, (step, wanted) in enumerate(zip(report, index, strict=True), start=1):
-        different = {key: (step[key], wanted[key]) for key in WORK if step[key] != wanted[key]}
+        different = {key: (step[key], wanted[key]) for key in keys if step[key] != wanted[key]}
         if different:
             raise UnequalWorkError(f"step {number} is another batch (here, wanted): {different}")
 

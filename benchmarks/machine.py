@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "transformers", "numpy", "pillow", "safetensors")
+PACKAGES = ("torch", "transformers", "diffusers", "numpy", "pillow", "safetensors")
 
 
 def describe() -> dict[str, Any]:

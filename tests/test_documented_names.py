@@ -30,6 +30,7 @@ BUILT = (
     "mindspeed_mm.fsdp.train.train_engine.TrainEngine",
     "mindspeed_mm.fsdp.distributed.torch_parallelize.ParallelApplier",
     "mindspeed_mm.fsdp.distributed.parallel_state.get_parallel_state",
+    "mindspeed_mm.fsdp.features.apply_features.FeaturesApplier",
     "mindspeed_mm.fsdp.data.build_mm_dataset",
     "mindspeed_mm.fsdp.data.build_mm_dataloader",
     "mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset",
@@ -38,7 +39,6 @@ BUILT = (
 )
 
 PLANNED = (
-    "mindspeed_mm.fsdp.features.apply_features.FeaturesApplier",
     "mindspeed_mm.fsdp.tools.profiler",
     "mindspeed_mm.training.pretrain",
     "mindspeed_mm.training.train",

@@ -13,7 +13,11 @@ import pytest
 from mindspeed_mm.cli.main import VERBS, run
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
 
 
 def commands(page: Path) -> list[str]:
@@ -57,5 +61,5 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
+    for target in re.findall(r"^make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
         assert f"\n{target}:" in makefile

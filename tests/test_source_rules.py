@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ FILE_LINES = 600
 FUNCTION_LINES = 80
 
 FORBIDDEN = {
-    "torch.load": "weights come from safetensors",
+    "torch.load": "checkpoint/pt_files.py is the door",
     "torch.serialization.load": "weights come from safetensors",
     "yaml.load": "one parser reads YAML",
     "os.system": "commands are lists of words",
@@ -41,7 +42,7 @@ FORBIDDEN = {
 FORBIDDEN_CALLS = {"eval", "exec", "compile"}
 """Built-in functions; methods of these names are others."""
 
-SANCTIONED = {("fsdp/checkpoint/metadata_unpickler.py", "pickle")}
+SANCTIONED = {("fsdp/checkpoint/metadata_unpickler.py", "pickle"), ("checkpoint/pt_files.py", "torch.load")}
 """(file, what): the door to the device asks torch for the module of its type and names none."""
 
 
@@ -115,6 +116,15 @@ def test_allowed_is_allowed(source: str) -> None:
     assert not list(violations(source))
 
 
+def test_the_door_to_pickled_weights_is_restricted() -> None:
+    """Every `torch.load` there says `weights_only=True`."""
+    source = ast.parse((PACKAGE / "checkpoint/pt_files.py").read_text())
+    calls = [n for n in ast.walk(source) if isinstance(n, ast.Call) and ast.unparse(n.func) == "torch.load"]
+    assert calls
+    for call in calls:
+        assert "weights_only=True" in [ast.unparse(keyword) for keyword in call.keywords]
+
+
 @pytest.mark.parametrize(("inside", "what"), sorted(SANCTIONED))
 def test_exception_is_needed(inside: str, what: str) -> None:
     assert what in {found for _, found in violations((PACKAGE / inside).read_text())}
@@ -176,6 +186,7 @@ import torch.distributed.fsdp
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 ensure_torchvision()  # a patch that says so; whoever needs transformers' processors calls it
 from transformers import AutoModel, AutoProcessor, PreTrainedModel
+from diffusers import ModelMixin  # the base of our pixel-space VAE
 def torch_state():
     return [torch.get_num_threads(), repr(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled(),
             torch.get_rng_state().sum().item(), torch.distributed.is_initialized()]
@@ -220,3 +231,22 @@ def test_importing_everything_does_nothing() -> None:
 def test_a_side_effect_is_found(fault: str) -> None:
     program = f"{LOOK}\nbefore = state()\n{fault}\nprint(json.dumps([k for k, v in before.items() if v != state()[k]]))"
     assert len(lines_of(program)[0]) == 1
+
+
+ENGINE = ("train", "loss", "optimizer", "distributed", "features", "checkpoint", "ops", "utils", "data/dataloader")
+FAMILIES = sorted(path.parent.name for path in (PACKAGE / "fsdp" / "models").glob("*/card.yaml"))
+
+
+def families_named(source: str) -> list[str]:
+    """Model families that a source text names."""
+    return [family for family in FAMILIES if re.search(rf"(?<![a-z]){family[:4]}(?![a-z])", source, re.IGNORECASE)]
+
+
+def test_the_engine_names_no_model_family() -> None:
+    assert {"flux", "wan", "qwen3vl"} <= set(FAMILIES)
+    assert families_named("the Wan transformer") == ["wan"]
+    assert families_named("what is wanted") == []
+    files = [path for folder in ENGINE for path in sorted((PACKAGE / "fsdp" / folder).rglob("*.py"))]
+    assert len(files) > 50
+    found = {str(path.relative_to(PACKAGE)): families_named(path.read_text(encoding="utf-8")) for path in files}
+    assert {path: names for path, names in found.items() if names} == {}

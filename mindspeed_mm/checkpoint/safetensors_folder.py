@@ -16,7 +16,8 @@ from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 
-_INDEX = "model.safetensors.index.json"
+_STEMS = ("model", "diffusion_pytorch_model")
+"""What transformers and diffusers call a model's weights, alone or as the stem of shards and index."""
 _SHARD = re.compile(r"^(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors$")
 
 
@@ -35,6 +36,18 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
     if problems:
         raise ModelFolderError(f"{folder}: index and shards disagree", problems=problems)
     return {key: headers[name][key] for key, name in weight_map.items()}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the folder's tensors, by name: one, or the shards that the index names.
+
+    Raises:
+        ModelFolderError: There are no safetensors, or a shard that the index names is missing.
+    """
+    index = _find_index(folder)
+    if index is None:
+        return [_single_file(folder)]
+    return [folder / name for name in _named_files(_read_index(index), folder, index)]
 
 
 @contextmanager
@@ -60,21 +73,25 @@ def open_weights(folder: Path) -> Iterator[dict[str, Stored]]:
 
 
 def _find_index(folder: Path) -> Path | None:
-    if (folder / _INDEX).exists():
-        return folder / _INDEX
+    for stem in _STEMS:
+        if (index := folder / f"{stem}.safetensors.index.json").exists():
+            return index
     others = sorted(folder.glob("*.safetensors.index.json"))
     return others[0] if len(others) == 1 else None
 
 
 def _single_file(folder: Path) -> Path:
     files = sorted(folder.glob("*.safetensors"))
-    if folder / "model.safetensors" in files:
-        return folder / "model.safetensors"
+    for stem in _STEMS:
+        if (file := folder / f"{stem}.safetensors") in files:
+            return file
     if len(files) == 1 and not _SHARD.match(files[0].name):
         return files[0]
     if files:
+        shard = _SHARD.match(files[0].name)
         raise ModelFolderError(
-            f"holds {len(files)} safetensors file(s) ({files[0].name} …) but no {_INDEX}",
+            f"holds {len(files)} safetensors file(s) ({files[0].name} …) but no "
+            f"{shard['stem'] if shard else _STEMS[0]}.safetensors.index.json",
             where=str(folder),
             way_out="Copy the index file of the original model.",
         )
@@ -100,9 +117,19 @@ def _no_safetensors(folder: Path) -> ModelFolderError:
     return ModelFolderError(
         f"only pickled weights here ({pickles[0].name}); they are never loaded",
         where=str(folder),
-        way_out='If you trust them, convert them once: python -c "from transformers import AutoModelForCausalLM as A; '
-        f"A.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}-safetensors')\" "
-        "(with the Auto class of this model).",
+        way_out=f'If you trust them, convert them once: python -c "{_conversion(folder, pickles[0])}',
+    )
+
+
+def _conversion(folder: Path, stored: Path) -> str:
+    if stored.name.startswith("diffusion_"):
+        return (
+            f"from diffusers import AutoModel as A; A.from_pretrained('{folder}', use_safetensors=False)"
+            f".save_pretrained('{folder}-safetensors')\"."
+        )
+    return (
+        f"from transformers import AutoModelForCausalLM as A; A.from_pretrained('{folder}', dtype='auto')"
+        f".save_pretrained('{folder}-safetensors')\" (with the Auto class of this model)."
     )
 
 

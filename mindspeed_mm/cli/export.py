@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
 
 EXAMPLES = """
 \b
 Examples:
   mm export runs/digits exported/digits
   mm export runs/digits exported/digits-400 --step 400 --dtype bf16 --json
+  mm export runs/digits-lora exported/digits-merged --merge
 """
 
 
@@ -20,6 +25,11 @@ Examples:
 @click.argument("run", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(min=0), help="Which checkpoint of the run; the newest good one otherwise.")
+@click.option(
+    "--weights",
+    type=click.Choice(["ema", "model"]),
+    help="Their average, or the weights as they were trained; otherwise the average when the run kept one.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
@@ -29,21 +39,43 @@ Examples:
     "--model",
     "model_folder",
     type=click.Path(path_type=Path),
-    help="Folder with config.json, tokenizer and processor; otherwise the one that the run started from.",
+    help="Folder with all but the trained weights; otherwise the one that the run started from.",
 )
+@click.option("--merge", is_flag=True, help="Of a run that trained adapters: write the whole model, adapters merged.")
+@click.option("--transformer-only", is_flag=True, help="Of a generator: leave encoders and other components out.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT when it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
-    run: Path, out: Path, step: int | None, dtype: str | None, model_folder: Path | None, overwrite: bool, as_json: bool
+    run: Path,
+    out: Path,
+    step: int | None,
+    weights: Weights | None,
+    dtype: str | None,
+    model_folder: Path | None,
+    merge: bool,
+    transformer_only: bool,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
-    """Write a run's weights as a Hugging Face folder OUT, with configuration, tokenizer, processor and a model card.
+    """Write a run's weights as a folder OUT that loads without this package, with a model card.
 
-    RUN_OR_CHECKPOINT is a run folder or one of its iter_* folders. OUT loads with plain transformers. It appears when
-    it is complete.
+    RUN_OR_CHECKPOINT is a run folder or one of its iter_* folders. OUT is a Hugging Face folder with configuration,
+    tokenizer and processor; of a generator a whole folder for diffusers; of a run that trained adapters a folder of
+    adapters for PEFT or for a diffusers pipeline. It appears when it is complete.
     """
     from mindspeed_mm.tasks import export  # torch: not for --help
 
-    exported = export.run(run, out, step=step, dtype=dtype, model_folder=model_folder, overwrite=overwrite)
+    exported = export.run(
+        run,
+        out,
+        step=step,
+        weights=weights,
+        dtype=dtype,
+        model_folder=model_folder,
+        merge=merge,
+        transformer_only=transformer_only,
+        overwrite=overwrite,
+    )
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(exported), default=str))
         return
@@ -51,5 +83,5 @@ def command(
         click.echo(f"warning: {note}", err=True)
     click.echo(
         f"{exported.folder}: {exported.tensors:,} tensors, {exported.size_bytes / 2**20:,.1f} MiB, "
-        f"from {exported.checkpoint}"
+        f"{'the average of the weights ' if exported.weights == 'ema' else ''}from {exported.checkpoint}"
     )

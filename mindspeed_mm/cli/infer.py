@@ -3,76 +3,210 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.errors import MMError, UsageError
 
 EXAMPLES = """
 \b
 Examples:
   mm infer runs/digits/hf --image three.png --prompt "Which digit is this?"
   mm infer runs/digits/run --data questions.jsonl --out answers.jsonl
+  mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
+  mm infer models/wan --lora runs/lora/export --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
 """
+
+LANGUAGE_ONLY = ("data", "max_new_tokens")
+GENERATOR_ONLY = (
+    "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
+    "num_samples", "lora", "nproc",
+)  # fmt: skip
+SETTINGS = (
+    "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
+    "batch_size",
+)  # fmt: skip
+"""Options that are fields of a `sampling` section."""
+QUESTIONS_AT_A_TIME = 32
+
+POSITIVE = click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
+
+
+def finite(_context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuse nan and inf, which are floats to click."""
+    if value is not None and not math.isfinite(value):
+        raise UsageError(f"{value} is no number", key=parameter.opts[0])
+    return value
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("--prompt", help="What to ask.")
-@click.option("--image", "images", type=click.Path(path_type=Path), multiple=True, help="A picture; may be repeated.")
-@click.option("--data", type=click.Path(path_type=Path), help="Rows to answer: conversations, or prompt and image.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where the answers to --data go, as JSON lines.")
-@click.option("--media-dir", type=click.Path(path_type=Path), help="Where relative media paths of --data start.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Questions at a time.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
-@click.option("--overwrite", is_flag=True, help="Forget the answers that --out holds already.")
+@click.argument("model", type=PATH)
+@click.option("--prompt", "prompts", multiple=True, help="What to ask, or to show; a generator takes several.")
+@click.option("--image", "images", type=PATH, multiple=True, help="A picture; language models take several.")
+@click.option("--out", type=PATH, help="Where the answers to --data go, as JSON lines; or a folder for samples.")
+@click.option("--media-dir", type=PATH, help="Where relative media paths of --data or --prompts start.")
+@click.option("--batch-size", type=POSITIVE, help="Questions or samples at a time; default: 32 questions, 1 sample.")
+@click.option("--overwrite", is_flag=True, help="Forget what --out holds already.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer, or how it went, as JSON.")
-def command(
-    model: Path,
-    prompt: str | None,
-    images: tuple[Path, ...],
-    data: Path | None,
-    out: Path | None,
-    media_dir: Path | None,
-    batch_size: int,
-    max_new_tokens: int,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
-    """Let MODEL, a Hugging Face folder or a run, answer a prompt about pictures, or every row of a file.
+@click.option("--data", type=PATH, help="Language: rows to answer, conversations, or prompt and image.")
+@click.option("--max-new-tokens", type=POSITIVE, default=512, show_default=True, help="Language: longest answer.")
+@click.option("--prompts", "prompts_file", type=PATH, help="Generators: a prompt a line, or JSON lines.")
+@click.option("--steps", "num_inference_steps", type=POSITIVE, help="Generators: denoising steps.")
+@click.option(
+    "--guidance-scale", type=click.FloatRange(min=0), callback=finite, help="Generators: guidance; 1 switches it off."
+)
+@click.option("--negative-prompt", help="Generators: what guidance leads away from.")
+@click.option("--size", help="Generators: height and width in pixels, 480x832.")
+@click.option("--frames", "num_frames", type=POSITIVE, help="Generators: frames of a clip.")
+@click.option(
+    "--fps", type=click.FloatRange(min=0, min_open=True), callback=finite, help="Generators: frames a second."
+)
+@click.option("--seed", type=click.IntRange(min=0), help="Generators: decides the noise, with prompt and sample.")
+@click.option("--num-samples", type=POSITIVE, help="Generators: samples of each prompt.")
+@click.option("--lora", type=PATH, help="Generators: folder of adapters.")
+@click.option("--nproc", type=POSITIVE, default=1, help="Generators: ranks on this host.")
+@click.pass_context
+def command(context: click.Context, /, model: Path, **options: Any) -> int:
+    """Let MODEL answer a prompt about pictures or every row of a file; or, if it is a generator, make pictures or clips
+    from prompts.
 
-    A file of answers that exists is continued: rows that are answered already are not asked again.
+    MODEL is a model folder or a run. A file of answers, or a folder of samples, that exists is continued: what is there
+    is not made again. Generators take what is not given here from the run's configuration; each line of --prompts is a
+    prompt, an empty one too.
     """
-    if (prompt is None) == (data is None):
+    from mindspeed_mm.tasks.model_kind import is_generator  # with the verb, not with the help
+
+    if is_generator(model):
+        refuse(context, LANGUAGE_ONLY, "goes with language models, and this is an image or video generator")
+        return generate(context, model, options)
+    refuse(context, GENERATOR_ONLY, "goes with image and video generators, and this is none")
+    answer(model, options)
+    return 0
+
+
+def refuse(context: click.Context, names: tuple[str, ...], why: str) -> None:
+    """Raise `UsageError` for the first of these options that was given."""
+    for parameter in context.command.params:
+        if parameter.name in names and is_given(context, parameter):
+            raise UsageError(why, where=str(context.params["model"]), key=parameter.opts[0], way_out="Leave it out.")
+
+
+def is_given(context: click.Context, parameter: click.Parameter) -> bool:
+    """Whether somebody has written the option."""
+    return context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+
+
+# --- generators ------------------------------------------------------------------------------------------------------
+
+
+def generate(context: click.Context, model: Path, options: dict[str, Any]) -> int:
+    """Make samples, in this process or in many."""
+    out = options["out"]
+    if out is None:
+        raise UsageError("samples need a folder", key="--out", way_out="Name one: --out DIR.")
+    if options["images"] and not options["prompts"]:
+        raise UsageError(
+            "--image goes with --prompt", key="--image", way_out="Name the pictures in the rows of --prompts."
+        )
+    if len(options["images"]) > 1:
+        raise UsageError("a video goes on from one picture", key="--image", way_out="Give one.")
+    settings = {name: options[name] for name in SETTINGS if options[name] is not None} | read_size(options["size"])
+    from mindspeed_mm.tasks import generate, train  # torch: the help does without
+
+    if options["nproc"] > 1 and "RANK" not in os.environ:
+        return generate.run_ranks(options["nproc"], ["infer", *words_of(context)])
+    request = generate.GenerateRequest(
+        prompts=options["prompts"],
+        prompts_file=options["prompts_file"],
+        image=next(iter(options["images"]), None),
+        media_dir=options["media_dir"],
+        settings=settings,
+        lora=options["lora"],
+    )
+    try:
+        outcome = generate.run(model, out, request, overwrite=options["overwrite"])
+    except Exception as error:
+        if train.tell_launcher(error) and isinstance(error, MMError):
+            return int(error.exit_code)  # the launcher prints it, once for all ranks
+        raise
+    if outcome is not None:
+        click.echo(json.dumps(asdict(outcome), default=str) if options["as_json"] else outcome.sentence())
+    return 0
+
+
+def read_size(text: str | None) -> dict[str, int]:
+    """`480x832` → height and width.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if text is None:
+        return {}
+    found = re.fullmatch(r"([1-9]\d*)[x×]([1-9]\d*)", text.strip())
+    if found is None:
+        raise UsageError(f"'{text}' is no size", key="--size", way_out="Give height and width: --size 480x832.")
+    return {"height": int(found[1]), "width": int(found[2])}
+
+
+def words_of(context: click.Context) -> list[str]:
+    """The command line again, for each rank: everything that was given but the number of ranks."""
+    words = [str(context.params["model"])]
+    for option in context.command.params:
+        if not isinstance(option, click.Option) or option.name == "nproc" or not is_given(context, option):
+            continue
+        value = context.params[option.name or ""]
+        if option.is_flag:
+            words.append(option.opts[0])
+        else:
+            # Written as one word: a prompt may begin with a dash.
+            words += [f"{option.opts[0]}={item}" for item in (value if option.multiple else [value])]
+    return words
+
+
+# --- language --------------------------------------------------------------------------------------------------------
+
+
+def answer(model: Path, options: dict[str, Any]) -> None:
+    """Answer one prompt, or every row of a file."""
+    prompts, data, out = options["prompts"], options["data"], options["out"]
+    if bool(prompts) == (data is not None):
         raise UsageError("give either --prompt or --data", way_out="See mm infer --help.")
+    if len(prompts) > 1:
+        raise UsageError("a language model answers one --prompt", key="--prompt", way_out="Put the rows into --data.")
     if data is not None and out is None:
         raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
-    if data is not None and images:
+    if data is not None and options["images"]:
         raise UsageError(
             "--image goes with --prompt", key="--image", way_out="Name the pictures in the rows of --data."
         )
     from mindspeed_mm.tasks import infer  # torch: the help does without
 
-    if prompt is not None:
-        answer = infer.answer_prompt(model, prompt, images, max_new_tokens=max_new_tokens)
-        click.echo(json.dumps(asdict(answer), ensure_ascii=False) if as_json else answer.text)
+    longest = options["max_new_tokens"]
+    if data is None:
+        answer = infer.answer_prompt(model, prompts[0], options["images"], max_new_tokens=longest)
+        click.echo(json.dumps(asdict(answer), ensure_ascii=False) if options["as_json"] else answer.text)
         return
-    assert data is not None and out is not None
     outcome = infer.run(
         model,
         data,
         out,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        media_dir=media_dir,
-        overwrite=overwrite,
+        batch_size=options["batch_size"] or QUESTIONS_AT_A_TIME,
+        max_new_tokens=longest,
+        media_dir=options["media_dir"],
+        overwrite=options["overwrite"],
     )
-    if as_json:
+    if options["as_json"]:
         click.echo(json.dumps(asdict(outcome), default=str))
         return
     kept = f", {outcome.kept} were there already" if outcome.kept else ""
     click.echo(f"{outcome.out}: {outcome.answered} answered{kept}")
     if outcome.cut_off:
-        click.echo(f"{outcome.cut_off} answers were cut off at {max_new_tokens} tokens (--max-new-tokens)", err=True)
+        click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)

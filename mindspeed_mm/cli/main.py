@@ -10,7 +10,9 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -24,6 +26,7 @@ VERBS = {
     "check": "Find what is wrong with a YAML before training.",
     "config": "Show the resolved configuration and where each value came from.",
     "schema": "Explain a key, or print the JSON schema.",
+    "extract": "Encode media and captions once, for training a generator.",
     "export": "Write a run as a Hugging Face folder.",
     "infer": "Let a model answer.",
     "evaluate": "Score a model on held-out rows.",
@@ -95,6 +98,7 @@ def run(arguments: Sequence[str]) -> int:
     # Nothing is downloaded or reported unless asked; set here, before any verb imports a Hugging Face library.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    warnings.formatwarning = _format_warning
     words = [word for word in arguments if word != "--traceback"]
     with_traceback = len(words) < len(arguments) or os.environ.get("MM_TRACEBACK") == "1"
     try:
@@ -114,6 +118,19 @@ def run(arguments: Sequence[str]) -> int:
         return ExitCode.OK
     except Exception as error:  # noqa: BLE001 - the border of the process: what nobody foresaw is a bug, and says so
         return _report(_describe_bug(error), ExitCode.BUG, with_traceback)
+
+
+_PACKAGE = Path(__file__).parents[1]
+_python_format = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Our own warnings as a line, of the first rank alone; those of libraries as Python prints them."""
+    if category is not UserWarning or not Path(filename).is_relative_to(_PACKAGE):
+        return _python_format(message, category, filename, lineno, line)
+    return f"warning: {message}\n" if os.environ.get("RANK", "0") == "0" else ""
 
 
 def _report(message: str, code: int, with_traceback: bool) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import MachineError, UsageError
 
+SAMPLES_MANIFEST = "samples.jsonl"
 _CHUNK_BYTES = 4 << 20
 _HEARTBEAT_S = 30.0
 _SILENT_AFTER_S = 180.0
@@ -160,7 +161,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # text may hold U+2028 and its like
         try:
             record = json.loads(line)
         except ValueError:
@@ -248,10 +249,11 @@ class RunFolder:
 
     Args:
         path: `training.save`.
+        key: Where the path was configured, for messages.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, key: str = "training.save") -> None:
+        self.path, self._key = Path(path), key
         self.config = self.path / "config.yaml"
         self.resolved = self.path / "resolved.yaml"
         self.run_json = self.path / "run.json"
@@ -260,8 +262,13 @@ class RunFolder:
         self.tensorboard = self.path / "tb"
         self.log = self.path / "log"
         self.evaluation = self.path / "eval"
+        self.samples = self.path / "samples"
         self.report = self.path / "report.html"
         self.lock_file = self.path / ".lock"
+
+    def sample_manifests(self) -> list[Path]:
+        """`samples/iter_*/samples.jsonl`: what a generator made while it was trained, by step."""
+        return sorted(self.samples.glob(f"iter_*/{SAMPLES_MANIFEST}"))
 
     def prepare(self) -> None:
         """Make the folder; `MachineError` when it is a file or cannot be written."""
@@ -276,7 +283,7 @@ class RunFolder:
         """
         self.prepare()
         owner = LockOwner.this_process(run_id)
-        with _one_at_a_time(self.path):
+        with one_at_a_time(self.path):
             self._refuse_second_job()
             atomic_write_text(self.lock_file, json.dumps(asdict(owner)))
         stop = threading.Event()
@@ -300,7 +307,7 @@ class RunFolder:
         raise MachineError(
             f"is in use by run {owner.run_id} (host {owner.host}, pid {owner.pid}, seen {silent_for_s:.0f} s ago)",
             where=str(self.path),
-            key="training.save",
+            key=self._key,
             way_out="Wait for it to end, or give this run a folder of its own. A dead job on another host lets go "
             f"after {_SILENT_AFTER_S:.0f} s; if you are sure that it is dead, delete {self.lock_file}.",
         )
@@ -327,8 +334,8 @@ class RunFolder:
 
 
 @contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Two jobs that start at once look at the lock one after the other. Best effort: not every file system can."""
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Processes that share a folder do this one after the other. Best effort: not every file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

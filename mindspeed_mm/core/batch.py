@@ -30,16 +30,32 @@ BATCH_KEYS: dict[str, str] = {
     "input_features": "audio features in the layout of the model's processor",
     "feature_attention_mask": "(N_audios, frames) int64, 1 on real frames",
     "sample_ids": "list of B strings: which sample a row came from; never given to a model",
+    "epochs": "list of B ints: in which epoch each sample was drawn; with its id it decides noise and timestep",
+    "latents": "(B, C, H, W) of images or (B, C, T, H, W) of videos, as the VAE gives them, normalised",
+    "pixels": "(B, 3, T, H, W) uint8, media that are encoded while training; T is 1 for images",
+    "captions": "list of B strings, of media that are encoded while training",
+    "prompt_embeds": "(B, L, D) text features",
+    "prompt_mask": "(B, L) int64, 1 on real text features; absent where a model takes no mask",
+    "pooled_prompt_embeds": "(B, D) pooled text features",
+    "condition_latents": "(B, C, T, H, W) normalised latents of the frames that a video goes on from",
+    "image_embeds": "(B, N, D) features of the image that a video goes on from",
+    "mm_context": "the share of a sequence that is spread over ranks; added by the engine, read by attention",
+    "blank_rows": "int, rows at the end that only fill up a validation batch: they count for nothing",
 }
 
-ENGINE_KEYS = frozenset({"labels", "shift_labels", "sample_ids"})
+ENGINE_KEYS = frozenset({"labels", "shift_labels", "sample_ids", "epochs", "blank_rows"})
 """Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
+
+TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels"})
+"""What a loss is taken from; a batch holds one of them."""
 
 
 def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
     """Raise `DataError` when a batch holds a key that nobody documents, or lacks those that training needs."""
     unknown = sorted(set(batch) - BATCH_KEYS.keys() - extra_keys)
-    missing = sorted({"shift_labels", "sample_ids"} - batch.keys())
+    missing = sorted({"sample_ids"} - batch.keys())
+    if not TRAINED_KEYS & batch.keys():
+        missing.append(f"one of {', '.join(sorted(TRAINED_KEYS))}")
     if unknown or missing:
         raise DataError(
             f"batch keys are off: undocumented {unknown}, missing {missing}",

@@ -39,7 +39,7 @@ def resolve_patterns(
         found = [name for name in known if expression.fullmatch(name)]
         matched.update(found)
         if not found:
-            problems.append(_no_match(pattern, known, key))
+            problems.append(_no_match(pattern, known, key, allow_suffix))
     if problems:
         raise ConfigError(f"{key}: {len(problems)} pattern(s) match nothing", problems=problems)
     return [name for name in known if name in matched]
@@ -82,9 +82,12 @@ def _digits(inside: str, pattern: str, key: str) -> str:
     return f"(?:{'|'.join(map(str, numbers))})"
 
 
-def _no_match(pattern: str, names: Sequence[str], key: str) -> Problem:
+def _no_match(pattern: str, names: Sequence[str], key: str, allow_suffix: bool) -> Problem:
     plain = re.sub(r"\{[^{}]*\}", "0", pattern)
     found = nearest(plain, names, most=3)
+    if not found and allow_suffix:
+        parts = plain.count(".") + 1
+        found = nearest(plain, dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names), most=3)
     last_part = plain.rpartition(".")[2]
     found = found or [name for name in names if last_part in name.split(".")][:3]
     listed = ", ".join(f"'{name}'" for name in found)

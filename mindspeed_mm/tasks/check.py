@@ -17,7 +17,9 @@ from typing import Any
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, ModelFolderError, Problem
 from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.checks import unbuilt_features
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import PluginKeys, ResolvedConfig, load_config, read_plugins
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.path_checks import check_paths
@@ -73,6 +75,7 @@ def run(
         check.attempt("module patterns", check.module_patterns, needs="plugins")
         check.attempt("first samples", check.first_samples, needs="plugins")
         check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
+        check.attempt("samples", check.samples, needs="module patterns")
     return check.result
 
 
@@ -159,7 +162,12 @@ class _Check:
     def module_patterns(self) -> None:
         """The model builds, without weights, and every pattern names some of its modules."""
         # Imported here: what stands above answers without torch.
+        from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+        from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
+        from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+        from mindspeed_mm.fsdp.models.lora import apply_lora
         from mindspeed_mm.fsdp.models.modelhub import ModelHub
+        from mindspeed_mm.fsdp.models.spec import find_blocks
 
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
@@ -177,6 +185,15 @@ class _Check:
         for key in ("apply_modules", "ignored_modules"):
             full_key = f"parallel.fsdp_plan.{key}"
             self._collect([partial(resolve_patterns, getattr(plan, key), names, key=full_key)])
+        if arguments.features.recompute:
+            applier = FeaturesApplier(arguments.features, find_blocks(self.model))
+            self._collect([partial(applier.modules_to_recompute, self.model)])
+        self._collect([partial(check_plans, self.model, arguments)])
+        if self.adapter is not None and not (arguments.model.train_from_scratch or arguments.training.load):
+            self._collect([lambda: find_entries(transformer_weights(self.adapter.folder))])
+        if arguments.training.lora.enable:
+            targets = self.adapter.lora_targets if self.adapter is not None else ()
+            self._collect([partial(apply_lora, self.model, arguments.training.lora, default_targets=targets)])
 
     def first_samples(self) -> None:
         """The data set opens and its first batch is made."""
@@ -185,7 +202,9 @@ class _Check:
         arguments = self.config.arguments
         seed = arguments.training.seed
         dataset, validation = build_mm_dataset(
-            arguments.data.dataset_param, seed=seed, val_dataset_param=arguments.data.val_dataset_param
+            self._before_extraction(arguments.data.dataset_param),
+            seed=seed,
+            val_dataset_param=arguments.data.val_dataset_param,
         )
         loader = build_mm_dataloader(
             dataset,
@@ -200,20 +219,73 @@ class _Check:
         if validation is not None:
             validation[0]
 
+    def _before_extraction(self, param: DatasetParam) -> DatasetParam:
+        """Where features are still to be made, the media that they will be made of are looked at instead."""
+        basic = param.basic_parameters
+        folder = getattr(basic, "features_dir", None)
+        if folder is None or basic.dataset is None or Path(folder).exists():
+            return param
+        self.result.warnings.append(
+            f"features_dir {folder} is not there yet: the media are checked instead. Run mm extract before mm train"
+        )
+        update = {"features_dir": None} | ({"val_features_dir": None} if basic.val_dataset is not None else {})
+        return param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})
+
     def batch_keys(self) -> None:
         """The model's forward takes what the batch holds, and asks for nothing else."""
         parameters = inspect.signature(self.model.forward).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        given = self.batch.keys() - ENGINE_KEYS
+        given = self._generator_inputs() if self.adapter is not None else self.batch.keys() - ENGINE_KEYS
         too_many = [] if takes_any else sorted(given - parameters.keys())
         required = {name for name, parameter in parameters.items() if _is_required(parameter)}
-        missing = sorted(required - self.batch.keys())
+        missing = sorted(required - given)
         if too_many or missing:
             raise ConfigError(
                 f"{type(self.model).__name__}.forward does not take {too_many} and misses {missing}",
                 key="data.dataloader_param.collate_param.model_name",
                 way_out=f"It takes {', '.join(parameters)}. Choose the collator of this model.",
             )
+
+    @property
+    def adapter(self) -> Any:
+        """The family's adapter when the model is a generator, else None."""
+        return getattr(self.model, "_mm_adapter", None)
+
+    def _generator_inputs(self) -> set[str]:
+        """What the family makes of a batch of features; of raw media the encoders decide."""
+        import torch
+
+        if "latents" not in self.batch:
+            return {name for name, p in inspect.signature(self.model.forward).parameters.items() if _is_required(p)}
+        latents = self.batch["latents"]
+        return set(self.adapter.inputs(latents, torch.ones(len(latents)), self.batch, guidance=1.0))
+
+    def samples(self) -> None:
+        """What is sampled while training has prompts, pictures and a size that the model takes."""
+        training = self.config.arguments.training
+        if self.adapter is None or not training.sampling.interval:
+            return
+        from mindspeed_mm.fsdp.train.sampling import check_sampling
+
+        check_sampling(self.adapter, training.sampling, training.save)
+
+
+def check_plans(model: Any, arguments: Arguments) -> None:
+    """The model can be split and its sequences can be spread as the plan says. Raises `ConfigError`."""
+    parallel = arguments.parallel
+    if parallel.tensor_parallel_size > 1:
+        from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import resolve_tensor_plan
+        from mindspeed_mm.fsdp.distributed.tensor_parallel_sequence import sequence_stretches
+        from mindspeed_mm.fsdp.distributed.tensor_parallel_sizes import check_split_sizes
+
+        plan = resolve_tensor_plan(model, parallel.tp_plan)
+        check_split_sizes(model, plan, parallel.tensor_parallel_size)
+        sequence_stretches(model, plan)
+    is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
+    if is_spread and not hasattr(model, "_mm_adapter"):
+        from mindspeed_mm.fsdp.train.assemble import check_spread_sequences
+
+        check_spread_sequences(model, arguments)
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

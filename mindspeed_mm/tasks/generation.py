@@ -6,7 +6,6 @@ Questions of similar length share a batch; rows are padded on the left, so that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from PIL import Image
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.models.model_folder import check_all_loaded
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.tasks.questions import Question, load_images
 
 SORTED_BATCHES = 8
@@ -124,44 +125,15 @@ def _load_model(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         takes_pictures = type(config) in AutoModelForImageTextToText._model_mapping
         auto_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
-        with _quiet_transformers():
+        with quiet("transformers"):
             model, report = auto_class.from_pretrained(
                 folder, dtype="auto", local_files_only=True, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
-    _check_complete(report, folder)
+    check_all_loaded(report, folder)
     return model
-
-
-def _check_complete(report: dict[str, Any], folder: Path) -> None:
-    found = {
-        kind: sorted(map(str, report.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")
-    }
-    listed = [f"{len(keys)} {kind} ({', '.join(keys[:3])} …)" for kind, keys in found.items() if keys]
-    if listed:
-        raise ModelFolderError(
-            f"weight keys are off: {', '.join(listed)}",
-            where=str(folder),
-            way_out="The weights do not belong to this config.json.",
-        )
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without its bars and its table of keys: what it finds is an error of ours."""
-    from transformers.utils import logging
-
-    verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bar:
-            logging.enable_progress_bar()
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from mindspeed_mm import __version__
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
+from mindspeed_mm.tasks.card_usage import Usage, usage_of
+from mindspeed_mm.tasks.export_contents import ContentKind
 
 _SETTINGS = {
     "training.lr": "learning rate",
@@ -19,11 +21,24 @@ _SETTINGS = {
     "training.seed": "seed",
     "parallel.fsdp_plan.param_dtype": "computed in",
     "model.freeze": "frozen",
-    "data.dataset_param.basic_parameters.cutoff_len": "longest sample, tokens",
+}
+_TEXT_SETTINGS = {"data.dataset_param.basic_parameters.cutoff_len": "longest sample, tokens"}
+_LORA_SETTINGS = {
+    "training.lora.rank": "rank of the adapters",
+    "training.lora.alpha": "alpha of the adapters",
+    "training.lora.dropout": "dropout before the adapters",
 }
 
 
-def write_model_card(folder: Path, run: RunFolder | None, step: int | None, model_folder: Path, *, title: str) -> None:
+def write_model_card(
+    folder: Path,
+    run: RunFolder | None,
+    step: int | None,
+    model_folder: Path,
+    *,
+    title: str,
+    kind: ContentKind = "model",
+) -> None:
     """Write `README.md` into `folder` from what the run folder tells.
 
     Args:
@@ -32,62 +47,42 @@ def write_model_card(folder: Path, run: RunFolder | None, step: int | None, mode
         step: Of the checkpoint.
         model_folder: What the run started from; only its name is told.
         title: Headline.
+        kind: What the folder holds.
     """
+    use = usage_of(kind, folder, model_folder)
     config = _flat_config(run)
     record = _json(run.run_json) if run else {}
     sections = [
-        _front_matter(folder, model_folder),
+        _front_matter(use, model_folder, is_adapter=kind == "adapters"),
         f"# {title}",
         _origin(config, step, model_folder),
-        _use(folder),
+        "\n".join(["```python", *use.code, "```"]),
         _data(config, record),
-        _settings(config, record, step),
+        _settings(config, record, step, is_generator=use.library == "diffusers"),
         _numbers(run, step),
     ]
     (folder / "README.md").write_text("\n\n".join(part for part in sections if part) + "\n", encoding="utf-8")
 
 
-def _front_matter(folder: Path, model_folder: Path) -> str:
-    tag = "image-text-to-text" if _is_multimodal(folder) else "text-generation"
+def _front_matter(use: Usage, model_folder: Path, *, is_adapter: bool) -> str:
     return "\n".join(
         [
             "---",
-            "library_name: transformers",
-            f"pipeline_tag: {tag}",
+            f"library_name: {use.library}",
+            f"pipeline_tag: {use.tag}",
             f"base_model: {model_folder.name}",
             "tags:",
             "- mindspeed-mm",
+            *(["- lora"] if is_adapter else []),
             "---",
         ]
     )
-
-
-def _is_multimodal(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
 
 
 def _origin(config: Mapping[str, Any], step: int | None, model_folder: Path) -> str:
     how = "Trained from scratch in the shape of" if config.get("model.train_from_scratch") else "Fine-tuned from"
     after = f", {step:,} steps" if step is not None else ""
     return f"{how} `{model_folder.name}`{after}, with mindspeed-mm {__version__}."
-
-
-def _use(folder: Path) -> str:
-    if _is_multimodal(folder):
-        classes = ("AutoModelForImageTextToText", "AutoProcessor", "processor")
-    else:
-        classes = ("AutoModelForCausalLM", "AutoTokenizer", "tokenizer")
-    model_class, processor_class, name = classes
-    return "\n".join(
-        [
-            "```python",
-            f"from transformers import {model_class}, {processor_class}",
-            "",
-            f'model = {model_class}.from_pretrained("path/to/this/folder")',
-            f'{name} = {processor_class}.from_pretrained("path/to/this/folder")',
-            "```",
-        ]
-    )
 
 
 def _data(config: Mapping[str, Any], record: Mapping[str, Any]) -> str:
@@ -100,12 +95,17 @@ def _data(config: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return f"## Data\n\n{', '.join(f'`{name}`' for name in names)}{held}."
 
 
-def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | None) -> str:
+def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | None, *, is_generator: bool) -> str:
+    labels = {
+        **_SETTINGS,
+        **({} if is_generator else _TEXT_SETTINGS),
+        **(_LORA_SETTINGS if config.get("training.lora.enable") else {}),
+    }
     rows = {
         "steps": step,
         "samples a step": record.get("global_batch"),
         "ranks": record.get("world_size"),
-        **{label: config.get(key) for key, label in _SETTINGS.items()},
+        **{label: config.get(key) for key, label in labels.items()},
     }
     shown = {label: value for label, value in rows.items() if value not in (None, [], "")}
     return _table("Training", ("setting", "value"), [(k, _plain(v)) for k, v in shown.items()]) if config else ""

@@ -1,4 +1,4 @@
-"""What `infer` and `evaluate` work with: a Hugging Face folder, or a run, whose newest checkpoint is exported."""
+"""What `infer` and `evaluate` work with: a model folder, or a run, whose newest checkpoint is exported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
+from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
+from mindspeed_mm.fsdp.checkpoint.diffusers_folder import TRANSFORMER
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
+from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
+from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS
 from mindspeed_mm.tasks import export
+from mindspeed_mm.tasks.export_source import noted_model
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
 EXPORTED = "exported"
@@ -24,25 +29,36 @@ class ModelSource:
     """A model folder, and the run that it came from, if any."""
 
     folder: Path
+    """A Hugging Face folder; of a generator the folder in diffusers' layout that has its encoders and scheduler."""
     run: Path | None = None
+    transformer: Path | None = None
+    """Of a generator: the folder of the trained transformer, to be used instead of `folder / "transformer"`."""
+    lora: Path | None = None
+    """Of a generator: the folder of the trained adapters, for the pipeline's `load_lora_weights`."""
 
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits that change when the folder's files do (names, sizes, times of change)."""
-        files = sorted(path for pattern in FOLDER_FILES for path in self.folder.glob(pattern))
+        """Twelve hexadecimal digits that change when the files do (names, sizes, times of change)."""
+        folders = [folder for folder in (self.folder, self.transformer, self.lora) if folder is not None]
+        patterns = [f"{depth}{name}" for name in FOLDER_FILES for depth in ("", "*/")]
+        files = [path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern))]
         facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
-def resolve_model(path: Path) -> ModelSource:
+def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     """The model folder that `path` names.
 
     Args:
-        path: A Hugging Face folder, a run folder, or one `iter_*` folder of a run. A checkpoint is exported once, into
-            `exported/` inside the run, and taken from there afterwards; of a run it is the newest good one.
+        path: A Hugging Face folder, one in diffusers' layout, a run folder, or one `iter_*` folder of a run. A
+            checkpoint is exported once, into `exported/` inside the run, and taken from there afterwards; of a run it
+            is the newest good one. Of a generator that is the transformer alone, or the adapters: encoders are taken
+            from where the run took them. Adapters of a language model are merged.
+        weights: Of a run, the average of the weights or the weights as they were trained; None: the average when there
+            is one.
 
     Raises:
-        CheckpointError: Neither of these, or the run has no valid checkpoint.
-        ModelFolderError: A checkpoint of another framework.
+        CheckpointError: None of these, or the run has no valid checkpoint.
+        ModelFolderError: A checkpoint of another framework, or adapters without a model.
     """
     kind = recognise(path)
     if kind == "hf":
@@ -51,17 +67,31 @@ def resolve_model(path: Path) -> ModelSource:
         raise ModelFolderError(
             "is a Megatron checkpoint", where=str(path), way_out="Convert it to a Hugging Face folder first."
         )
+    if kind == "adapters":
+        raise ModelFolderError(
+            "holds adapters and no model",
+            where=str(path),
+            way_out="Name the run that they come from, or write the merged model with mm export --merge.",
+        )
     run = path if kind == "run" else path.absolute().parent
-    return ModelSource(_exported(path, run), run)
+    base = noted_model(run)
+    is_generator = is_diffusion_folder(base)
+    exported = _exported(path, run, weights, is_generator=is_generator)
+    if base is None or not is_generator:
+        return ModelSource(exported, run)
+    if (exported / DIFFUSERS_WEIGHTS).is_file():
+        return ModelSource(base, run, lora=exported)
+    return ModelSource(base, run, transformer=exported / TRANSFORMER)
 
 
-def _exported(source: Path, run: Path) -> Path:
-    """The Hugging Face folder of a checkpoint, named after its step and content; written when it is not there yet."""
+def _exported(source: Path, run: Path, weights: Weights | None, *, is_generator: bool) -> Path:
+    """What was trained, as a folder named after the checkpoint's step and content; written when it is not there yet."""
     checkpoint = open_checkpoint(source, Ranks(), "size").path
     mark = next(path for name in (layout.MANIFEST, layout.METADATA) if (path := checkpoint / name).exists())
-    target = run / EXPORTED / f"{checkpoint.name}-{sha256_file(mark)[:12]}"
+    which = f"-{weights}" if weights else ""
+    target = run / EXPORTED / f"{checkpoint.name}-{sha256_file(mark)[:12]}{which}"
     if not target.is_dir():
-        export.run(checkpoint, target)
+        export.run(checkpoint, target, weights=weights, merge=not is_generator, transformer_only=is_generator)
         _remove_others(target)
     return target
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.tasks.report_samples import Round, read_rounds
 
 Record = dict[str, Any]
 
@@ -38,6 +39,9 @@ class RunData:
     results: Record
     """`eval/results.json`, or empty."""
     samples: list[Record]
+    """Evaluated ones."""
+    rounds: list[Round]
+    """What a generator made while it was trained."""
 
 
 def read_run(path: Path) -> RunData:
@@ -64,6 +68,7 @@ def read_run(path: Path) -> RunData:
         configuration=without_secrets(folder.resolved.read_text(encoding="utf-8")) if folder.resolved.exists() else "",
         results=_read_object(folder.evaluation / "results.json"),
         samples=read_jsonl(folder.evaluation / "samples.jsonl"),
+        rounds=read_rounds(path),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import statistics
 import time
@@ -15,16 +13,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.report_charts import draw_charts
 from mindspeed_mm.tasks.report_data import Record, RunData, choose_samples, without_secrets
+from mindspeed_mm.tasks.report_media import show
+from mindspeed_mm.tasks.report_samples import sample_grid
 
 MOST_SAMPLES = 12
 """Wrong answers shown, and right ones."""
 MOST_EVENTS = 40
-PICTURE_PIXELS = 256
-SMALL_PIXELS = 72
 TEMPLATE = "report_page.html.j2"
 
 
@@ -55,7 +52,10 @@ def _describe(run: RunData, several: bool) -> dict[str, Any]:
         "name": run.name,
         "suffix": f": {run.name}" if several else "",
         "numbers": summary(run),
+        "judged": "generated" if run.rounds else "held-out",
+        "grid": sample_grid(run.rounds),
         "scores": [{"task": task, **score} for task, score in run.results.get("tasks", {}).items()],
+        "findings": _findings(run.results),
         "wrong": [_sample(sample, media) for sample in wrong],
         "right": [_sample(sample, media) for sample in right],
         "wrong_total": len(run.samples) - right_total,
@@ -79,6 +79,18 @@ def summary(run: RunData) -> list[tuple[str, str]]:
         ("waiting for data", _percent(run.steps, "data_share")),
         ("peak memory", _peak_memory(run.steps)),
     ]
+
+
+def _findings(results: Record) -> list[str]:
+    """Sentences beside the scores: notes, and tables of numbers by name."""
+    notes = results.get("notes", [])
+    lines = [str(note) for note in (notes if isinstance(notes, list) else [notes])]
+    for name, table in results.items():
+        if name in ("tasks", "overall") or not isinstance(table, dict):
+            continue
+        numbers = [f"{_short(value)} {label}" for label, value in table.items() if isinstance(value, int | float)]
+        lines += [f"{name.replace('_', ' ')}: {', '.join(numbers)}"] if numbers else []
+    return lines
 
 
 def _subtitle(run: RunData) -> str:
@@ -157,19 +169,4 @@ def _sample(sample: Record, media: MediaLoader) -> dict[str, Any]:
     images = sample.get("image", [])
     names = images if isinstance(images, list) else [images]
     fields = {name: sample.get(name, "") for name in ("id", "task", "question", "expected", "given", "correct")}
-    return {**fields, "pictures": [_picture(name, media) for name in names]}
-
-
-def _picture(name: str, media: MediaLoader) -> dict[str, Any]:
-    """The picture as a data URI, small enough for a page; what is wrong with it when it cannot be read."""
-    try:
-        image = media.load_image(name)
-    except DataError as error:
-        return {"name": name, "source": "", "trouble": error.problems[0].what}
-    is_small = image.height <= SMALL_PIXELS
-    image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
-    data = io.BytesIO()
-    kind = "png" if is_small else "jpeg"
-    image.save(data, kind, optimize=True, **({} if is_small else {"quality": 80}))
-    source = f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
-    return {"name": name, "source": source, "small": is_small}
+    return {**fields, "pictures": [show(str(name), media) for name in names]}

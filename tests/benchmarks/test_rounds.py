@@ -73,4 +73,7 @@ def test_a_figure_that_was_not_measured_misses_its_target() -> None:
     assert Figure("ratio", None, "×", at_most=1.05).met is False
     assert Figure("ratio", 1.05, "×", at_most=1.05).met is True
     assert Figure("seconds", 3.0, "s").met is None
+    assert Figure("rate", 0.94, "×", at_least=0.95).met is False
+    assert Figure("rate", 0.95, "×", at_least=0.95).met is True
+    assert "≥ 0.950" in table([("extraction", Figure("rate", 0.95, "×", at_least=0.95))])
     assert "NO" in table([("step_time", Figure("ratio", 1.06, "×", at_most=1.05))])

@@ -16,6 +16,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.tasks import check
 from tests.helpers.tiny_run import make_tiny_run
+from tests.tasks.extraction_run import make_run
 
 
 class Model(nn.Module):
@@ -56,7 +57,7 @@ def write(folder: Path, text: str = "") -> Path:
     return path
 
 
-ALL = ["configuration", "plugins", "features", "paths", "module patterns", "first samples", "batch keys"]
+ALL = ["configuration", "plugins", "features", "paths", "module patterns", "first samples", "batch keys", "samples"]
 
 
 def test_everything_passes_in_order(parts: dict[str, Any], tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_everything_passes_in_order(parts: dict[str, Any], tmp_path: Path) -> No
 
 def test_config_only_builds_nothing(parts: dict[str, Any], tmp_path: Path) -> None:
     parts["model"] = AssertionError("built")
-    result = check.run(write(tmp_path, "features: {recompute: true}\n"), config_only=True)
+    result = check.run(write(tmp_path, "features: {skip_moe_pad_tokens: true}\n"), config_only=True)
     assert (result.passed, result.exit_code) == (["configuration"], 0)
 
 
@@ -82,7 +83,8 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
     (tmp_path / "file").touch()
     parts["batch"] = DataError("no image", where="rows.json:3")
     text = (
-        f"features: {{recompute: true}}\ntraining: {{save: {tmp_path / 'file'}}}\n"
+        "features: {skip_moe_pad_tokens: true, recompute: true, recompute_plan: {apply_modules: [layer]}}\n"
+        f"training: {{save: {tmp_path / 'file'}}}\n"
         "parallel: {fsdp_plan: {apply_modules: [layer.0], ignored_modules: [x]}}\n"
     )
     result = check.run(write(tmp_path, text))
@@ -90,16 +92,17 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
     for finding in result.findings:
         found[finding.stage].append((finding.problem.key or finding.problem.where, finding.exit_code))
     assert found == {
-        "features": [("features.recompute", 2)],
+        "features": [("features.skip_moe_pad_tokens", 2)],
         "paths": [("training.save", 2)],
         "module patterns": [
             ("parallel.fsdp_plan.apply_modules", 2),
             ("parallel.fsdp_plan.ignored_modules", 2),
+            ("features.recompute_plan.apply_modules", 2),
         ],
         "first samples": [("rows.json:3", 4)],
     }
-    assert result.skipped == {"batch keys": "module patterns"}
-    assert result.findings[0].problem.where.endswith("run.yaml:2:23")
+    assert result.skipped == {"batch keys": "module patterns", "samples": "module patterns"}
+    assert result.findings[0].problem.where.endswith("run.yaml:2:33")
     assert "'layers.0'" in result.findings[2].problem.way_out
 
 
@@ -190,10 +193,10 @@ def test_printed(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_json(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["check", str(write(tmp_path, "features: {recompute: true}\n")), "--json"]) == 2
+    assert run(["check", str(write(tmp_path, "features: {skip_moe_pad_tokens: true}\n")), "--json"]) == 2
     record = json.loads(capsys.readouterr().out)
     assert record["exit_code"] == 2
-    assert record["findings"][0]["key"] == "features.recompute"
+    assert record["findings"][0]["key"] == "features.skip_moe_pad_tokens"
     assert record["findings"][0]["stage"] == "features"
 
 
@@ -220,6 +223,20 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_real_model_and_real_rows_pass(tiny_run: Path) -> None:
     result = check.run(tiny_run)
     assert (result.findings, result.passed) == ([], ALL)
+
+
+def test_before_features_are_extracted_their_media_are_checked(tmp_path: Path) -> None:
+    path = make_run(tmp_path, count=4)
+    result = check.run(path)
+    assert (result.findings, result.passed) == ([], ALL)
+    (warning,) = result.warnings
+    assert "Run mm extract" in warning
+    assert not (tmp_path / "features").exists()
+    (tmp_path / "pictures" / "0.png").write_bytes(b"<html>")
+    (finding,) = check.run(path).findings
+    assert (finding.stage, finding.exit_code) == ("first samples", 4)
+    (alone,) = check.run(path, ["data.dataset_param.basic_parameters.dataset=null"]).findings
+    assert "Run mm extract" in alone.problem.way_out
 
 
 def test_faults_of_a_real_model_and_real_rows(tiny_run: Path, tmp_path: Path) -> None:

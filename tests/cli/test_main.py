@@ -170,6 +170,19 @@ def test_answers_without_heavy_imports(words: list[str], also_absent: tuple[str,
     assert finished.stderr.strip() == "[]"
 
 
+@pytest.mark.parametrize(("rank", "told"), [("0", "warning: 2 rows repeat another\n"), ("1", "")])
+def test_our_warnings_are_one_line_of_the_first_rank(rank: str, told: str) -> None:
+    code = (
+        "import sys, warnings; from mindspeed_mm.cli import main; "
+        "warn = lambda *_, **__: warnings.warn_explicit('2 rows repeat another', UserWarning, main.__file__, 1); "
+        "main.cli.main = warn; "
+        "sys.exit(main.run([]))"
+    )
+    environment = os.environ | {"RANK": rank}
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert (finished.returncode, finished.stderr) == (0, told)
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("training: {lr: 1e-5}\n")

@@ -7,6 +7,9 @@ import torch.distributed.tensor
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 ensure_torchvision()
+import diffusers  # noqa: E402
+import diffusers.models.transformers.transformer_flux  # noqa: E402
+import diffusers.models.transformers.transformer_wan  # noqa: E402
 import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: E402
 
-__all__ = ["torch", "transformers"]
+__all__ = ["diffusers", "torch", "transformers"]

@@ -180,7 +180,7 @@ class Found:
 def test_a_run_is_exported_once_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exports: list[Path] = []
 
-    def export(checkpoint: Path, target: Path) -> None:
+    def export(checkpoint: Path, target: Path, **options: Any) -> None:
         exports.append(checkpoint)
         target.mkdir(parents=True)
 

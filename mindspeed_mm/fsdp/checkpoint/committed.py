@@ -107,7 +107,9 @@ def _resolve(path: Path) -> tuple[str, Path]:
         raise CheckpointError(
             f"is a folder of kind '{kind}', not a checkpoint of a run",
             where=str(path),
-            way_out="Name a Hugging Face folder in model.model_name_or_path; convert anything else to one first.",
+            way_out="Name it in training.lora.pretrained_lora_path to start from these adapters."
+            if kind == "adapters"
+            else "Name a Hugging Face folder in model.model_name_or_path; convert anything else to one first.",
         )
     return ("ours" if (path / layout.MANIFEST).exists() else "foreign"), path
 

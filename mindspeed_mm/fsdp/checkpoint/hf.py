@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.checkpoint.keymap import Step, check_used_once, natural_order
+from mindspeed_mm.checkpoint.keymap import KeyMap, Step, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.transformers_map import loading_steps, saving_steps
-from mindspeed_mm.core.artifacts import atomic_folder
-from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, copy_assets, write_weights
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.fsdp.checkpoint.hf_folder import (
+    MAX_SHARD_BYTES,
+    DtypeRule,
+    copy_assets,
+    drafted_folder,
+    write_weights,
+)
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 
@@ -47,18 +53,20 @@ def save_hf(
         ranks: All of them; made here when not given, which is itself a collective.
     """
     ranks = ranks or Ranks()
-    tensors = model_tensors(model)
-    stored: dict[str, LazyTensor] = {
-        name: Stored(name, tensor.shape, tensor.dtype, lambda: _Gathering(tensors)) for name, tensor in tensors.items()
-    }
-    made = hub_tensors(model, stored)
+    made = hub_tensors(model, live_tensors(model))
     rule = ranks.first("reading the source", lambda: DtypeRule.of_source(assets_from, dtype))
-    with ExitStack() as stack:
-        draft = folder
-        if ranks.is_first:
-            draft = stack.enter_context(atomic_folder(folder, overwrite=overwrite))
+    with drafted_folder(folder, ranks, overwrite=overwrite) as draft:
         ranks.first("copying", lambda: copy_assets(assets_from, draft, dtype))
         write_weights(made, draft, rule, max_shard_bytes, ranks)
+
+
+def live_tensors(model: nn.Module) -> dict[str, LazyTensor]:
+    """The tensors that a checkpoint of a live model holds, by name, each gathered when it is read: all ranks read the
+    same ones in the same order."""
+    tensors = model_tensors(model)
+    return {
+        name: Stored(name, tensor.shape, tensor.dtype, lambda: _Gathering(tensors)) for name, tensor in tensors.items()
+    }
 
 
 class _Gathering:
@@ -69,7 +77,18 @@ class _Gathering:
 
     def get_tensor(self, key: str) -> torch.Tensor:
         tensor = self._tensors[key]
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+        return (gathered(tensor) if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def gathered(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor. Cut along two axes it is gathered twice, and torch would say for each that this takes time."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return tensor.full_tensor()
+    finally:
+        logger.setLevel(level)
 
 
 def hub_tensors(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -98,16 +117,41 @@ def remember_layout(model: nn.Module, source: Path) -> set[str]:
     """
     if not any(source.glob("*.safetensors")):
         return set()
-    names, aliases = set(model.state_dict()), tied_names(model)
-    rules = getattr(model, "_mm_conversion_rules", None)
+    own = set(model.state_dict(keep_vars=True)) - set(tied_names(model))
     with open_weights(source) as stored:
-        if rules is not None:
-            steps = loading_steps(model, stored, names, rules)  # type: ignore[arg-type]
-        elif (key_map := getattr(model, "key_map", None)) is not None:
-            steps = key_map.steps(stored)
-        else:
-            steps = [Step((key,), {key: tensor}) for key, tensor in stored.items()]
-    return {key for step in steps if any(t in names and t not in aliases for t in step.targets) for key in step.sources}
+        return {key for step in _loading_steps(model, stored) if own.intersection(step.targets) for key in step.sources}
+
+
+def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """A folder's tensors under a model's own names, each once.
+
+    Args:
+        model: From `ModelHub.build`. As with `remember_layout`, the way back is noted on it.
+        stored: From `open_weights`.
+
+    Raises:
+        ModelFolderError: Weights of the model are not stored.
+    """
+    own, aliases = set(model.state_dict(keep_vars=True)), tied_names(model)
+    made = {name: tensor for step in _loading_steps(model, stored) for name, tensor in step.targets.items()}
+    held = {aliases.get(name, name): tensor for name, tensor in made.items() if name in aliases}
+    held |= {name: tensor for name, tensor in made.items() if name in own and name not in aliases}
+    if missing := sorted(own - held.keys() - aliases.keys(), key=natural_order):
+        raise ModelFolderError(
+            f"{len(missing)} weights of the model are not stored. Among them:",
+            problems=[Problem("missing in the folder", key=name) for name in missing[:5]],
+        )
+    return held
+
+
+def _loading_steps(model: nn.Module, stored: Mapping[str, LazyTensor]) -> list[Step]:
+    rules = getattr(model, "_mm_conversion_rules", None)
+    if rules is not None:
+        return loading_steps(model, stored, set(model.state_dict()), rules)  # type: ignore[arg-type]
+    key_map: KeyMap | None = getattr(model, "key_map", None)
+    if key_map is not None:
+        return key_map.steps(stored)
+    return [Step((key,), {key: tensor}) for key, tensor in stored.items()]
 
 
 def _saving_steps(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[Step]:

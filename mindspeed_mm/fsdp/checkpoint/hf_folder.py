@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from safetensors.torch import save_file
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.core.artifacts import atomic_folder
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
-INDEX = "model.safetensors.index.json"
 _ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}
 _ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE"}
 _ASSET_FOLDERS = {"additional_chat_templates"}
@@ -59,14 +60,34 @@ def config_dtype(source: Path) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
+@contextmanager
+def drafted_folder(folder: Path, ranks: Ranks, *, overwrite: bool = False) -> Iterator[Path]:
+    """`atomic_folder` for all ranks: rank 0 makes the draft and gives it its name; when it cannot, all ranks raise.
+
+    Args:
+        folder: The final name.
+        ranks: All of them.
+        overwrite: Replace what stands there.
+
+    Yields:
+        The folder to write into, on every rank.
+    """
+    with ExitStack() as stack:
+        yield ranks.first("making the folder", lambda: stack.enter_context(atomic_folder(folder, overwrite=overwrite)))
+        ranks.first("naming the folder", stack.close)
+
+
 def write_weights(
     tensors: Mapping[str, LazyTensor],
     folder: Path,
     dtype_of: Callable[[str, torch.dtype], torch.dtype],
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
     ranks: Ranks | None = None,
+    *,
+    stem: str = "model",
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `model.safetensors`, or shards with an index, holding one shard in memory at a time.
+    """Write `<stem>.safetensors`, or shards with an index, holding one shard in memory at a time.
 
     Args:
         tensors: By key, in the order of writing.
@@ -74,24 +95,28 @@ def write_weights(
         dtype_of: (key, dtype held) → dtype written.
         max_shard_bytes: Largest size of one file, unless a single tensor is larger.
         ranks: Given when reading is a collective: all read, rank 0 writes.
+        stem: Of the files' names.
+        metadata: Text to keep in each file, beside the format.
     """
     ranks = ranks or Ranks()
     dtypes = {key: dtype_of(key, tensor.dtype) for key, tensor in tensors.items()}
     sizes = {key: torch.Size(t.shape).numel() * dtypes[key].itemsize for key, t in tensors.items()}
-    shards = plan_shards(sizes, max_shard_bytes)
+    shards = plan_shards(sizes, max_shard_bytes, stem)
+    notes = {"format": "pt", **(metadata or {})}
     for name, keys in shards.items():
         shard: dict[str, torch.Tensor] = {}
         for key in keys:
             tensor = tensors[key].read()
             if ranks.is_first:
                 shard[key] = tensor.to(dtypes[key]).contiguous()
-        ranks.first("writing", lambda name=name, shard=shard: save_file(shard, folder / name, {"format": "pt"}))  # type: ignore[misc]
+        ranks.first("writing", lambda name=name, shard=shard: save_file(shard, folder / name, notes))  # type: ignore[misc]
     if len(shards) > 1:
         parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
-        ranks.first("writing the index", lambda: _write_index(folder, shards, sum(sizes.values()), parameters))
+        index = folder / f"{stem}.safetensors.index.json"
+        ranks.first("writing the index", lambda: _write_index(index, shards, sum(sizes.values()), parameters))
 
 
-def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
+def plan_shards(sizes: Mapping[str, int], max_shard_bytes: float, stem: str = "model") -> dict[str, list[str]]:
     """File name → keys, in order, each file as full as the limit allows; names as transformers gives them."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -102,14 +127,14 @@ def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, lis
         shards[-1].append(key)
         filled += size
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": keys for i, keys in enumerate(shards, start=1)}
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": keys for i, keys in enumerate(shards, start=1)}
 
 
-def _write_index(folder: Path, shards: Mapping[str, Iterable[str]], total_bytes: int, parameters: int) -> None:
+def _write_index(path: Path, shards: Mapping[str, Iterable[str]], total_bytes: int, parameters: int) -> None:
     weight_map = {key: name for name, keys in shards.items() for key in keys}
     index = {"metadata": {"total_parameters": parameters, "total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:

@@ -19,13 +19,17 @@ from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.storage import Tree, read_tree
 from mindspeed_mm.fsdp.checkpoint.tree import (
+    EMA,
     MODEL,
     OPTIMIZER,
+    average_tensors,
     check_same_shapes,
     model_tensors,
     tied_names,
     trained_parameters,
 )
+from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 
 WEIGHTS_ONLY = "Say --weights-only to take the weights and start with a fresh optimizer."
 
@@ -34,9 +38,16 @@ OptimizerState = dict[str, dict[str, torch.Tensor]]
 
 
 def load_tensors(
-    checkpoint: CommittedCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
-) -> None:
-    """Fill parameters, buffers and, when `optimizer` is given, its state. Called by all ranks.
+    checkpoint: CommittedCheckpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    ema: Ema | None = None,
+) -> bool:
+    """Fill parameters, buffers and, when they are given, the optimizer's state and the average. Called by all ranks.
+
+    Returns:
+        Whether the average was filled; a checkpoint may hold none.
 
     Raises:
         CheckpointError: The checkpoint was saved from another model or by another optimizer; nothing was changed.
@@ -48,9 +59,14 @@ def load_tensors(
     state: OptimizerState = {}
     if optimizer is not None:
         state = ranks.together("comparing with the optimizer", lambda: held.optimizer_room(model, optimizer))
+    average = average_tensors(ema) if ema is not None and held.average_entries() else {}
+    if average:
+        ranks.together("comparing with the average", lambda: held.check_average(average))
     tree: Tree = {MODEL: {names[name]: tensor for name, tensor in weights.items()}}
     if state:
         tree[OPTIMIZER] = {f"state.{name}.{key}": t for name, keys in state.items() for key, t in keys.items()}
+    if average:
+        tree[EMA] = average
     with torch.no_grad():
         read_tree(held.as_stored(tree), reader, ranks)
     if optimizer is not None:
@@ -58,6 +74,7 @@ def load_tensors(
         optimizer.state.clear()
         for name, keys in state.items():
             optimizer.state[parameters[name]] = keys
+    return bool(average)
 
 
 def load_state(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
@@ -98,6 +115,17 @@ class TensorIndex:
             if key.startswith(self.prefix) and not key.startswith(f"{OPTIMIZER}.")
         }
 
+    def average_entries(self) -> dict[str, TensorStorageMetadata]:
+        """The average of the trained parameters by name; empty when none was kept."""
+        start = f"{EMA}."
+        own = self.tensors if self.prefix else {}
+        return {key.removeprefix(start): entry for key, entry in own.items() if key.startswith(start)}
+
+    def check_average(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `CheckpointError`, with a diff, when the checkpoint's average is of other parameters than `tensors`."""
+        held = {name: entry.size for name, entry in self.average_entries().items()}
+        check_same_shapes({n: t.shape for n, t in tensors.items()}, held, f"{self.path}, the average of the weights,")
+
     def match(self, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> dict[str, str]:
         """Name of each of a model's tensors → the name that the checkpoint has for it.
 
@@ -110,6 +138,7 @@ class TensorIndex:
             CheckpointError: With a diff, when they are not the same tensors.
         """
         held = {name: entry.size for name, entry in self.model_entries().items()}
+        self._check_adapters(any(map(is_adapter_weight, tensors)), any(map(is_adapter_weight, held)))
         names = {name: name for name in tensors}
         for alias, name in aliases.items():
             if alias in held and names[name] not in held:
@@ -118,6 +147,22 @@ class TensorIndex:
                 del held[alias]
         check_same_shapes({names[name]: tensor.shape for name, tensor in tensors.items()}, held, str(self.path))
         return names
+
+    def _check_adapters(self, wanted: bool, held: bool) -> None:
+        if wanted and not held:
+            raise CheckpointError(
+                "holds whole weights, and this run trains adapters",
+                where=str(self.path),
+                key="training.lora.enable",
+                way_out="Write it as a model folder with mm export, and name that in model.model_name_or_path.",
+            )
+        if held and not wanted:
+            raise CheckpointError(
+                "holds adapters only, and this run trains whole weights",
+                where=str(self.path),
+                key="training.lora.enable",
+                way_out="Write the merged model with mm export --merge, and name it in model.model_name_or_path.",
+            )
 
     def optimizer_room(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Room for the optimizer state that the checkpoint holds."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.checkpoint import committed, layout
 from mindspeed_mm.fsdp.checkpoint.commit import Contents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
@@ -21,20 +20,23 @@ from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.retention import prune
 from mindspeed_mm.fsdp.checkpoint.storage import Tree
 from mindspeed_mm.fsdp.checkpoint.tree import (
+    EMA,
     MODEL,
     OPTIMIZER,
+    average_tensors,
     cast_floats,
     model_tensors,
     optimizer_tensors,
     snapshot,
     tied_names,
 )
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 __all__ = ["CheckpointManager", "CommittedCheckpoint"]
 
 logger = logging.getLogger(__name__)
-
 
 
 class CheckpointManager:
@@ -57,7 +59,12 @@ class CheckpointManager:
         self._under_way: Future[None] | None = None
 
     def save(
-        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        ema: Ema | None = None,
     ) -> None:
         """Commit `iter_<iteration>`, or start to when `training.save_async`: training may go on at once.
 
@@ -66,6 +73,7 @@ class CheckpointManager:
             model: Its parameters and persistent buffers are kept.
             optimizer: Its state is kept unless `training.no_save_optim`.
             state: JSON values, the same on every rank, and under `rng` this rank's tensors.
+            ema: The average of the weights, kept in full precision whatever `training.save_ckpt_dtype` says.
 
         Raises:
             CheckpointError: This save, or the one that was under way, failed, on all ranks alike. An earlier failure
@@ -73,14 +81,19 @@ class CheckpointManager:
         """
         earlier_failure = self._settle()
         if self._last_saved != iteration:
-            self._start(iteration, model, optimizer, state)
+            self._start(iteration, model, optimizer, state, ema)
         if earlier_failure is not None:
             raise earlier_failure
 
     def _start(
-        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        ema: Ema | None,
     ) -> None:
-        contents = self.ranks.together("collecting", lambda: self._collect(iteration, model, optimizer, state))
+        contents = self.ranks.together("collecting", lambda: self._collect(iteration, model, optimizer, state, ema))
         self.ranks.first("checking the disk", lambda: self._check_space(contents))
         if self._background is None:
             self._commit(contents)
@@ -114,7 +127,11 @@ class CheckpointManager:
         return committed.open_checkpoint(path, self.ranks, self.training.verify_checkpoint)
 
     def load(
-        self, checkpoint: CommittedCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self,
+        checkpoint: CommittedCheckpoint,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ema: Ema | None = None,
     ) -> dict[str, Any]:
         """Fill a sharded model, its parameters off the meta device, and its optimizer.
 
@@ -122,6 +139,8 @@ class CheckpointManager:
             checkpoint: From `find_latest` or `open`.
             model: Under any plan and world size.
             optimizer: None takes the weights only.
+            ema: The average of the weights. With the weights only, and from a checkpoint that has no average, it starts
+                from the loaded weights, and the log says so.
 
         Returns:
             What was given to `save` as `state`, with `rng` None when it cannot be this rank's.
@@ -129,18 +148,35 @@ class CheckpointManager:
         Raises:
             CheckpointError: It was saved from another model or by another optimizer.
         """
-        load_tensors(checkpoint, model, None if self.training.no_load_optim else optimizer, self.ranks)
+        has_average = load_tensors(
+            checkpoint,
+            model,
+            None if self.training.no_load_optim else optimizer,
+            self.ranks,
+            None if optimizer is None else ema,
+        )
+        if ema is not None and not has_average:
+            ema.restart()
+            if self.ranks.is_first:
+                logger.warning("%s: the average of the weights starts from the weights loaded", checkpoint.path)
         rng = None if self.training.no_load_rng else load_rng(checkpoint, self.ranks)
         return {**load_state(checkpoint), "rng": rng}
 
     def _collect(
-        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        ema: Ema | None,
     ) -> Contents:
         dtype = self.training.save_ckpt_dtype
         tree: Tree = {MODEL: cast_floats(model_tensors(model), torch_dtype(dtype))}
         with_optimizer = not self.training.no_save_optim
         if with_optimizer:
             tree[OPTIMIZER] = optimizer_tensors(model, optimizer)
+        if ema is not None:
+            tree[EMA] = average_tensors(ema)
         rng = {} if self.training.no_save_rng else state.get("rng") or {}
         return Contents(
             iteration=iteration,

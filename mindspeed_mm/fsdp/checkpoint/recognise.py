@@ -9,11 +9,15 @@ from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.checkpoint import layout
 
-FolderKind = Literal["hf", "dcp", "run", "megatron"]
+FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
+"""`hf` is what a library's `from_pretrained` takes: a model of transformers, a generator in diffusers' layout, or its
+transformer alone."""
+_ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")
 
 
 def recognise(path: Path) -> FolderKind:
-    """Tell a Hugging Face folder, a distributed checkpoint, a run folder and a Megatron-style folder apart.
+    """Tell a Hugging Face folder, adapters without a model, a distributed checkpoint, a run folder and a Megatron-style
+    folder apart.
 
     Raises:
         CheckpointError: It is none of them, or is not there.
@@ -26,8 +30,10 @@ def recognise(path: Path) -> FolderKind:
         return "megatron"
     if layout.list_iterations(path) or (path / layout.TRACKER).exists() or (path / "run.json").exists():
         return "run"
-    if (path / "config.json").exists() or (path / "adapter_config.json").exists():
+    if (path / "config.json").exists() or (path / "model_index.json").exists():
         return "hf"
+    if any((path / name).exists() for name in _ADAPTERS):
+        return "adapters"
     raise _unknown(path)
 
 

@@ -19,6 +19,8 @@ FREE_KEYS = (
     "data.dataset_param.basic_parameters.cache_dir",
     "data.dataset_param.basic_parameters.dataset",
     "data.dataset_param.basic_parameters.dataset_dir",
+    "data.dataset_param.basic_parameters.data_folder",
+    "data.dataset_param.basic_parameters.*features_dir",
     "data.dataset_param.basic_parameters.media_roots*",
     "data.dataset_param.basic_parameters.overwrite_cache",
     "data.dataset_param.basic_parameters.preprocess*",
@@ -30,7 +32,6 @@ FREE_KEYS = (
     "features.activation_offload_plan*",
     "features.chunk*",
     "inference.*",
-    "model.enable_gradient_checkpointing",
     "model.model_name_or_path",
     "model.skip_*_recompute",
     "model.train_from_scratch",
@@ -44,6 +45,8 @@ FREE_KEYS = (
     "training.init_model_with_meta_device",
     "training.load*",
     "training.log_interval",
+    "training.lora.lora_target_modules_support",
+    "training.lora.pretrained_lora_path",
     "training.manual_gc_interval",
     "training.mem_fraction_static",
     "training.micro_batch_size",
@@ -51,6 +54,7 @@ FREE_KEYS = (
     "training.no_save_*",
     "training.on_save_error",
     "training.plugin*",
+    "training.sampling.*",
     "training.save*",
     "training.*_timeout_s",
     "training.val_*",
@@ -69,6 +73,7 @@ NOTED_KEYS = (
     "training.adam_eps",
     "training.allow_hf32",
     "training.clip_grad",
+    "training.ema.*",
     "training.lr*",
     "training.max_skipped_steps",
     "training.no_decay_*",
@@ -87,7 +92,9 @@ def check_resumable(
     """Compare the run that saved with the run that resumes.
 
     A context holds `config` (the resolved configuration, nested), `dataset` (the fingerprint of the training data),
-    `global_batch` (samples of one optimizer step), `world_size`, `mesh` (axis → size) and `versions`.
+    `global_batch` (samples of one optimizer step), `batching` (what else decides how samples share batches),
+    `world_size`, `mesh` (axis → size) and `versions`; of a run that trains adapters also `base_weights`, the mark of
+    the weights under them.
 
     Args:
         manifest_context: Context of the run that saved, out of the manifest.
@@ -109,6 +116,7 @@ def check_resumable(
     else:
         refused += [replace(p, way_out="Restore it, or say --accept-data-change.") for p in data]
     refused += _batch_change(manifest_context, current_context)
+    refused += _base_change(manifest_context, current_context)
     if refused:
         raise CheckpointError(
             "this is not the run that saved the checkpoint. Undo these changes; or start a new run from its weights: "
@@ -142,11 +150,37 @@ def _is_updated(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+    then, today = before.get("batching"), now.get("batching")
+    if then and then != today:  # samples of different sizes: what shares a batch depends on it
+        return [
+            Problem(
+                _change(*map(_in_words, (then, today or {}))),
+                key="micro-batches",
+                way_out="Give micro_batch_size, max_tokens_per_batch and ranks × accumulation as they were.",
+            )
+        ]
     then, today = before.get("global_batch"), now.get("global_batch")
     if then == today or then is None:
         return []
     way_out = f"Choose gradient_accumulation_steps so that micro_batch_size × data ranks × accumulation is {then}."
     return [Problem(_change(then, today), key="global batch size", way_out=way_out)]
+
+
+def _in_words(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+
+
+def _base_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+    then, today = before.get("base_weights"), now.get("base_weights")
+    if then is None or today is None or then == today:
+        return []
+    return [
+        Problem(
+            "the folder holds other weights than those that the adapters were trained on",
+            key="model.model_name_or_path",
+            way_out="Name the folder that the run started from.",
+        )
+    ]
 
 
 def _environment_notes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

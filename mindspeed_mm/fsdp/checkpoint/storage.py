@@ -19,8 +19,8 @@ from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 
 Tree = dict[str, dict[str, torch.Tensor]]
-"""`{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor}}`. Tensors only: anything else would be
-stored as a pickle."""
+"""`{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor}, "ema": {name: tensor}}`, the last with
+`training.ema` only. Tensors only: anything else would be stored as a pickle."""
 
 
 class _TruthfulFileSystem(FileSystem):

@@ -9,9 +9,12 @@ from torch import nn
 
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.fsdp.checkpoint.storage import Tree
+from mindspeed_mm.fsdp.models.lora_names import lora_of
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
+EMA = "ema"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _SHOWN = 5
 
@@ -24,17 +27,20 @@ def plain_name(name: str) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (frozen ones too) and persistent buffers, by name; they alias the model's memory.
+    """Parameters (frozen ones too) and persistent buffers, by name; they alias the model's memory. Of a model with
+    adapters only what is trained: the rest is in the folder that the run started from.
 
     A shared parameter appears once, under the first of its names: see `tied_names`.
 
     Raises:
         CheckpointError: A module keeps state that is no tensor.
     """
-    aliases = tied_names(model)
+    aliases, lora = tied_names(model), lora_of(model)
     tensors: dict[str, torch.Tensor] = {}
     for key, value in model.state_dict().items():  # FSDP2 hooks in here and hands out shards
         name = plain_name(key)
+        if lora is not None and name not in lora.trained:
+            continue
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"keeps state that is no tensor but a {type(value).__name__}",
@@ -76,6 +82,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
                 raise CheckpointError(f"optimizer state '{key}' of '{name}' is a {type(value).__name__}, not a tensor")
             tensors[f"state.{name}.{key}"] = value
     return tensors
+
+
+def average_tensors(ema: Ema) -> dict[str, torch.Tensor]:
+    """The average of the trainable parameters by their names; they alias its memory."""
+    return {plain_name(name): tensor for name, tensor in ema.tensors().items()}
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

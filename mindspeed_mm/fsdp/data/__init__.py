@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.data.data_utils.mm_plugin import register_mm_plugin
     from mindspeed_mm.fsdp.data.data_utils.template import register_template
     from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
-    from mindspeed_mm.fsdp.data.dataloader.sampler import DataPosition
+    from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 
 _HOMES = {
     "build_mm_dataset": "build",
     "build_mm_dataloader": "build",
     "MMDataLoader": "dataloader.dataloader",
-    "DataPosition": "dataloader.sampler",
+    "DataPosition": "dataloader.order",
     "DATA_COLLATOR": "data_utils.data_collator",
     "register_collator": "data_utils.data_collator",
     "register_mm_plugin": "data_utils.mm_plugin",

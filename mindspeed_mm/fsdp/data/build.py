@@ -7,15 +7,30 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.dataloader.buckets import TOKENS_KEY, BucketOrder
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
-from mindspeed_mm.fsdp.data.dataloader.sampler import DataPosition, Deal, build_sampler
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, GlobalOrder, Order
+from mindspeed_mm.fsdp.data.dataloader.sampler import (
+    BUCKET_SAMPLERS,
+    SAMPLERS,
+    build_sampler,
+    check_sampler_name,
+    keeps_order,
+)
+from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import DEFAULT_TIMEOUT_S, WorkerOptions
 from mindspeed_mm.fsdp.data.split import split_dataset
-from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.params.data_args import (
+    BasicParameters,
+    DataloaderParam,
+    DatasetParam,
+    PreprocessParameters,
+)
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.register import data_register
 
 _BASIC = "data.dataset_param.basic_parameters"
+_PIXEL_BYTES = 3
 
 
 def build_mm_dataset(
@@ -33,7 +48,8 @@ def build_mm_dataset(
         DataError: Files are missing or broken.
     """
     basic = dataset_param.basic_parameters
-    asked = {"data.val_dataset_param": val_dataset_param, f"{_BASIC}.val_dataset": basic.val_dataset}
+    own_rows = basic.val_dataset if basic.val_dataset is not None else _features_of(basic, "val_features_dir")
+    asked = {"data.val_dataset_param": val_dataset_param, f"{_BASIC}.val_dataset": own_rows}
     ways = [key for key, value in {**asked, f"{_BASIC}.val_rate": basic.val_rate or None}.items() if value is not None]
     if len(ways) > 1:
         raise ConfigError(f"validation data come from {' and '.join(ways)}", key=ways[0], way_out="Keep one of them.")
@@ -42,7 +58,7 @@ def build_mm_dataset(
         return train, own_validation
     if val_dataset_param is not None:
         return train, _build(val_dataset_param)[0]
-    if basic.val_dataset is not None:
+    if own_rows is not None:
         return train, _build(_for_validation(dataset_param))[0]
     return split_dataset(train, basic.val_rate or 0.0, seed, most=basic.val_max_samples)
 
@@ -81,12 +97,13 @@ def build_mm_dataloader(
     if dataloader_param.enable_preload:
         raise ConfigError("this is not built yet", key="data.dataloader_param.enable_preload")
     pin = dataloader_param.pin_memory
+    deal = Deal(micro_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
+    order = _order(dataset, dataloader_param, deal, seed)
     return MMDataLoader(
         dataset,
         _collator(dataset, dataloader_param, processor),
-        build_sampler(dataloader_param, len(dataset), seed),
-        Deal(micro_batch_size, gradient_accumulation_steps, dp_rank, dp_size),
-        drop_last=dataloader_param.drop_last,
+        order,
+        deal,
         seed=seed,
         position=position or DataPosition(0, 0),
         workers=WorkerOptions(
@@ -94,8 +111,38 @@ def build_mm_dataloader(
             prefetch_factor=dataloader_param.prefetch_factor or 2,
             pin_memory=get_device_type() != "cpu" and pin is not False,
             timeout_s=timeout_s,
+            slot_bytes=_slot_bytes(dataset, order),
         ),
     )
+
+
+def _order(dataset: Any, dataloader_param: DataloaderParam, deal: Deal, seed: int) -> Order:
+    """Samples one after the other; or, where a data set knows their sizes, micro-batches of one size each."""
+    drop_last = dataloader_param.drop_last
+    if not hasattr(dataset, "sizes"):
+        if dataloader_param.max_tokens_per_batch is not None:
+            raise ConfigError("is for data sets of generators, whose samples have sizes", key=TOKENS_KEY)
+        return GlobalOrder(build_sampler(dataloader_param, len(dataset), seed), deal, drop_last)
+    if dataloader_param.dataloader_mode == "custom":
+        raise ConfigError("'custom' is not built yet", key="data.dataloader_param.dataloader_mode")
+    check_sampler_name(dataloader_param.sampler_type, BUCKET_SAMPLERS | SAMPLERS.keys())
+    is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
+    return BucketOrder(
+        dataset.sizes,
+        dataset.geometry,
+        deal,
+        seed=seed,
+        shuffle=not is_sequential,
+        drop_last=drop_last,
+        max_tokens=dataloader_param.max_tokens_per_batch,
+    )
+
+
+def _slot_bytes(dataset: Any, order: Order) -> int:
+    """Room for a micro-batch: pixels of clips are larger than anything else that is sent."""
+    if isinstance(order, BucketOrder) and getattr(dataset, "is_raw", False):
+        return max(SLOT_BYTES, _PIXEL_BYTES * order.most_pixels + 2**20)
+    return SLOT_BYTES
 
 
 def _build(dataset_param: DatasetParam) -> tuple[Any, Any | None]:
@@ -106,8 +153,21 @@ def _build(dataset_param: DatasetParam) -> tuple[Any, Any | None]:
 
 def _for_validation(dataset_param: DatasetParam) -> DatasetParam:
     basic = dataset_param.basic_parameters
-    own = {"dataset": basic.val_dataset, "max_samples": basic.val_max_samples}
+    own: dict[str, Any] = {"dataset": basic.val_dataset, "max_samples": basic.val_max_samples}
+    if _features_of(basic, "features_dir") is not None:
+        own["features_dir"] = _features_of(basic, "val_features_dir")
+        if own["features_dir"] is None:
+            raise ConfigError(
+                f"'{basic.val_dataset}' has no features, and the training data have",
+                key=f"{_BASIC}.val_features_dir",
+                way_out="Set it to where mm extract should put them; or leave val_dataset out and set val_rate.",
+            )
     return dataset_param.model_copy(update={"basic_parameters": basic.model_copy(update=own)})
+
+
+def _features_of(basic: BasicParameters, key: str) -> Any:
+    """A folder of features; only data sets of generators have the key."""
+    return getattr(basic, key, None)
 
 
 def _collator(dataset: Any, dataloader_param: DataloaderParam, processor: Any) -> Collator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,20 @@ class DatasetPart(Dataset[Any]):
         return {**self._whole.fingerprint(), "part": self._name, "rows": len(self)}
 
 
+class SizedPart(DatasetPart):
+    """Some of the samples of a data set that knows their sizes."""
+
+    def item(self, index: int, epoch: int) -> Any:
+        """Sample `index` as it is in an epoch."""
+        return self._whole.item(int(self._indices[index]), epoch)
+
+    @cached_property
+    def sizes(self) -> list[Any]:
+        """Size of each sample."""
+        whole = self._whole.sizes
+        return [whole[index] for index in self._indices.tolist()]
+
+
 def split_dataset(dataset: Any, rate: float, seed: int, *, most: int | None = None) -> tuple[DatasetPart, DatasetPart]:
     """Training and validation part, chosen by the seed.
 
@@ -68,4 +83,5 @@ def split_dataset(dataset: Any, rate: float, seed: int, *, most: int | None = No
     order = permutation(size, seed, _SPLIT_STREAM)
     validation = np.sort(order[:held_out])[:most]
     training = np.sort(order[held_out:])
-    return DatasetPart(dataset, training, "training"), DatasetPart(dataset, validation, "validation")
+    part = SizedPart if hasattr(dataset, "sizes") else DatasetPart
+    return part(dataset, training, "training"), part(dataset, validation, "validation")

@@ -122,6 +122,12 @@ def _expect_logits_to_be_a_view(model: nn.Module) -> None:
     )
 
 
+def expect_views() -> None:
+    """Silence the same warning for every module: diffusers' blocks cut text and image out of one tensor, and nothing
+    writes into either (gradients under sharding are tested)."""
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)
+
+
 def replicate_modules(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Keep modules whole on every rank, in their own dtype, with their gradients summed.
 

@@ -60,6 +60,16 @@ class ParallelState:
         """How many ranks read different samples; those along cp, tp and pp read the same."""
         return self.get_dp_group_size()
 
+    @property
+    def is_first_of_its_samples(self) -> bool:
+        """Whether no rank before this one, along cp, tp and pp, computes on the same samples."""
+        return self._rank("cp") == self._rank("tp") == self._rank("pp") == 0
+
+    @property
+    def random_rank(self) -> int:
+        """Which random numbers this rank draws: ranks along tp hold the same activations and draw the same."""
+        return dist.get_rank() // self.sizes.tp
+
     # The mesh that parameters are sharded over.
 
     def get_fsdp_device_mesh(self) -> DeviceMesh:

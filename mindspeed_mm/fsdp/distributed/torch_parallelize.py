@@ -6,12 +6,13 @@ the root), then prefetch order. No step renames a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, apply_context_parallel
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
     Unit,
     is_below,
@@ -23,6 +24,8 @@ from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
     sum_gradients,
 )
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
+from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel
+from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
 
 __all__ = ["ParallelApplier", "set_gradient_sync"]
@@ -36,6 +39,8 @@ class ParallelApplier:
         shard_modules: The model's own list of modules to wrap one by one, in execution order. Patterns in
             `fsdp_plan.apply_modules` win over it.
         tie_groups: Names of modules that share a parameter.
+        towers: Names of towers, whose patches context parallelism spreads as well.
+        gather_logits: Under tensor parallelism, let the output head return the whole vocabulary on every rank.
     """
 
     def __init__(
@@ -44,11 +49,18 @@ class ParallelApplier:
         *,
         shard_modules: Sequence[str] = (),
         tie_groups: Sequence[Sequence[str]] = (),
+        towers: Collection[str] = (),
+        gather_logits: bool = False,
     ) -> None:
         self._parallel = parallel_args
         self._plan = parallel_args.fsdp_plan
         self._shard_modules = shard_modules
         self._tie_groups = tie_groups
+        self._towers, self._gather_logits = towers, gather_logits
+        self.tensor_plan: TensorPlan | None = None
+        """How layers were split over ranks, if they were."""
+        self.context: ContextParallel | None = None
+        """What the training step must know of sequences spread over ranks, if they are."""
         self._units: list[Unit] = []
         self._model_shards_itself = False
 
@@ -60,21 +72,28 @@ class ParallelApplier:
         return model
 
     def pre_fully_shard_apply(self, model: nn.Module) -> None:
-        """Steps before sharding, each on one-device modules: pipeline split, tensor, expert, context.
+        """Steps before sharding, each on one-device modules: tensor, then context parallelism.
 
         Raises:
-            ConfigError: The plan asks for one of them: sharding alone would train another model than the plan says.
+            ConfigError: The plan does not fit the model, or asks for what this version does not have: sharding alone
+                would train another model than the plan says.
         """
-        sizes = {
-            "pipeline_parallel_size": self._parallel.pipeline_parallel_size,
-            "tensor_parallel_size": self._parallel.tensor_parallel_size,
-            "expert_parallel_size": self._parallel.expert_parallel_size,
-            "ring_attention_size": self._parallel.ring_attention_size,
-            "ulysses_parallel_size": self._parallel.ulysses_parallel_size,
-        }
-        for key, size in sizes.items():
-            if size > 1:
+        parallel = self._parallel
+        for key in ("pipeline_parallel_size", "expert_parallel_size"):
+            if (size := getattr(parallel, key)) > 1:
                 raise ConfigError(f"{size} is not supported yet, only 1", key=f"parallel.{key}")
+        state = get_parallel_state()
+        if parallel.tensor_parallel_size > 1:
+            if state.is_cp_enable():
+                raise ConfigError(
+                    f"{parallel.tensor_parallel_size}, together with ring or ulysses attention, is not supported yet",
+                    key="parallel.tensor_parallel_size",
+                    way_out="Set one of them to 1.",
+                )
+            mesh = state.get_tp_device_mesh()
+            self.tensor_plan = apply_tensor_parallel(model, parallel.tp_plan, mesh, gather_logits=self._gather_logits)
+        if parallel.ring_attention_size * parallel.ulysses_parallel_size > 1:
+            self.context = apply_context_parallel(model, state, self._towers)
 
     def fully_shard_apply(self, model: nn.Module) -> None:
         """Shard parameters, gradients and optimizer state; gradients are summed.

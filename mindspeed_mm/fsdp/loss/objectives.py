@@ -7,8 +7,8 @@ global denominator; any split of a batch then gives the same loss and the same g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,33 @@ Terms = dict[str, torch.Tensor]
 """Loss terms by name, each a 0-d tensor."""
 
 
+TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(N, V) logits and (N,) targets → (N,) cross-entropies; V may be this rank's part of the vocabulary."""
+
+
+class BatchTokens(NamedTuple):
+    """What a micro-batch is made of, for the speed in the log."""
+
+    real: int
+    """Tokens without padding."""
+    trained: int
+    """Those that a loss is taken from."""
+
+
 class Objective(Protocol):
     """What the engine asks of a loss."""
 
-    def prepare(self, batch: Batch) -> Batch:
-        """Host-side work on a batch before it moves to the device; may add keys that start with `_`."""
+    def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
+        """Host-side work on a batch before it moves to the device; may add keys that start with `_`.
+
+        Args:
+            batch: As collated.
+            training: False in validation, where what chance decides is always the same.
+        """
+        ...
+
+    def tokens(self, batch: Batch) -> BatchTokens:
+        """Tokens of a prepared micro-batch."""
         ...
 
     def count(self, batches: Sequence[Batch]) -> dict[str, int]:
@@ -70,12 +92,20 @@ class TokenCrossEntropy:
 
     term = "loss"
 
-    def __init__(self, model: nn.Module, head: LabelledRowsHead, *, per_sample: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        head: LabelledRowsHead,
+        *,
+        per_sample: bool = False,
+        token_losses: TokenLosses | None = None,
+    ) -> None:
         self._inputs = ModelInputs(model)
         self._head = head
         self._per_sample = per_sample
+        self._token_losses = token_losses
 
-    def prepare(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Add the labelled rows, their targets and, per sample, their weights."""
         labels = batch["shift_labels"]
         rows = labelled_rows(labels)
@@ -85,6 +115,10 @@ class TokenCrossEntropy:
             prepared["_weights"] = (1.0 / labelled_per_row.double()).repeat_interleave(labelled_per_row)
             prepared["_labelled_samples"] = int((labelled_per_row > 0).sum())
         return prepared
+
+    def tokens(self, batch: Batch) -> BatchTokens:
+        """Real tokens and labels."""
+        return text_tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, int]:
         """Label tokens, or labelled samples."""
@@ -99,10 +133,12 @@ class TokenCrossEntropy:
         logits_NV = logits_NV.reshape(-1, logits_NV.shape[-1])
         if logits_NV.dtype != torch.float64:
             logits_NV = logits_NV.float()
-        if not self._per_sample:
+        if not self._per_sample and self._token_losses is None:
             return {self.term: F.cross_entropy(logits_NV, batch["_targets"], reduction="sum")}
-        token_losses = F.cross_entropy(logits_NV, batch["_targets"], reduction="none")
-        return {self.term: (token_losses * batch["_weights"].to(token_losses.dtype)).sum()}
+        token_losses = (self._token_losses or plain_token_losses)(logits_NV, batch["_targets"])
+        if self._per_sample:
+            token_losses = token_losses * batch["_weights"].to(token_losses.dtype)
+        return {self.term: token_losses.sum()}
 
 
 class ModelLoss:
@@ -118,9 +154,13 @@ class ModelLoss:
         self._inputs = ModelInputs(model, keep=frozenset({"labels"}))
         self.sums_tokens = _accepts_item_count(model)
 
-    def prepare(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Nothing to add."""
         return batch
+
+    def tokens(self, batch: Batch) -> BatchTokens:
+        """Real tokens and labels."""
+        return text_tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, int]:
         """Label tokens where the model sums them, micro-batches where it returns a mean."""
@@ -132,6 +172,13 @@ class ModelLoss:
         """The model's own loss."""
         extra = {"num_items_in_batch": 1} if self.sums_tokens else {}
         return {self.term: output_of(model(**self._inputs(batch), **extra), "loss")}
+
+
+def text_tokens(batch: Batch) -> BatchTokens:
+    """Tokens that are not padding, and labels, of a batch of text."""
+    mask, labels = batch.get("attention_mask"), batch["shift_labels"]
+    real = int(mask.sum()) if mask is not None else labels.numel()
+    return BatchTokens(real, int((labels != IGNORED_LABEL).sum()))
 
 
 def output_of(output: Any, name: str) -> torch.Tensor:
@@ -158,8 +205,21 @@ def _accepts_item_count(model: nn.Module) -> bool:
     )
 
 
-def build_objective(loss_type: str | None, model: nn.Module, head: LabelledRowsHead | None) -> Objective:
+def plain_token_losses(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """(N,) cross-entropies of logits over the whole vocabulary."""
+    return F.cross_entropy(logits_NV, targets_N, reduction="none")
+
+
+def build_objective(
+    loss_type: str | None, model: nn.Module, head: LabelledRowsHead | None, token_losses: TokenLosses | None = None
+) -> Objective:
     """The objective that `features.loss_cfg.loss_type` names; not given: cross-entropy where the model has a head.
+
+    Args:
+        loss_type: The name.
+        model: Built.
+        head: Its output head, if it has one.
+        token_losses: Cross-entropy where each rank has a part of the vocabulary.
 
     Raises:
         ConfigError: Cross-entropy is asked for and the model has no output head.
@@ -174,4 +234,4 @@ def build_objective(loss_type: str | None, model: nn.Module, head: LabelledRowsH
             key="features.loss_cfg.loss_type",
             way_out="Set 'raw' to use the loss that the model returns.",
         )
-    return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss")
+    return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss", token_losses=token_losses)

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import torch
+from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME
@@ -14,6 +15,14 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 _ALIASES = {"flex": "flex_attention"}
 _PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
 _HALF = (torch.bfloat16, torch.float16)
+_BACKENDS = {
+    "sdpa": "native",
+    "eager": "_native_math",
+    "flash_attention_2": "flash",
+    "flash_attention_3": "_flash_3",
+    "flex_attention": "flex",
+}
+"""Our names → those of diffusers' attention dispatcher."""
 
 
 def resolve_attn_implementation(
@@ -44,6 +53,45 @@ def resolve_attn_implementation(
         return "eager"
     # The same kernels to the bit, but right-padded batches need no dense mask, and packed rows are exact.
     return ATTENTION_NAME if getattr(model_class, "_supports_attention_backend", False) else "sdpa"
+
+
+def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtype: torch.dtype | None = None) -> None:
+    """Let a model of diffusers compute attention by a kernel: the one asked for, or torch's own choice.
+
+    It is set on this model's attention layers alone: diffusers' `set_attention_backend` also changes the default of
+    every model that is built later in the process.
+
+    Args:
+        model: Of diffusers.
+        requested: `model.attn_implementation`.
+        param_dtype: What the model computes in.
+
+    Raises:
+        MachineError: The package of the kernel asked for is not installed.
+        ConfigError: diffusers has no such kernel, or it does not compute in `param_dtype`.
+    """
+    from diffusers.models.attention_dispatch import AttentionBackendName  # seconds to import
+
+    name = _ALIASES.get(requested or "sdpa", requested or "sdpa")
+    if name not in _BACKENDS:
+        raise ConfigError(
+            f"'{name}' is no attention kernel of image and video generators",
+            key="model.attn_implementation",
+            way_out=f"Choose one of {', '.join(_BACKENDS)}, or leave it out.",
+        )
+    if name in _PACKAGES:
+        _check_flash(name, param_dtype)
+    for module in model.modules():
+        processor = getattr(module, "processor", None)
+        if processor is not None and hasattr(processor, "_attention_backend"):
+            processor._attention_backend = AttentionBackendName(_BACKENDS[name])
+    model._mm_attention = name  # type: ignore[assignment]
+
+
+def attention_name(model: nn.Module) -> str:
+    """What a built model computes attention by, in the words of `model.attn_implementation`."""
+    own = getattr(model, "_mm_attention", None)
+    return own or getattr(getattr(model, "config", None), "_attn_implementation", None) or "the model's own"
 
 
 def _check_flash(name: str, param_dtype: torch.dtype | None) -> None:

@@ -134,3 +134,12 @@ def _loads_itself(model_class: Any) -> bool:
 def master_dtype(param_dtype: torch.dtype | None) -> torch.dtype:
     """fp32, or fp64 where the plan computes in it."""
     return torch.float64 if param_dtype == torch.float64 else torch.float32
+
+
+def set_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Keep trainable parameters in the masters' dtype and frozen ones in what the plan computes in."""
+    master = master_dtype(param_dtype)
+    for parameter in model.parameters():
+        dtype = master if parameter.requires_grad else param_dtype or master
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,8 +26,9 @@ Unit = list[tuple[str, nn.Module]]
 def initialize(model: nn.Module, *, seed: int, units: Sequence[str], names: Collection[str] | None = None) -> list[str]:
     """Initialise parameters in place; they have memory already.
 
-    A module's weights come from `_init_weights(module)` of the nearest model around it (transformers' convention), then
-    from a plugin's own `init_weights()`; what both leave alone from torch's `reset_parameters()`.
+    A module's weights come from `_init_weights(module)` of the nearest model around it (transformers' convention), or
+    from a generator's adapter, then from a plugin's own `init_weights()`; what they leave alone from torch's
+    `reset_parameters()`.
 
     Args:
         model: The model, sharded or not.
@@ -42,13 +43,13 @@ def initialize(model: nn.Module, *, seed: int, units: Sequence[str], names: Coll
         ModelFolderError: The model's code leaves a parameter unset.
     """
     waiting = {id(p): name for name, p in model.named_parameters() if names is None or name in names}
-    owners, opaque = _owners(model), _opaque_models(model)
+    setters, opaque = _setters(model), _opaque_models(model)
     initialized = []
     for unit in _units(model, [*opaque, *units]):
         if not any(id(p) in waiting for _, module in unit for p in module._parameters.values()):
             continue
         with _full_tensors(unit) as tensors:
-            _run(unit, owners, opaque, seed)
+            _run(unit, setters, opaque, seed)
             for parameter, tensor in tensors:
                 if name := waiting.pop(id(parameter), ""):
                     _check_set(name, tensor)
@@ -86,16 +87,17 @@ def _post_order(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
     yield name, module
 
 
-def _owners(model: nn.Module) -> dict[str, nn.Module]:
-    """Module name → the nearest module around it, or itself, that has `_init_weights`."""
-    owners: dict[str, nn.Module] = {}
+def _setters(model: nn.Module) -> dict[str, Callable[[nn.Module], None]]:
+    """Module name → what sets its weights: `_init_weights` of the nearest model around it, or of itself."""
+    adapter = getattr(model, "_mm_adapter", None)
+    setters = {"": adapter.init_weights} if adapter is not None else {}
     for name, module in model.named_modules():
-        parent = owners.get(name.rpartition(".")[0])
+        parent = setters.get(name.rpartition(".")[0])
         if hasattr(module, "_init_weights"):
-            owners[name] = module
+            setters[name] = module._init_weights
         elif parent is not None:
-            owners[name] = parent
-    return owners
+            setters[name] = parent
+    return setters
 
 
 @contextmanager
@@ -120,12 +122,12 @@ def _unset(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.full(parameter.shape, fill, dtype=dtype), requires_grad=False)
 
 
-def _run(unit: Unit, owners: dict[str, nn.Module], opaque: Collection[str], seed: int) -> None:
+def _run(unit: Unit, setters: Mapping[str, Callable[[nn.Module], None]], opaque: Collection[str], seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         for name, module in unit:
             torch.manual_seed(_derive(seed, name))
-            if name in owners:
-                owners[name]._init_weights(module)  # type: ignore[operator]
+            if name in setters:
+                setters[name](module)
             if name in opaque:
                 module.init_weights()  # type: ignore[operator]
             for method in ("reset_parameters", "_reset_parameters"):

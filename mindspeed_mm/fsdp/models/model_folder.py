@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,9 +154,11 @@ def code_hash(folder: Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise `ModelFolderError` when a file links out of the folder. The hub's cache links within its own repository."""
+    """Raise `ModelFolderError` when a file links out of the folder. The hub's cache links within its own repository,
+    also from the folders of a generator's components."""
     home = folder.resolve()
-    allowed = home.parent.parent if home.parent.name == "snapshots" else home
+    whole = home.parent if (home.parent / "model_index.json").is_file() else home
+    allowed = whole.parent.parent if whole.parent.name == "snapshots" else home
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.resolve().is_relative_to(allowed):
             raise ModelFolderError(
@@ -243,3 +245,17 @@ def require_folder(model_name_or_path: str | None) -> Path:
             "is not set", key=_KEY, way_out="Name the local folder of the model, the one with config.json."
         )
     return Path(model_name_or_path)
+
+
+def check_all_loaded(report: Mapping[str, Any], folder: Path) -> None:
+    """Raise `ModelFolderError` when a library's `from_pretrained(output_loading_info=True)` left weights out."""
+    found = {
+        kind: sorted(map(str, report.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")
+    }
+    listed = [f"{len(keys)} {kind} ({', '.join(keys[:3])} …)" for kind, keys in found.items() if keys]
+    if listed:
+        raise ModelFolderError(
+            f"weight keys are off: {', '.join(listed)}",
+            where=str(folder),
+            way_out="The weights do not belong to this config.json.",
+        )

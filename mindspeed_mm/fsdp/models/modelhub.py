@@ -21,11 +21,13 @@ from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementatio
 from mindspeed_mm.fsdp.models.construction import (
     construct,
     is_transformers,
-    master_dtype,
     override_config,
     resolve_class,
+    set_dtypes,
 )
+from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, is_generator, transformer_weights
 from mindspeed_mm.fsdp.models.initialization import initialize
+from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight
 from mindspeed_mm.fsdp.models.materialize import materialize
 from mindspeed_mm.fsdp.models.model_folder import folder_warnings, require_folder
 from mindspeed_mm.fsdp.models.spec import find_blocks
@@ -56,7 +58,8 @@ class ModelHub:
             model_args: The `model` section.
             param_dtype: What the plan computes in. Trainable parameters are fp32 masters all the same (fp64 under
                 fp64); frozen ones are kept in it.
-            overrides: Settings of the model's configuration to change, dotted (`text_config.num_hidden_layers`).
+            overrides: Settings of the model's configuration to change, dotted (`text_config.num_hidden_layers`); of a
+                generator's transformer, beside those of `model.transformer`.
             feature_args: The `features` section, for a model's `overwrite_transformer_config`.
 
         Raises:
@@ -65,13 +68,19 @@ class ModelHub:
             ModelFolderError: The folder cannot be understood.
         """
         ensure_torchvision()
-        model_class, config = resolve_class(model_args)
-        override_config(config, overrides or {})
-        if hasattr(model_class, "overwrite_transformer_config"):
-            config = model_class.overwrite_transformer_config(config, model_args, feature_args) or config
-        model = construct(model_class, config, model_args, param_dtype)
+        if is_generator(model_args):
+            model = build_transformer(model_args, overrides or {}, param_dtype)
+        elif model_args.transformer:
+            raise ConfigError(
+                "changes the transformer of a generator, and the model is none",
+                where=str(model_args.model_name_or_path or ""),
+                key="model.transformer",
+                way_out="Leave it out, or name a folder in diffusers' layout.",
+            )
+        else:
+            model = _build_by_class(model_args, overrides or {}, feature_args, param_dtype)
         _freeze(model, model_args.freeze)
-        _set_dtypes(model, param_dtype)
+        set_dtypes(model, param_dtype)
         if is_transformers(type(model)):
             model._mm_conversion_rules = conversion_rules(model)  # type: ignore[assignment, arg-type]
         return model
@@ -96,7 +105,7 @@ class ModelHub:
             seed: For weights from scratch, which are the same under every plan.
             device: Of the parameters.
             folder: Other weights than those of `model.model_name_or_path`; they are loaded even with
-                `train_from_scratch`.
+                `train_from_scratch`. For a generator a whole folder in diffusers' layout, or one of a transformer.
             buffer_device: Of the buffers, when parameters are offloaded to the host.
             allow_missing: Patterns of names that the folder may lack; those are initialised.
             allow_unexpected: Patterns of stored names that the model may lack.
@@ -104,7 +113,7 @@ class ModelHub:
         Raises:
             ModelFolderError: The weights are damaged or do not fit, with a diff.
         """
-        has_values = not any(parameter.is_meta for parameter in model.parameters())
+        has_values = not any(p.is_meta for name, p in model.named_parameters() if not is_adapter_weight(name))
         materialize(model, device, buffer_device)
         if has_values and folder is None:  # by the model's own `from_pretrained`
             return LoadReport(folder=str(model_args.model_name_or_path))
@@ -112,11 +121,26 @@ class ModelHub:
         if model_args.train_from_scratch and folder is None:
             return LoadReport(initialized=tuple(initialize(model, seed=seed, units=units)))
         source = folder or require_folder(model_args.model_name_or_path)
+        if hasattr(model, "_mm_adapter"):
+            source = transformer_weights(source)
         report = stream_weights(
             model, source, seed=seed, units=units, allow_missing=allow_missing, allow_unexpected=allow_unexpected
         )
         notes = folder_warnings(source, trust_remote_code=model_args.trust_remote_code)
         return replace(report, warnings=(*notes, *report.warnings))
+
+
+def _build_by_class(
+    model_args: ModelArguments,
+    overrides: Mapping[str, Any],
+    feature_args: FeatureArguments | None,
+    param_dtype: torch.dtype | None,
+) -> nn.Module:
+    model_class, config = resolve_class(model_args)
+    override_config(config, overrides)
+    if hasattr(model_class, "overwrite_transformer_config"):
+        config = model_class.overwrite_transformer_config(config, model_args, feature_args) or config
+    return construct(model_class, config, model_args, param_dtype)
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -130,11 +154,3 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             key="model.freeze",
             way_out="Leave a module out of the list.",
         )
-
-
-def _set_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> None:
-    master = master_dtype(param_dtype)
-    for parameter in model.parameters():
-        dtype = master if parameter.requires_grad else param_dtype or master
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.ties import tie_groups
 from mindspeed_mm.fsdp.models.towers import Tower, find_towers
 
@@ -31,7 +32,7 @@ class ModelSpec:
 def resolve_spec(model: nn.Module) -> ModelSpec:
     """Read the specification off a model that is built but not sharded.
 
-    Blocks are the instances of the classes that `_no_split_modules` names. Embedding and head are wrapped on their own,
+    Embedding and head are wrapped on their own,
     or as one tied group, so that the root does not hold both for the length of a step.
     """
     names = {id(module): name for name, module in model.named_modules()}
@@ -51,7 +52,14 @@ def resolve_spec(model: nn.Module) -> ModelSpec:
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks, in execution order; also of a model that is sharded already."""
+    """Names of the repeated blocks, in execution order; also of a model that is sharded already.
+
+    A generator's adapter states them; otherwise they are the instances of the classes that `_no_split_modules` names.
+    """
+    adapter = getattr(model, "_mm_adapter", None)
+    if adapter is not None:
+        names = [name for name, _ in model.named_modules()]
+        return [name for pattern in adapter.blocks for name in resolve_patterns([pattern], names, key="blocks")]
     classes = set(getattr(model, "_no_split_modules", None) or ())
     return [
         name

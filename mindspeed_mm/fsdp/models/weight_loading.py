@@ -20,6 +20,7 @@ from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.initialization import initialize
 from mindspeed_mm.fsdp.models.local_shard import local_pieces
+from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight, naming_of
 from mindspeed_mm.fsdp.models.ties import shared_parameters
 
 _MOST = 5
@@ -97,8 +98,10 @@ def stream_weights(
             that differ in the folder.
     """
     started = time.perf_counter()
-    targets = _targets(model)
-    aliases = {alias: names[0] for names in shared_parameters(model) for alias in names[1:]}
+    targets, stored_name = _targets(model), naming_of(model)
+    aliases = {
+        stored_name(alias): stored_name(first) for first, *others in shared_parameters(model) for alias in others
+    }
     with open_weights(folder) as stored:
         steps = _steps(model, stored, {*targets, *aliases})
         diff, initialized, ignored = _compare(model, targets, aliases, steps, allow_missing, allow_unexpected)
@@ -106,8 +109,8 @@ def stream_weights(
         _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
         nonfinite = _copy(targets, aliases, steps, folder)
         size_bytes = sum(tensor.size_bytes for tensor in stored.values())
-    parameters = {name for name, _ in model.named_parameters()}
-    if fresh := parameters.intersection(initialized):
+    unfilled = set(initialized)
+    if fresh := {name for name, _ in model.named_parameters() if stored_name(name) in unfilled}:
         initialize(model, seed=seed, units=units, names=fresh)
     return LoadReport(
         folder=str(folder),
@@ -122,12 +125,15 @@ def stream_weights(
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, each once, and the buffers that a checkpoint holds."""
-    targets: dict[str, torch.Tensor] = dict(model.named_parameters())
+    """Parameters, each once, and the buffers that a checkpoint holds, but for adapters: no folder has them."""
+    stored_name = naming_of(model)
+    targets: dict[str, torch.Tensor] = {
+        stored_name(name): parameter for name, parameter in model.named_parameters() if not is_adapter_weight(name)
+    }
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                targets[f"{module_name}.{name}" if module_name else name] = buffer
+                targets[stored_name(f"{module_name}.{name}" if module_name else name)] = buffer
     return targets
 
 

@@ -1,7 +1,7 @@
 """What is known of models and datasets without importing them: their ids and their own configuration keys.
 
-A built-in one has a `card.yaml` in its folder (`ids`, and `keys`: key → default). An outside plugin declares its keys
-with its registration; they are handed in as `PluginKeys`.
+A built-in one has a `card.yaml` in its folder (`ids`, and `keys`: key → default), and is found through it. An outside
+plugin declares its keys with its registration; they are handed in as `PluginKeys`.
 """
 
 from __future__ import annotations
@@ -75,20 +75,52 @@ class PluginKeys:
 @cache
 def model_cards() -> dict[str, Mapping[str, Any]]:
     """Built-in model id → its own keys with their defaults."""
-    return _read_cards(_ENGINE / "models")
+    return {name: card.get("keys") or {} for card, _ in _cards("models") for name in card["ids"]}
 
 
 @cache
 def dataset_cards() -> dict[str, Mapping[str, Any]]:
     """Built-in dataset type → its own keys with their defaults."""
-    return {"huggingface": {}, **_read_cards(_ENGINE / "data" / "datasets")}
+    return {name: card.get("keys") or {} for card, _ in _cards("data/datasets") for name in card["ids"]}
 
 
-def _read_cards(folder: Path) -> dict[str, Mapping[str, Any]]:
-    cards: dict[str, Mapping[str, Any]] = {}
-    for path in sorted(folder.glob("*/card.yaml")):
+@cache
+def model_modules() -> dict[str, str]:
+    """Built-in model id → the module that registers it: `models/<name>/modeling_<name>.py`."""
+    return {
+        name: f"mindspeed_mm.fsdp.models.{folder}.modeling_{folder}"
+        for card, folder in _cards("models")
+        for name in card["ids"]
+    }
+
+
+@cache
+def dataset_modules() -> dict[str, str]:
+    """Built-in dataset type → the module that registers it, which its card names."""
+    return {
+        name: f"mindspeed_mm.fsdp.data.datasets.{folder}.{card['module']}"
+        for card, folder in _cards("data/datasets")
+        for name in card["ids"]
+    }
+
+
+@cache
+def transformer_ids() -> dict[str, str]:
+    """Class of a denoising transformer in diffusers → id of the generator that is trained with it."""
+    return {
+        str(card["class"]).removeprefix("diffusers."): card["ids"][0]
+        for card, _ in _cards("models")
+        if str(card.get("class", "")).startswith("diffusers.")
+    }
+
+
+@cache
+def _cards(folder: str) -> list[tuple[dict[str, Any], str]]:
+    """The cards of a room, each with the name of its folder."""
+    found = []
+    for path in sorted((_ENGINE / folder).glob("*/card.yaml")):
         card = plain(parse_yaml(read_config_text(path), str(path)).root)
         if not isinstance(card, dict) or not isinstance(card.get("ids"), list):
             raise ConfigError("a card holds 'ids', a list", where=str(path))
-        cards.update({name: card.get("keys") or {} for name in card["ids"]})
-    return cards
+        found.append((card, path.parent.name))
+    return found

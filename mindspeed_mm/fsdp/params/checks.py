@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features, value_at
 
 __all__ = ["check_cross_section", "unbuilt_features"]
@@ -62,6 +63,16 @@ def _something_is_trained(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
+def _adapters_have_a_base(arguments: Arguments) -> Iterator[Problem]:
+    """Checkpoints of adapters do not hold the base model: its weights must be somewhere else."""
+    if arguments.training.lora.enable and arguments.model.train_from_scratch:
+        yield Problem(
+            "true, but training.lora.enable trains adapters of weights that exist",
+            key="model.train_from_scratch",
+            way_out="Keep one of them.",
+        )
+
+
 def _learning_rates_are_in_order(arguments: Arguments) -> Iterator[Problem]:
     training = arguments.training
     for name in ("lr_min", "lr_start"):
@@ -108,15 +119,16 @@ def _pixel_limits_are_in_order(arguments: Arguments) -> Iterator[Problem]:
 
 def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
     basic = arguments.data.dataset_param.basic_parameters
+    own_rows = basic.val_dataset or getattr(basic, "val_features_dir", None)
     sources = {
         "data.val_dataset_param": arguments.data.val_dataset_param,
-        "data.dataset_param.basic_parameters.val_dataset": basic.val_dataset,
+        "data.dataset_param.basic_parameters.val_dataset": own_rows,
         "data.dataset_param.basic_parameters.val_rate": basic.val_rate,
     }
     given = [key for key, value in sources.items() if value]
     if len(given) > 1:
         yield Problem(f"is given beside {given[1]}", key=given[0], way_out="Keep one source of validation rows.")
-    is_plugin = arguments.data.dataset_param.dataset_type != "huggingface"
+    is_plugin = arguments.data.dataset_param.dataset_type not in dataset_cards()
     if arguments.training.val_interval and not given and not is_plugin:
         yield Problem(
             f"{arguments.training.val_interval}, but there are no rows for validation",
@@ -159,6 +171,7 @@ def _recompute_is_given_once(arguments: Arguments) -> Iterator[Problem]:
 _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _patterns_are_well_formed,
     _something_is_trained,
+    _adapters_have_a_base,
     _learning_rates_are_in_order,
     _scaling_plan_is_regex,
     _weights_have_one_source,

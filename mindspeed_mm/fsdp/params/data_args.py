@@ -222,17 +222,22 @@ class DataloaderParam(Section):
     """In what order and by how many processes samples are read."""
 
     dataloader_mode: Literal["sampler", "base", "variable", "custom"] = "sampler"
-    """`sampler`: by `sampler_type`; `base`: rows in order; `variable`: batches of varying size; `custom`: the dataset
-    brings its own loader."""
+    """`sampler`: by `sampler_type`; `base`: rows in order; `variable`: batches of varying size (what generators do
+    anyway); `custom`: the dataset brings its own loader."""
     sampler_type: str = "BaseRandomBatchSampler"
-    """Order of the samples: BaseRandomBatchSampler, SequentialSampler, LengthGroupedSampler, BucketBatchSampler,
-    TokenBudgetSampler."""
+    """Order of the samples: BaseRandomBatchSampler, SequentialSampler, TokenBudgetSampler. Generators also take
+    BucketBatchSampler, VariableVideoBatchSampler and LengthGroupedSampler, three names of what they do anyway: one size
+    a micro-batch, steps of nearly equal cost on all ranks."""
     shuffle: Annotated[Flag, null_means(True)] = True
     """A new order every epoch, a function of seed and epoch alone."""
     drop_last: Annotated[Flag, null_means(True)] = True
-    """Leave out the last short batch of an epoch."""
+    """Leave out the last short batch of an epoch (generators: micro-batches that do not make up a step, others each
+    time)."""
     pin_memory: Flag | None = None
     """Pin host memory for faster copies; null: where there is an accelerator."""
+    max_tokens_per_batch: Positive | None = None
+    """Generators: most latent tokens of a micro-batch. Samples of one size share a batch, as many as fit; null:
+    `training.micro_batch_size` of them."""
     num_workers: Natural = 2
     """Processes that prepare batches; 0: in the trainer itself."""
     prefetch_factor: Positive | None = None

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.params.value_types import Flag, Names, Natural, Number, PathText, Positive, Section
 
 
@@ -53,3 +54,5 @@ class InferenceArguments(Section):
     """Questions."""
     generation: Generation = Field(default_factory=Generation)
     """How answers are generated."""
+    sampling: SamplingArguments = Field(default_factory=SamplingArguments)
+    """How pictures and clips are generated."""

@@ -34,6 +34,9 @@ MISPLACED: tuple[tuple[str, str], ...] = tuple(
 )
 """(where older files have it, where it belongs), honoured with a warning."""
 
+RECOMPUTE_SWITCH = "model.enable_gradient_checkpointing"
+"""Generators' older files switch recompute on with it, whatever the general key beside it says."""
+
 MEANINGLESS: dict[str, str] = {
     "parallel.context_parallel_size": "ulysses_parallel_size and ring_attention_size share a sequence between ranks",
     "parallel.pregather": "the switch is parallel.fsdp_plan.pregather",
@@ -88,6 +91,23 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
             _move(root, old, new, notes)
     for old, new in ALIASES:
         _move(root, old, new, notes)
+    # The last: it wins over the general switch, which has arrived from wherever it stood.
+    if RECOMPUTE_SWITCH.removeprefix("model.") not in declared:
+        _settle_recompute(root, notes)
+
+
+def _settle_recompute(root: Node, notes: Notes) -> None:
+    """Either of the two switches of older files switches recompute on."""
+    entry = take(root, RECOMPUTE_SWITCH)
+    if entry is None or entry.node.value is None:
+        return
+    is_off = str(plain(entry.node)).lower() in ("false", "no", "off")
+    if is_off and find(root, "features.recompute") is not None:
+        return
+    notes.warnings.append(
+        Problem("is taken as features.recompute", str(entry.key), RECOMPUTE_SWITCH, "Write that one instead.")
+    )
+    merge(root, nest("features.recompute", entry))
 
 
 def _move(root: Node, old: str, new: str, notes: Notes) -> None:

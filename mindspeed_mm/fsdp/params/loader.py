@@ -176,10 +176,15 @@ def _warn_meaningless(root: Node) -> list[Problem]:
 
 
 def _all_at_once(path: Path, problems: Sequence[Problem]) -> ConfigError:
-    once = {(problem.where, problem.what): problem for problem in reversed(problems)}
+    once = {_identity(problem): problem for problem in reversed(problems)}
     ordered = sorted(once.values(), key=_by_line)
     count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
     return ConfigError(f"{path}: {count}", problems=ordered)
+
+
+def _identity(problem: Problem) -> tuple[str, str, str]:
+    """A line of the file may be found wrong under several keys; on the command line keys have no other place."""
+    return (problem.where, problem.what, problem.key if problem.where in ("", COMMAND_LINE) else "")
 
 
 def _by_line(problem: Problem) -> tuple[int, int]:

@@ -30,19 +30,19 @@ class LoraArguments(Section):
     alpha: Annotated[Number, Field(gt=0)] = 16
     """Scale of the adapters: alpha / rank."""
     target_modules: Names = ("q_proj", "k_proj", "v_proj")
-    """Module patterns; a bare last name is enough."""
+    """Module patterns; a bare last name is enough. Of a generator the default means its family's attention layers."""
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout before the adapters."""
     init_lora_weights: Annotated[bool | str, BeforeValidator(_initialisation)] = True
     """Initialisation: true, false, gaussian, eva, olora, pissa, pissa_niter_N, corda, loftq, orthogonal."""
     pretrained_lora_path: PathText | None = None
-    """Adapters to start from."""
+    """Adapters to start from: a folder as PEFT or diffusers writes it."""
     lora_target_modules_support: Any = None
     """Accepted from older files; the model's own modules are what counts."""
     disable_peft_moe_conversion: Flag = True
     """Leave expert modules as the model has them."""
     modules_to_save: Names = ()
-    """Modules trained whole beside the adapters."""
+    """Module patterns: what is trained whole beside the adapters."""
     use_dora: Flag = False
     """Weight-decomposed adapters."""
     quantize: Literal["nf4", "int8"] | None = None

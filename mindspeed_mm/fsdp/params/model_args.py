@@ -64,5 +64,3 @@ class ModelArguments(OpenSection):
     """Folder of the text encoder of a generative model."""
     transformer: dict[str, Any] | None = None
     """Settings of the denoising transformer of a generative model."""
-    enable_gradient_checkpointing: Flag = False
-    """Recompute switch of generative models' older files; `features.recompute` is the general one."""

@@ -19,17 +19,23 @@ INPUT_PATHS = (
             "basic_parameters.val_dataset",
             "basic_parameters.chat_template",
             "basic_parameters.media_roots",
+            "basic_parameters.data_folder",
+            "basic_parameters.features_dir",
+            "basic_parameters.val_features_dir",
             "preprocess_parameters.model_name_or_path",
         )
     ),
     "training.load",
     "training.lora.pretrained_lora_path",
+    "training.sampling.prompts_file",
+    "inference.sampling.prompts_file",
     "inference.load",
     "inference.adapter",
     "inference.processor_path",
     "inference.data_path",
 )
-"""Keys whose paths must exist already; those that are written to are relative to the working directory."""
+"""Keys whose paths exist already, or may (features are written and read under the same key); others that are written to
+are relative to the working directory."""
 
 
 def resolve_path(config: Path, path: str) -> Path:
@@ -40,17 +46,22 @@ def resolve_path(config: Path, path: str) -> Path:
 
 
 def derive_processor_folder(root: Node) -> None:
-    """A dataset that names no processor uses the model's folder."""
-    folder = text_at(root, "model.model_name_or_path")
-    if not folder:
-        return
+    """A dataset that names no processor uses the model's folder; one of generators also what else decides the model."""
     for dataset in ("data.dataset_param", "data.val_dataset_param"):
-        key = f"{dataset}.preprocess_parameters.model_name_or_path"
-        is_there = dataset == "data.dataset_param" or value_at_key(root, dataset) is not None
-        parents = [find(root, parent) for parent in ("data", dataset, key.rpartition(".")[0])]
-        if is_there and value_at_key(root, key) is None and all(_takes_keys(parent) for parent in parents):
-            place = Place("derived: model.model_name_or_path")
-            merge(root, nest(key, Entry(place, Node(folder, place))))
+        if dataset == "data.dataset_param" or value_at_key(root, dataset) is not None:
+            of_generators = text_at(root, f"{dataset}.dataset_type") == "generation"
+            for key in ("model_name_or_path", *(("model_id", "transformer") if of_generators else ())):
+                _derive(root, f"model.{key}", f"{dataset}.preprocess_parameters.{key}", dataset)
+
+
+def _derive(root: Node, source: str, key: str, dataset: str) -> None:
+    given = find(root, source)
+    parents = [find(root, parent) for parent in ("data", dataset, key.rpartition(".")[0])]
+    if given is None or not given.node.value or value_at_key(root, key) is not None:
+        return
+    if all(_takes_keys(parent) for parent in parents):
+        place = Place(f"derived: {source}")
+        merge(root, nest(key, Entry(place, Node(given.node.value, place))))
 
 
 def _takes_keys(entry: Entry | None) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, EmaArguments, SamplingArguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.value_types import (
     Dtype,
@@ -182,3 +183,9 @@ class TrainingArguments(Section):
     """Low-precision matrix products."""
     lora: LoraArguments = Field(default_factory=LoraArguments)
     """Adapters."""
+    diffusion: DiffusionArguments = Field(default_factory=DiffusionArguments)
+    """Noise levels and losses of generators."""
+    ema: EmaArguments = Field(default_factory=EmaArguments)
+    """Moving average of the weights."""
+    sampling: SamplingArguments = Field(default_factory=SamplingArguments)
+    """Samples of a generator while it is trained."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.value_types import show
 
 _DATASET: dict[str, tuple[Any, ...]] = {
@@ -25,17 +26,14 @@ _DATASET: dict[str, tuple[Any, ...]] = {
     "preprocess_parameters.crop_to_patches": (False,),
     "preprocess_parameters.image_do_pan_and_scan": (False,),
 }
-"""Keys of the built-in dataset; a plugin's dataset may act on more of them."""
+"""Keys of the built-in datasets; a plugin's dataset may act on more of them."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
-    "parallel.tensor_parallel_size": (1,),
     "parallel.pipeline_parallel_size": (1,),
-    "parallel.ring_attention_size": (1,),
-    "parallel.ulysses_parallel_size": (1,),
     "parallel.expert_parallel_size": (1,),
     "parallel.fsdp_plan.pregather": (False,),
     "parallel.fsdp_plan.hook_modules": (None, ()),
-    "features.recompute": (False,),
+    "features.recompute_plan.mode": ("full",),
     "features.loss_cfg.router_aux_loss_coef": (0.0,),
     "features.loss_cfg.router_aux_loss_offload": (False,),
     "features.enable_chunk_loss": (False,),
@@ -64,8 +62,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "model.use_grouped_expert_matmul": (False,),
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
-    "model.transformer": (None,),
-    "model.enable_gradient_checkpointing": (False,),
     **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},
     **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
     "data.dataloader_param.dataloader_mode": ("sampler", "base"),
@@ -73,7 +69,10 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "training.optimizer": ("adamw",),
     "training.load_rank0_and_broadcast": (False,),
     "training.quantization_plan": (None,),
-    "training.lora.enable": (False,),
+    "training.lora.init_lora_weights": (True, False, "gaussian"),
+    "training.lora.disable_peft_moe_conversion": (True,),
+    "training.lora.use_dora": (False,),
+    "training.lora.quantize": (None,),
     "tools.profile.enable": (False,),
     "tools.memory_profile.enable": (False,),
     "inference.adapter": (None,),
@@ -87,7 +86,7 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
     for key, built in BUILT_VALUES.items():
         value = value_at(arguments, key)
         is_built = any(value == known and type(value) is type(known) for known in built)
-        if value is not _ABSENT and not is_built and not _is_of_a_plugin(arguments, key):
+        if value is not _ABSENT and not is_built and not _is_idle(arguments, key):
             problems.append(
                 Problem(
                     f"{show(value)} asks for a feature that this version does not have",
@@ -98,12 +97,20 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
     return problems
 
 
+def _is_idle(arguments: Arguments, key: str) -> bool:
+    """Whether nothing of ours acts on the key."""
+    is_of_lora = key.startswith("training.lora.")
+    return (is_of_lora and not arguments.training.lora.enable) or _is_of_a_plugin(arguments, key)
+
+
 def _is_of_a_plugin(arguments: Arguments, key: str) -> bool:
-    """Whether the key stands in the description of a dataset that is not the built-in one."""
+    """Whether the key is for a dataset that is not built in; one whose samples have sizes also takes other modes."""
     section, name = key.split(".")[:2]
-    return (
-        section == "data" and name != "dataloader_param" and getattr(arguments.data, name).dataset_type != "huggingface"
-    )
+    if key == "data.dataloader_param.dataloader_mode":
+        is_sized = arguments.data.dataset_param.dataset_type != "huggingface"
+        return is_sized and arguments.data.dataloader_param.dataloader_mode == "variable"
+    is_described = section == "data" and name != "dataloader_param"
+    return is_described and getattr(arguments.data, name).dataset_type not in dataset_cards()
 
 
 _ABSENT = object()

@@ -1,25 +1,38 @@
 """The one order in which a model is put together. Each step relies on those above it.
 
-Tied groups are read → (adapters → quantised linears → pipeline split →) parallel plans that change modules → hooks that
-must see full modules → `fully_shard`, children before the root → prefetch order → weights, straight into the shards.
+Adapters → tied groups are read → (quantised linears → pipeline split →) hooks that must see full modules → tensor,
+context → recompute → `fully_shard`, children before the root → prefetch order → weights, straight into the shards →
+first values of adapters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, context_problems, find_decoder
+from mindspeed_mm.fsdp.distributed.fully_shard_parallel import expect_views
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
+from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
+from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.models.attention_choice import attention_name
+from mindspeed_mm.fsdp.models.lora import LoraReport, apply_lora, initialize_lora, lora_of
 from mindspeed_mm.fsdp.models.materialize import materialize
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 
 EVERYTHING = ("*",)
 """The pattern of all names."""
@@ -34,11 +47,25 @@ class Assembled:
     head: LabelledRowsHead | None
     towers: IdleTowers | None
     loaded: LoadReport
+    tensor_plan: TensorPlan | None = None
+    """How layers are split over ranks."""
+    context: ContextParallel | None = None
+    """How sequences are spread over ranks."""
+
+    @property
+    def adapter(self) -> DiffusionAdapter | None:
+        """The family's adapter when the model is a generator."""
+        return getattr(self.model, "_mm_adapter", None)
+
+    @property
+    def lora(self) -> LoraReport | None:
+        """The adapters that are trained."""
+        return lora_of(self.model)
 
     @property
     def attention(self) -> str:
         """Name of the attention implementation, for the log."""
-        return getattr(getattr(self.model, "config", None), "_attn_implementation", None) or "the model's own"
+        return attention_name(self.model)
 
 
 def assemble(
@@ -58,18 +85,39 @@ def assemble(
     """
     param_dtype = arguments.parallel.fsdp_plan.param_dtype
     model = ModelHub.build(arguments.model, param_dtype=torch_dtype(param_dtype), feature_args=arguments.features)
+    adapter: DiffusionAdapter | None = getattr(model, "_mm_adapter", None)
+    lora = arguments.training.lora
+    if lora.enable:
+        targets = adapter.lora_targets if adapter is not None else ()
+        apply_lora(model, lora, default_targets=targets, param_dtype=torch_dtype(param_dtype))
     spec = resolve_spec(model)
 
     # Both hooks read full hidden states and modules by their own names: they stand before sharding.
     head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
     towers = IdleTowers(model, spec.towers) if spec.towers else None
 
-    ParallelApplier(arguments.parallel, shard_modules=spec.shard_modules, tie_groups=spec.tie_groups)(model)
+    plans = ParallelApplier(
+        parallel_for(arguments.parallel, is_generator=adapter is not None),
+        shard_modules=spec.shard_modules,
+        tie_groups=spec.tie_groups,
+        towers={tower.module for tower in spec.towers},
+        gather_logits=arguments.features.loss_cfg.loss_type == "raw",
+    )
+    features = FeaturesApplier(arguments.features, spec.blocks)
+    plans.pre_fully_shard_apply(model)
+    if plans.context is not None and adapter is None:
+        check_spread_sequences(model, arguments)
+    features.pre_fully_shard_apply(model)  # what is computed again are the split layers
+    if adapter is not None:
+        expect_views()
+    plans.fully_shard_apply(model)
+    plans.post_fully_shard_apply(model)
+    features.post_fully_shard_apply(model)
 
     training = arguments.training
     loaded = LoadReport()
     parameter_device = torch.device("cpu") if arguments.parallel.fsdp_plan.cpu_offload else device
-    if load_weights:
+    if load_weights or lora.enable:  # a checkpoint of adapters holds nothing else
         loaded = ModelHub.load_weights(
             model,
             arguments.model,
@@ -82,5 +130,32 @@ def assemble(
         )
     else:
         materialize(model, parameter_device, device)
+    if lora.enable and load_weights:
+        initialize_lora(model, lora, training.seed)
     model.train()
-    return Assembled(model, spec, head, towers, loaded)
+    return Assembled(model, spec, head, towers, loaded, plans.tensor_plan, plans.context)
+
+
+def check_spread_sequences(model: nn.Module, arguments: Arguments) -> None:
+    """Raise `ConfigError` for what a language model cannot do with sequences spread over ranks."""
+    longest = arguments.data.dataset_param.basic_parameters.cutoff_len
+    problems = context_problems(find_decoder(model).config, longest)
+    if arguments.features.loss_cfg.loss_type == "raw":
+        problems.append(
+            Problem(
+                "'raw' is the model's own loss, which needs the whole sequence on every rank",
+                key="features.loss_cfg.loss_type",
+                way_out="Leave it out.",
+            )
+        )
+    if problems:
+        raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)
+
+
+def parallel_for(parallel: ParallelArguments, *, is_generator: bool) -> ParallelArguments:
+    """The plan as it is applied: a generator gets its inputs in their right types. Cast by `fully_shard` all together,
+    timesteps and rotary tables would be rounded to bf16, which tells 999 from 1000 no more."""
+    if not is_generator:
+        return parallel
+    plan = parallel.fsdp_plan.model_copy(update={"cast_forward_inputs": False})
+    return parallel.model_copy(update={"fsdp_plan": plan})

@@ -1,4 +1,4 @@
-"""`save_format: hf`: beside each checkpoint, the model as a Hugging Face folder, ready to load with transformers."""
+"""`save_format: hf`: beside each checkpoint, what was trained as transformers, PEFT or diffusers load it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
+from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.models.lora_names import lora_of
 
 
 class HuggingFaceSaves:
     """Writes `<save>/hf/iter_0000123`; a folder whose checkpoint was deleted is deleted too. Resuming takes the
     checkpoints: they hold the optimizer. Every rank makes one, and calls `save` at the same moment.
 
+    It is a whole model; of a run that trains adapters the adapters alone, of a generator the transformer alone.
+
     Args:
         save: The run folder.
-        assets_from: Folder whose configuration, tokenizer and processor are copied.
+        assets_from: What the run started from: configuration, tokenizer and processor are copied.
         dtype: Of the weights; None: as `assets_from` has them.
         timeout_s: Limit on each exchange between ranks.
     """
@@ -35,8 +40,16 @@ class HuggingFaceSaves:
             MMError: It could not be written, on all ranks alike.
         """
         folder = self._folder / checkpoint_folder(self._save, iteration).name
-        save_hf(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
+        self._write(model, folder)
         self._ranks.first("deleting old folders", lambda: self._prune(keep=folder))
+
+    def _write(self, model: nn.Module, folder: Path) -> None:
+        if lora_of(model) is not None:
+            save_adapters(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
+        elif hasattr(model, "_mm_adapter"):
+            save_transformer(model, folder, dtype=self._dtype, overwrite=True, ranks=self._ranks)
+        else:
+            save_hf(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
 
     @property
     def _folder(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -166,16 +167,21 @@ class CheckpointHook(Hook):
         try:
             with engine.phase("save", self._training.save_timeout_s):
                 self._guarded(
-                    engine, lambda: self._manager.save(engine.iteration, engine.model, engine.optimizer, state)
+                    engine,
+                    lambda: self._manager.save(engine.iteration, engine.model, engine.optimizer, state, engine.ema),
                 )
-                if self._hugging_face is not None:
-                    saves = self._hugging_face
-                    self._guarded(engine, lambda: saves.save(engine.iteration, engine.model))
+                if (saves := self._hugging_face) is not None:
+                    self._guarded(engine, lambda: self._save_for_others(engine, saves))
         finally:
             self._tell()  # in the background the one before has ended by now, and its failure may be what was raised
             self._untold = (engine.iteration, time.perf_counter() - started)
         if not self._training.save_async:
             self._tell()
+
+    def _save_for_others(self, engine: TrainEngine, saves: HuggingFaceSaves) -> None:
+        """As `mm export` does: the moving average of the weights, where there is one."""
+        with engine.ema.applied() if engine.ema is not None else nullcontext():
+            saves.save(engine.iteration, engine.model)
 
     def _tell(self) -> None:
         """Tell of the save that was begun last: only what is committed is one."""

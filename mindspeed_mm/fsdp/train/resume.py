@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 
@@ -50,11 +51,11 @@ class ResumePoint:
         """The step that the run goes on after."""
         return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.iteration or 0
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> dict[str, Any] | None:
         """Load the checkpoint into a sharded model; returns the loop's state, None when the run starts at step 0."""
         if self.checkpoint is None or self.reader is None:
             return None
-        state = self.reader.load(self.checkpoint, model, optimizer if self.with_optimizer else None)
+        state = self.reader.load(self.checkpoint, model, optimizer if self.with_optimizer else None, ema)
         return None if self.weights_only else state
 
 

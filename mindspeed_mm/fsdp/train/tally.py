@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.loss.labelled_rows import IGNORED_LABEL
+from mindspeed_mm.fsdp.loss.objectives import Objective
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,30 @@ class Tally:
 
     @classmethod
     def of(
-        cls, batches: Sequence[Batch], counts: Mapping[str, int], stop_requested: bool, towers: Mapping[str, bool]
+        cls, objective: Objective, batches: Sequence[Batch], stop_requested: bool, towers: Mapping[str, bool]
     ) -> Tally:
-        """Tally of this rank's micro-batches."""
+        """Tally of this rank's prepared micro-batches."""
+        tokens = [objective.tokens(batch) for batch in batches]
         return cls(
-            counts=dict(counts),
-            samples=sum(len(batch["sample_ids"]) for batch in batches),
-            tokens=sum(_real_tokens(batch) for batch in batches),
-            label_tokens=sum(int((batch["shift_labels"] != IGNORED_LABEL).sum()) for batch in batches),
+            counts=dict(objective.count(batches)),
+            samples=sum(len(batch["sample_ids"]) - batch.get("blank_rows", 0) for batch in batches),
+            tokens=sum(each.real for each in tokens),
+            label_tokens=sum(each.trained for each in tokens),
             stop_requested=stop_requested,
             towers={name: int(present) for name, present in towers.items()},
         )
 
-    def summed_over(self, group: dist.ProcessGroup) -> Tally:
-        """The sum of every rank's tally, in one reduction of host numbers."""
+    def summed_over(self, group: dist.ProcessGroup, counts_samples: bool = True) -> Tally:
+        """The sum of every rank's tally, in one reduction of host numbers.
+
+        Args:
+            group: All ranks.
+            counts_samples: False when another rank counts these samples: then only the wish to stop is this rank's.
+        """
         names, towers = sorted(self.counts), sorted(self.towers)
-        fixed = [self.samples, self.tokens, self.label_tokens, int(self.stop_requested)]
-        vector = torch.tensor([*(self.counts[n] for n in names), *(self.towers[t] for t in towers), *fixed])
+        counted = [*(self.counts[n] for n in names), *(self.towers[t] for t in towers)]
+        counted += [self.samples, self.tokens, self.label_tokens]
+        vector = torch.tensor([*(number * counts_samples for number in counted), int(self.stop_requested)])
         dist.all_reduce(vector, group=group)
         *varying, samples, tokens, label_tokens, stop = vector.tolist()
         return Tally(
@@ -60,8 +67,3 @@ class Tally:
             stop_requested=bool(stop),
             towers=dict(zip(towers, varying[len(names) :], strict=True)),
         )
-
-
-def _real_tokens(batch: Batch) -> int:
-    mask = batch.get("attention_mask")
-    return int(mask.sum()) if mask is not None else batch["shift_labels"].numel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,10 +19,12 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DivergedError, MMError
+from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.optimizer.adamw import set_lr
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.failures import explained_out_of_memory, sample_ids, shortened
@@ -97,8 +99,12 @@ class TrainEngine:
         schedule: Learning rate by step.
         training: The `training` section.
         device: Where batches go.
-        data_group: Ranks that hold different samples; None for one process.
+        data_group: Ranks that hold different samples; None when there is one.
+        all_ranks: Every rank, which stop together; None for one process.
+        counts_samples: False on ranks that compute on the samples of another one (tensor and context parallelism).
+        context: How sequences are spread over ranks, when they are.
         towers: Stand-ins for towers whose modality a rank lacks.
+        ema: Moving average of the weights.
         stop_signal: Whether this process was asked to stop.
         stop_after: Stop after this many steps of this start, as if the schedule ended there.
         rank: Global rank, for messages.
@@ -113,7 +119,11 @@ class TrainEngine:
     training: TrainingArguments
     device: torch.device
     data_group: dist.ProcessGroup | None = None
+    all_ranks: dist.ProcessGroup | None = None
+    counts_samples: bool = True
+    context: ContextParallel | None = None
     towers: IdleTowers | None = None
+    ema: Ema | None = None
     stop_signal: StopSignal | None = None
     stop_after: int | None = None
     rank: int = 0
@@ -166,7 +176,7 @@ class TrainEngine:
         lr = self.schedule.at(self.iteration)
         set_lr(self.optimizer, lr)
         with explained_out_of_memory(prepared, self.iteration + 1, self.rank):
-            local_losses = self.forward_backward([move(b, self.device) for b in prepared], tally.denominators)
+            local_losses = self.forward_backward([self._own(b) for b in prepared], tally.denominators)
             norm = grad_norm(self.model.parameters())
             losses, grad_norm_value = self._read_together(local_losses, norm)
             finite = all(map(math.isfinite, (*losses.values(), grad_norm_value)))
@@ -204,32 +214,45 @@ class TrainEngine:
         self.consumed_samples = state["consumed_samples"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While inside, the model is in evaluation mode and, when asked for, its weights are their moving average."""
+        averages = self.ema is not None and self.training.ema.use_for_evaluation
+        with self.ema.applied() if self.ema is not None and averages else nullcontext():
+            self.model.eval()
+            yield
+        self.model.train()
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[list[Batch]]) -> dict[str, float]:
         """Mean of each loss term over `batches`, with one global denominator; weights and gradients untouched."""
-        self.model.eval()
+        with self.evaluating():
+            return self._evaluate(batches)
+
+    def _evaluate(self, batches: Iterable[list[Batch]]) -> dict[str, float]:
         sums: Terms = {}
         counts: dict[str, int] = {}
         for micro_batches in batches:
             with self.phase("validation", self.training.step_timeout_s):
-                prepared = [self.objective.prepare(batch) for batch in micro_batches]
+                prepared = [self.objective.prepare(batch, training=False) for batch in micro_batches]
                 for name, count in self._tally(prepared).counts.items():
                     counts[name] = counts.get(name, 0) + count
                 for batch in prepared:
-                    for name, value in self.objective.terms(self.model, move(batch, self.device)).items():
+                    for name, value in self.objective.terms(self.model, self._own(batch)).items():
                         sums[name] = sums[name] + value if name in sums else value
-        self.model.train()
         means = {name: value / max(counts[name], 1) for name, value in sums.items()}
         return self._read_together(means, torch.zeros((), device=self.device))[0]
 
+    def _own(self, prepared: Batch) -> Batch:
+        """What this rank computes of a micro-batch, on its device. Counted was the whole of it."""
+        return move(prepared if self.context is None else self.context.split(prepared), self.device)
+
     def _tally(self, prepared: Sequence[Batch]) -> Tally:
-        """Sum over data ranks what a step needs to know before it starts. Host numbers over the host's own backend:
+        """Sum over all ranks what a step needs to know before it starts. Host numbers over the host's own backend:
         the device is not waited for."""
         stop = self.stop_signal is not None and self.stop_signal.requested
-        local = Tally.of(
-            prepared, self.objective.count(prepared), stop, self.towers.present(prepared) if self.towers else {}
-        )
-        tally = local if self.data_group is None else local.summed_over(self.data_group)
+        local = Tally.of(self.objective, prepared, stop, self.towers.present(prepared) if self.towers else {})
+        tally = local if self.all_ranks is None else local.summed_over(self.all_ranks, self.counts_samples)
         if self.towers is not None:
             self.towers.set_active([name for name, ranks in tally.towers.items() if ranks])
         return tally
@@ -240,6 +263,8 @@ class TrainEngine:
         numbers = torch.stack([local_losses[name] for name in names])
         if self.data_group is not None:
             dist.all_reduce(numbers, group=self.data_group)
+        if self.context is not None:
+            self.context.sum_losses(numbers)
         *losses, norm_value = torch.cat([numbers, norm.to(numbers.dtype).reshape(1)]).tolist()
         return dict(zip(names, losses, strict=True)), norm_value
 
@@ -247,6 +272,8 @@ class TrainEngine:
         if self.training.clip_grad > 0:
             clip_grads_(self.model.parameters(), norm, self.training.clip_grad, foreach=self.training.clip_grad_foreach)
         self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(self.iteration + 1)
 
     def _refuse(self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]) -> str:
         """A step that is not finite was not applied: say where it came from, and stop when the policy says so."""

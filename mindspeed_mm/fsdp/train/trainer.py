@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,19 @@ from mindspeed_mm import __version__
 from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.redaction import redact
+from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, resolve_launch, shutdown_distributed
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.tensor_parallel import vocabulary_ranks
+from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
-from mindspeed_mm.fsdp.loss.objectives import ModelLoss, build_objective
+from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, build_objective
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
+from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
@@ -38,6 +43,7 @@ from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.failures import ending_of, explained
 from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
+from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, LogHook, ValidationHook
 from mindspeed_mm.fsdp.train.launched import LaunchFolder
@@ -80,6 +86,7 @@ class Trainer:
         self.arguments: Arguments = config.arguments
         self.options = options or TrainOptions()
         self.run_id = f"{config.path.stem}-{uuid.uuid4().hex[:8]}"
+        self.generator: GeneratorParts | None = None
         self.iteration = 0
         """Steps done, by this start and those before it."""
 
@@ -104,8 +111,9 @@ class Trainer:
     def _train(self, record: RunRecord) -> TrainEngine | None:
         with self._setup("reading the data"):
             train_set, validation_set = self._build_data()
-            context = self._context(train_set)
-            total_steps = self._total_steps(self._build_loader(train_set, None))
+            loader = self._build_loader(train_set, None)
+            context = self._context(train_set) | {"batching": loader.batching}
+            total_steps = self._total_steps(loader)
         with self._setup("looking for a checkpoint"):
             resume = find_resume_point(self.arguments, self.options, context, self.progress.note)
         self.iteration = resume.iteration
@@ -113,16 +121,17 @@ class Trainer:
             self.progress.note(f"nothing to do: all {total_steps} steps are done")
             return None
         with self._setup("building the model"):
-            assembled = assemble(
-                self.arguments, self.device, weights=resume.weights, load_weights=resume.checkpoint is None
-            )
+            weights = resume.weights or self._base_of_adapters()
+            assembled = assemble(self.arguments, self.device, weights=weights, load_weights=resume.checkpoint is None)
             optimizer = build_optimizer(assembled.model, self.arguments.training)
+            ema = Ema(assembled.model, self.arguments.training.ema) if self.arguments.training.ema.enable else None
         with self._setup("loading the checkpoint"):
-            seed_everything(self.arguments.training.seed, self.rank)
-            state = resume.load(assembled.model, optimizer)
+            seed_everything(self.arguments.training.seed, self.state.random_rank)
+            state = resume.load(assembled.model, optimizer, ema)
         loader = self._build_loader(train_set, state)
-        engine = self._build_engine(assembled, optimizer, total_steps, state)
-        engine.hooks = self._build_hooks(record, resume, loader, validation_set)
+        objective = self._build_objective(assembled, train_set, validation_set)
+        engine = self._build_engine(assembled, objective, optimizer, ema, total_steps, state)
+        engine.hooks = self._build_hooks(assembled, record, resume, loader, validation_set)
         self._introduce(assembled, loader, engine)
         if self.options.dry_run:
             self.progress.note("dry run: everything was built, nothing was run")
@@ -227,13 +236,28 @@ class Trainer:
             return training.train_iters
         return max(1, loader.steps_for(training.train_epochs))
 
-    def _build_engine(
-        self, assembled: Assembled, optimizer: torch.optim.Optimizer, total_steps: int, state: dict[str, Any] | None
-    ) -> TrainEngine:
-        training = self.arguments.training
-        objective = build_objective(self.arguments.features.loss_cfg.loss_type, assembled.model, assembled.head)
+    def _build_objective(self, assembled: Assembled, *datasets: Any) -> Objective:
+        if assembled.adapter is not None:
+            self.generator = GeneratorParts(assembled.adapter, self.arguments, self.device)
+            return self.generator.build_objective(*datasets)
+        ranks = vocabulary_ranks(assembled.model)
+        token_losses = partial(vocabulary_cross_entropy, ranks=ranks) if ranks is not None else None
+        loss_type = self.arguments.features.loss_cfg.loss_type
+        objective = build_objective(loss_type, assembled.model, assembled.head, token_losses)
         if isinstance(objective, ModelLoss) and not objective.sums_tokens:
             self.progress.note("the model returns a mean loss of its own: it is averaged over micro-batches")
+        return objective
+
+    def _build_engine(
+        self,
+        assembled: Assembled,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        ema: Ema | None,
+        total_steps: int,
+        state: dict[str, Any] | None,
+    ) -> TrainEngine:
+        training = self.arguments.training
         engine = TrainEngine(
             model=assembled.model,
             objective=objective,
@@ -243,7 +267,11 @@ class Trainer:
             training=training,
             device=self.device,
             data_group=self.data_group,
+            all_ranks=dist.group.WORLD if self.world_size > 1 else None,
+            counts_samples=self.state.is_first_of_its_samples,
+            context=assembled.context,
             towers=assembled.towers,
+            ema=ema,
             stop_after=self.options.steps,
             rank=self.rank,
             phase=self.phase,
@@ -253,10 +281,12 @@ class Trainer:
             if state.get("rng") is not None and not training.no_load_rng:
                 restore_rng(state["rng"])
             else:
-                seed_everything(training.seed, self.rank, engine.iteration)
+                seed_everything(training.seed, self.state.random_rank, engine.iteration)
         return engine
 
-    def _build_hooks(self, record: RunRecord, resume: ResumePoint, loader: Any, validation_set: Any) -> list[Hook]:
+    def _build_hooks(
+        self, assembled: Assembled, record: RunRecord, resume: ResumePoint, loader: Any, validation_set: Any
+    ) -> list[Hook]:
         """In the order in which they come to their turn after a step."""
         training = self.arguments.training
         hooks: list[Hook] = [LogHook(record, self.progress, training.log_interval)]
@@ -265,13 +295,19 @@ class Trainer:
         if validation_set is not None and training.val_interval > 0:
             passes = self._validation_loader(validation_set)
             hooks.append(ValidationHook(passes.one_pass, training.val_interval, record, self.progress))
+        if self.generator is not None:
+            samples = self.generator.build_sample_hook(
+                assembled.model, self.state, self.data_group, record, self.progress
+            )
+            hooks += [samples] if samples is not None else []
         hooks.append(DataHook(loader, self.data_group, record, self.progress))
         if training.manual_gc_interval > 0:
             hooks.append(GarbageCollectionHook(training.manual_gc_interval))
         return hooks
 
     def _hugging_face_saves(self) -> HuggingFaceSaves | None:
-        training, model_folder = self.arguments.training, self.arguments.model.model_name_or_path
+        training = self.arguments.training
+        model_folder = self._base_of_adapters() or self.arguments.model.model_name_or_path
         if training.save_format != "hf" or not training.save or not model_folder:
             return None
         dtype = torch_dtype(training.save_ckpt_dtype)
@@ -292,10 +328,17 @@ class Trainer:
 
     # --- what is said and written ------------------------------------------------------------------------------------
 
+    def _base_of_adapters(self) -> Path | None:
+        """Other weights than those of the model folder, under adapters: no checkpoint of the run holds them."""
+        training = self.arguments.training
+        return told_weights(training.load) if training.lora.enable else None
+
     def _context(self, dataset: Any) -> dict[str, Any]:
         """What a checkpoint's manifest records and a resume compares."""
         training = self.arguments.training
+        base = self._base_of_adapters() or self.arguments.model.model_name_or_path
         return {
+            **({"base_weights": base_weights_mark(Path(base))} if training.lora.enable and base else {}),
             "world_size": self.world_size,
             "mesh": self.state.describe(),
             "config": redact(resolved_dict(self.config)),
@@ -308,6 +351,13 @@ class Trainer:
     def _global_batch(self) -> int:
         training = self.arguments.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.state.data_size
+
+    def _batch_in_words(self) -> str:
+        training, most = self.arguments.training, self.arguments.data.dataloader_param.max_tokens_per_batch
+        shares = f"{self.state.data_size} ranks × {training.gradient_accumulation_steps} accumulated"
+        if most is not None:
+            return f"global batch of at most {most:,} tokens × {shares}"
+        return f"global batch {self._global_batch()} = {training.micro_batch_size} × {shares}"
 
     def _facts(self, context: dict[str, Any], engine: TrainEngine) -> dict[str, Any]:
         model_folder = self.arguments.model.model_name_or_path
@@ -323,7 +373,6 @@ class Trainer:
         }
 
     def _introduce(self, assembled: Assembled, loader: Any, engine: TrainEngine) -> None:
-        training = self.arguments.training
         parameters = sum(p.numel() for p in assembled.model.parameters())
         trainable = sum(p.numel() for p in assembled.model.parameters() if p.requires_grad)
         dtype = self.arguments.parallel.fsdp_plan.param_dtype or "fp32"
@@ -334,10 +383,12 @@ class Trainer:
             f"model  {type(assembled.model).__name__.removeprefix('FSDP')}, {parameters / 1e6:.2f} M parameters "
             f"({trainable / 1e6:.2f} M trained), {dtype}, attention {assembled.attention}{weights_of(assembled.loaded)}"
         )
+        if assembled.lora is not None:
+            note(f"lora   {assembled.lora}")
+        if assembled.tensor_plan is not None:
+            note(f"split  {assembled.tensor_plan.describe()}")
         note(
-            f"data   {len(loader.dataset):,} samples, {loader.steps_per_epoch} steps an epoch, "
-            f"global batch {self._global_batch()} = {training.micro_batch_size} × {self.state.data_size} ranks × "
-            f"{training.gradient_accumulation_steps} accumulated"
+            f"data   {len(loader.dataset):,} samples, {loader.steps_per_epoch} steps an epoch, {self._batch_in_words()}"
         )
         note(
             f"plan   {get_device_type()} × {self.world_size}, {self.state.describe()}; "

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.params.cards import dataset_modules, model_modules
 
 Entry = TypeVar("Entry")
 
@@ -23,12 +24,12 @@ class Registry:
 
     Args:
         kind: The configuration key whose value is looked up here, for messages (`model.model_id`).
-        builtin: id → module that registers it; imported on first use.
+        builtin: Gives id → module that registers it; asked, and the module imported, on first use.
     """
 
-    def __init__(self, kind: str, builtin: Mapping[str, str] | None = None) -> None:
+    def __init__(self, kind: str, builtin: Callable[[], Mapping[str, str]] = dict) -> None:
         self.kind = kind
-        self._builtin = dict(builtin or {})
+        self._find_builtin = builtin
         self._entries: dict[str, Any] = {}
         self._config_keys: dict[str, Mapping[str, Any]] = {}
 
@@ -58,6 +59,10 @@ class Registry:
 
         return add
 
+    @property
+    def _builtin(self) -> Mapping[str, str]:
+        return self._find_builtin()
+
     def get(self, name: str) -> Any:
         """The entry of this name.
 
@@ -78,6 +83,10 @@ class Registry:
     def __contains__(self, name: object) -> bool:
         return name in self._entries or name in self._builtin
 
+    def loaded(self) -> Mapping[str, Any]:
+        """What is registered by now: the built-in entries that were asked for, and everything of imported plugins."""
+        return dict(self._entries)
+
     def names(self) -> list[str]:
         """Every name known, built-in ones included."""
         return sorted({*self._entries, *self._builtin})
@@ -91,14 +100,8 @@ def _origin(entry: Any) -> str:
     return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
 
 
-model_register = Registry(
-    "model.model_id",
-    builtin={"qwen3_vl": "mindspeed_mm.fsdp.models.qwen3vl.modeling_qwen3vl"},
-)
-data_register = Registry(
-    "data.dataset_param.dataset_type",
-    builtin={"huggingface": "mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset"},
-)
+model_register = Registry("model.model_id", builtin=model_modules)
+data_register = Registry("data.dataset_param.dataset_type", builtin=dataset_modules)
 
 
 def import_plugin(plugins: Iterable[str]) -> None:

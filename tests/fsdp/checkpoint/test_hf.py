@@ -15,7 +15,7 @@ from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, save_hf
-from mindspeed_mm.fsdp.checkpoint.hf_folder import INDEX, DtypeRule, config_dtype, copy_assets, plan_shards
+from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, config_dtype, copy_assets, plan_shards
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 from tests.fsdp.checkpoint import small_run
@@ -25,6 +25,8 @@ from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 ensure_torchvision()
 
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration  # noqa: E402  (the guard comes first)
+
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -56,6 +58,8 @@ def shard_and_save(source: str, target: str) -> None:
         fully_shard(layer)
     fully_shard(model)
     save_hf(model, Path(target), Path(source), max_shard_bytes=30_000)
+    with pytest.raises(UsageError, match="the target exists"):  # on all ranks: none waits for rank 0
+        save_hf(model, Path(target), Path(source))
 
 
 def test_sharded_model_goes_back_into_the_folder_that_it_came_from(source: Path, tmp_path: Path) -> None:

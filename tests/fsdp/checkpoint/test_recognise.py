@@ -14,7 +14,10 @@ from mindspeed_mm.fsdp.checkpoint.recognise import recognise
     ("files", "kind"),
     [
         (["config.json", "model.safetensors"], "hf"),
-        (["adapter_config.json"], "hf"),
+        (["config.json", "diffusion_pytorch_model.safetensors"], "hf"),
+        (["model_index.json", "transformer/config.json"], "hf"),
+        (["adapter_config.json", "adapter_model.safetensors"], "adapters"),
+        (["pytorch_lora_weights.safetensors", "README.md"], "adapters"),
         ([".metadata", "__0_0.distcp"], "dcp"),
         (["MANIFEST.json"], "dcp"),
         (["iter_0000010/MANIFEST.json", "config.yaml"], "run"),

@@ -11,6 +11,7 @@ import pytest
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint.resume import FREE_KEYS, NOTED_KEYS, check_resumable
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import dataset_cards
 
 BEFORE: dict[str, Any] = {
     "config": {
@@ -49,6 +50,8 @@ def test_same_run() -> None:
         {"config__tools": {"profile": {"enable": True}}},
         {"config__parallel__fully_shard_parallel_size": 1},
         {"config__features": {"recompute": True}},
+        {"config__training__sampling": {"prompts": ["a seven"], "interval": 5}},
+        {"config__data": {"dataset_param": {"basic_parameters": {"features_dir": "elsewhere"}}}},
     ],
     ids=str,
 )
@@ -61,6 +64,7 @@ def test_free(change: dict[str, Any]) -> None:
     [
         ({"config__training__lr": 2e-4}, "training.lr  was 0.0001, is 0.0002"),
         ({"config__training__train_iters": 20}, "training.train_iters  was 10, is 20"),
+        ({"config__training__ema": {"enable": True}}, "training.ema.enable  was null, is true"),
         ({"config__parallel__fsdp_plan": {"param_dtype": "fp32"}}, 'fsdp_plan.param_dtype  was "bf16", is "fp32"'),
         ({"versions": {"torch": "2.14.0"}}, 'torch was "2.13.0", is "2.14.0"'),
         ({"world_size": 1}, "world size was 2, is 1"),
@@ -77,6 +81,7 @@ def test_noted(change: dict[str, Any], note: str) -> None:
     [
         ({"config__model__freeze": []}, r'model\.freeze +was \["model\.visual"\], is \[\]'),
         ({"config__training__optimizer": "muon"}, r'training\.optimizer +was "adamw", is "muon"'),
+        ({"config__training__diffusion": {"shift": 3.0}}, r"training\.diffusion\.shift +was null, is 3\.0"),
         ({"config__training__seed": 1}, r"training\.seed +was null, is 1"),
         ({"global_batch": 16}, r"was 8, is 16\. Choose gradient_accumulation_steps .* is 8\."),
         ({"config__data": {"dataset_param": {"attr": {"images": "x"}}}}, r"attr\.images +was null, .*--accept-data-ch"),
@@ -117,6 +122,7 @@ def test_checkpoint_that_tells_nothing_refuses_a_configuration() -> None:
 def test_every_rule_names_keys_that_exist() -> None:
     """A rule for a key that was renamed would silently refuse it."""
     keys = leaves(Arguments().model_dump(mode="json"))
+    keys += [f"data.dataset_param.{key}" for card in dataset_cards().values() for key in card]
     for pattern in (*FREE_KEYS, *NOTED_KEYS):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern
 
@@ -125,3 +131,13 @@ def leaves(value: Any, prefix: str = "") -> list[str]:
     if not isinstance(value, dict) or not value:
         return [prefix]
     return [leaf for key, item in value.items() for leaf in leaves(item, f"{prefix}.{key}" if prefix else key)]
+
+
+def test_other_micro_batches_of_samples_of_different_sizes_are_refused() -> None:
+    before = changed() | {"batching": {"micro_batches_per_step": 2, "micro_batch_size": 4}}
+    assert check_resumable(before, before) == []
+    after = before | {"batching": {"micro_batches_per_step": 4, "micro_batch_size": 2}}
+    with pytest.raises(CheckpointError, match=r"micro_batch_size 4.*micro_batch_size 2"):
+        check_resumable(before, after)
+    language = changed() | {"batching": {}}
+    assert check_resumable(language, language) == []

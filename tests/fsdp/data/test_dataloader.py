@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data._utils import signal_handling
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
@@ -235,6 +236,21 @@ class TestWorkers:
         assert time.monotonic() - started < 15
         assert "Numbers" in str(caught.value)
 
+    def test_the_end_of_a_killed_worker_never_interrupts_what_comes_after(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """torch's SIGCHLD handler, installed by any loader of the process, raises wherever the program is."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+        signal_handling._set_SIGCHLD_handler()
+        try:
+            data = loader(Numbers(40, lambda i: time.sleep(300 * (i == 3))), workers=2, shuffle=False, timeout_s=1.0)
+            with pytest.raises(DataError, match="worker 1 gave nothing"):
+                list(islice(data, 20))
+            time.sleep(0.3)
+        finally:
+            signal.signal(signal.SIGCHLD, handler)
+
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_bug_in_a_plugin_names_the_samples_and_shows_the_line(self, workers: int) -> None:
         def act(index: int) -> None:
@@ -269,7 +285,7 @@ class TestWorkers:
         ]
 
     def test_batches_beyond_a_slot_go_torchs_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        small = lambda count: SharedSlots(count, slot_bytes=64)  # noqa: E731
+        small = lambda count, slot_bytes: SharedSlots(count, 64)  # noqa: E731
         monkeypatch.setattr(worker_pool, "SharedSlots", small)
         assert ids(islice(loader(Numbers(40), workers=2), 9)) == ids(islice(loader(Numbers(40)), 9))
 

@@ -106,7 +106,7 @@ def test_a_broken_file_is_an_error_at_once(tmp_path: Path, name: str, content: b
     assert name in str(caught.value)
 
 
-def test_csv_and_parquet_rows(tmp_path: Path) -> None:
+def test_csv_and_parquet_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r.csv").write_bytes('\ufeffa,t\r\n1,"x, ""y""\nz"\r\n2,\r\n'.encode())
     reader = open_reader(tmp_path / "r.csv")
     assert [reader.read(i) for i in range(2)] == [{"a": "1", "t": 'x, "y"\nz'}, {"a": "2"}]
@@ -119,3 +119,4 @@ def test_csv_and_parquet_rows(tmp_path: Path) -> None:
     parquet = open_reader(tmp_path / "r.parquet", cache_dir=str(tmp_path / "cache"))
     assert len(parquet) == 3
     assert parquet.read(2) == rows[2]
+    assert capfd.readouterr() == ("", "")  # no progress bar of the library

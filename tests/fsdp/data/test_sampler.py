@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, GlobalOrder, steps_from
 from mindspeed_mm.fsdp.data.dataloader.sampler import (
     BaseRandomBatchSampler,
-    DataPosition,
-    Deal,
-    GlobalOrder,
+    Sampler,
     SequentialSampler,
     build_sampler,
     permutation,
@@ -19,9 +18,14 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import (
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 
 
+def global_order(sampler: Sampler, global_batch: int, drop_last: bool) -> GlobalOrder:
+    return GlobalOrder(sampler, Deal(global_batch, 1, 0, 1), drop_last)
+
+
 def rows(order: GlobalOrder, steps: int, position: DataPosition | None = None) -> list[Any]:
     start = position or DataPosition(0, 0)
-    return list(itertools.chain(*itertools.islice(order.steps_from(start), steps)))
+    taken = itertools.islice(steps_from(order, start), steps)
+    return [pick for step in taken for micro_batch in step for pick in micro_batch.picks]
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_for_ever() -> None:
@@ -32,7 +36,7 @@ def test_the_order_is_a_function_of_seed_and_epoch_for_ever() -> None:
 
 
 def test_without_drop_last_nothing_is_lost_and_nothing_comes_twice() -> None:
-    order = GlobalOrder(BaseRandomBatchSampler(10, seed=3), global_batch=4, drop_last=False)
+    order = global_order(BaseRandomBatchSampler(10, seed=3), global_batch=4, drop_last=False)
     assert order.steps_per_epoch == 3
     picks = rows(order, steps=10)
     for epoch in range(4):
@@ -41,25 +45,25 @@ def test_without_drop_last_nothing_is_lost_and_nothing_comes_twice() -> None:
 
 
 def test_a_batch_may_be_larger_than_the_data_set() -> None:
-    picks = rows(GlobalOrder(SequentialSampler(3), global_batch=7, drop_last=False), steps=1)
+    picks = rows(global_order(SequentialSampler(3), global_batch=7, drop_last=False), steps=1)
     assert [(p.epoch, p.row) for p in picks] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
 
 
 def test_drop_last_leaves_out_the_rest_of_an_epoch() -> None:
-    order = GlobalOrder(SequentialSampler(10), global_batch=4, drop_last=True)
+    order = global_order(SequentialSampler(10), global_batch=4, drop_last=True)
     assert order.steps_per_epoch == 2
     assert [(p.epoch, p.row) for p in rows(order, steps=3)] == [(0, i) for i in range(8)] + [(1, i) for i in range(4)]
-    whole = GlobalOrder(SequentialSampler(8), global_batch=4, drop_last=True)
+    whole = global_order(SequentialSampler(8), global_batch=4, drop_last=True)
     assert [p.row for p in rows(whole, steps=3)] == [*range(8), *range(4)]
     with pytest.raises(DataError, match="has 3 samples, fewer than one global batch of 4"):
-        GlobalOrder(SequentialSampler(3), global_batch=4, drop_last=True)
+        global_order(SequentialSampler(3), global_batch=4, drop_last=True)
     with pytest.raises(DataError, match="has 0 samples"):
-        GlobalOrder(SequentialSampler(0), global_batch=4, drop_last=False)
+        global_order(SequentialSampler(0), global_batch=4, drop_last=False)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_every_position_continues_with_the_very_next_sample(drop_last: bool) -> None:
-    order = GlobalOrder(BaseRandomBatchSampler(11, seed=1), global_batch=3, drop_last=drop_last)
+    order = global_order(BaseRandomBatchSampler(11, seed=1), global_batch=3, drop_last=drop_last)
     whole, position = rows(order, steps=12), DataPosition(0, 0)
     for step in range(12):
         restored = DataPosition.from_dict(position.to_dict())
@@ -72,10 +76,22 @@ def test_every_position_continues_with_the_very_next_sample(drop_last: bool) -> 
     [(1, 1, 12), (1, 12, 1), (2, 1, 6), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)],
 )
 def test_every_split_of_a_global_batch_deals_the_same_samples(dp_size: int, accumulation: int, micro: int) -> None:
-    deals = [Deal(micro, accumulation, rank, dp_size) for rank in range(dp_size)]
-    assert all(deal.global_batch == 12 for deal in deals)
-    dealt = [deal.mine(list(range(12))) for deal in deals]
-    assert [i for a in range(accumulation) for rank in dealt for i in rank[a]] == list(range(12))
+    sampler = SequentialSampler(24)
+    for rank in range(dp_size):
+        deal = Deal(micro, accumulation, rank, dp_size)
+        assert deal.global_batch == 12
+        step, _ = GlobalOrder(sampler, deal, drop_last=False).step(DataPosition(0, 12))
+        for a, micro_batch in enumerate(deal.mine(step)):
+            start = 12 + (a * dp_size + rank) * micro
+            assert [pick.row for pick in micro_batch.picks] == list(range(start, start + micro))
+            assert micro_batch.blank_rows == 0
+
+
+def test_a_position_beyond_fewer_data_goes_on_with_the_next_epoch() -> None:
+    order = GlobalOrder(SequentialSampler(8), Deal(2, 1, 0, 2), drop_last=False)
+    (first, *_), position = order.step(DataPosition(3, 100))
+    assert [pick.epoch for pick in first.picks] == [4, 4]
+    assert position == DataPosition(4, 4)
 
 
 def test_samplers_by_name() -> None:
@@ -89,6 +105,8 @@ def test_samplers_by_name() -> None:
     assert order(dataloader_mode="base") == in_order
     with pytest.raises(ConfigError, match="TokenBudgetSampler is not built yet"):
         order(sampler_type="TokenBudgetSampler")
+    with pytest.raises(ConfigError, match="BucketBatchSampler is not built yet for this data set"):
+        order(sampler_type="BucketBatchSampler")
     with pytest.raises(ConfigError, match="Did you mean 'SequentialSampler'"):
         order(sampler_type="SequentalSampler")
     with pytest.raises(ConfigError, match="'variable' is not built yet"):

@@ -142,11 +142,8 @@ def test_trainable_parameters_of_one_unit_share_a_dtype():
 @pytest.mark.parametrize(
     "key",
     [
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "expert_parallel_size",
-        "ring_attention_size",
-        "ulysses_parallel_size",
     ],
 )
 def test_what_is_not_built_is_refused(key):

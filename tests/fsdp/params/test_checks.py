@@ -35,6 +35,7 @@ BASIC = "data.dataset_param.basic_parameters"
     [
         ({"model.freeze": ["*"]}, "model.freeze", "nothing is left to train"),
         ({"model.freeze": ["*"], "training.lora.enable": True}, "model.freeze", "training.lora.enable"),
+        ({"model.train_from_scratch": True, "training.lora.enable": True}, "model.train_from_scratch", "lora.enable"),
         ({"model.freeze": ["layers.{3-1}"]}, "model.freeze", "{3-1}"),
         ({"parallel.fsdp_plan.apply_modules": ["a.{"]}, "parallel.fsdp_plan.apply_modules", "brace"),
         ({"training.lr": 1e-5, "training.lr_min": 1e-4}, "training.lr_min", "above training.lr"),
@@ -99,8 +100,11 @@ def test_rules_that_hold_say_nothing(values: dict[str, Any]) -> None:
         {"training.lr_decay_style": "wsd", "training.save_async": True, "training.on_nonfinite": "skip"},
         {"parallel.fsdp_plan": {"reshard_after_forward": 2, "cpu_offload": True, "param_dtype": "bf16"}},
         {"features.loss_cfg.loss_type": "per_sample_loss", "data.dataset_param.attr.formatting": "alpaca"},
-        {"features.recompute_plan.apply_modules": ["a"], "features.chunkloss_plan.chunk_size": 2},
+        {"features.recompute": True, "features.recompute_plan": {"apply_modules": ["a"], "use_reentrant": True}},
+        {"features.chunkloss_plan.chunk_size": 2},
         {"data.dataset_param": {"dataset_type": "mine", "basic_parameters": {"packing": True}}},
+        {"training.lora": {"enable": True, "init_lora_weights": "gaussian", "modules_to_save": ["lm_head"]}},
+        {"training.lora": {"enable": False, "init_lora_weights": "pissa", "use_dora": True}},
     ],
 )
 def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
@@ -110,12 +114,9 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("parallel.tensor_parallel_size", 2),
         ("parallel.pipeline_parallel_size", 2),
-        ("parallel.ring_attention_size", 2),
-        ("parallel.ulysses_parallel_size", 2),
         ("parallel.expert_parallel_size", 2),
-        ("features.recompute", True),
+        ("features.recompute_plan.mode", "selective"),
         ("features.enable_chunk_loss", True),
         ("features.enable_activation_offload", True),
         ("features.enable_chunk_mbs", True),
@@ -124,7 +125,6 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
         ("training.optimizer", "muon"),
         ("training.optimizer", "adamw_swap"),
         ("training.quantization_plan", {"recipe_name": "mxfp8"}),
-        ("training.lora.enable", True),
         ("model.mtp_num_layers", 1),
         ("data.dataset_param.basic_parameters.packing", True),
         ("data.dataset_param.basic_parameters.streaming", True),
@@ -137,3 +137,18 @@ def test_using_a_feature_that_is_not_built_is_one_error_that_names_the_key(key: 
     (problem,) = unbuilt_features(arguments({key: value}))
     assert problem.key == key
     assert "This version takes" in problem.way_out
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("init_lora_weights", kind) for kind in ("pissa", "pissa_niter_4", "olora", "eva", "corda", "loftq")),
+        ("use_dora", True),
+        ("quantize", "nf4"),
+        ("disable_peft_moe_conversion", False),
+    ],
+)
+def test_kinds_of_adapters_that_are_not_built_are_named(key: str, value: Any) -> None:
+    (problem,) = unbuilt_features(arguments({"training.lora": {"enable": True, key: value}}))
+    assert problem.key == f"training.lora.{key}"
+    assert str(value).lower() in problem.what

@@ -170,6 +170,32 @@ def test_misplaced_keys_are_honoured_with_a_warning_each(load: Any) -> None:
     assert not hasattr(config.arguments.model, "loss_cfg")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {enable_gradient_checkpointing: yes}\n", True),
+        ("model: {enable_gradient_checkpointing: true}\nfeatures: {recompute: false}\n", True),
+        ("model: {enable_gradient_checkpointing: true, recompute: false}\n", True),
+        ("model: {enable_gradient_checkpointing: false}\nparallel: {recompute: true}\n", True),
+        ("model: {enable_gradient_checkpointing: false}\n", False),
+        ("model: {enable_gradient_checkpointing: null}\n", False),
+    ],
+)
+def test_either_switch_of_older_files_switches_recompute_on(load: Any, text: str, expected: bool) -> None:
+    arguments = load(text).arguments
+    assert arguments.features.recompute is expected
+    assert not hasattr(arguments.model, "enable_gradient_checkpointing")
+    assert load(text, "features.recompute=false").arguments.features.recompute is False
+    assert load(text, "model.enable_gradient_checkpointing=false").arguments.features.recompute is False
+
+
+def test_recompute_switch_of_older_files_is_warned_of_and_checked(load: Any) -> None:
+    (warning,) = load("model: {enable_gradient_checkpointing: true}\n").warnings
+    assert "model.enable_gradient_checkpointing  is taken as features.recompute" in warning
+    (problem,) = problems(load, "model: {enable_gradient_checkpointing: maybe}\n")
+    assert (problem.key, problem.where.rpartition("/")[2]) == ("features.recompute", "run.yaml:1:40")
+
+
 def test_meaningless_keys_are_dropped_with_one_warning_that_gives_the_reason(load: Any) -> None:
     config = load("training: {profile: {enable: true, ranks: [0]}, save_steps: 5}\nparallel: {pregather: true}\n")
     assert len(config.warnings) == 3
@@ -197,6 +223,11 @@ def test_unknown_keys_say_what_was_probably_meant(load: Any, text: str, message:
     (problem,) = problems(load, text)
     assert problem.what == "unknown key"
     assert message in problem.way_out
+
+
+def test_every_unknown_key_of_the_command_line_is_told(load: Any) -> None:
+    found = problems(load, "{}\n", "training.emma=1", "training.lora.rnk=3", "model.trainable=1")
+    assert {problem.key for problem in found} == {"training.emma", "training.lora.rnk", "model.trainable"}
 
 
 def test_a_top_level_holder_of_anchors_is_no_unknown_section(load: Any) -> None:

@@ -137,8 +137,7 @@ KEYS = {
     "model": (
         "model_id model_name_or_path freeze gdn_implementation causal_conv1d_implementation "
         "kda_implementation skip_flash_attn_recompute skip_gdn_recompute skip_kda_recompute "
-        "use_grouped_expert_matmul checkpoint_path text_encoder_path transformer "
-        "enable_gradient_checkpointing"
+        "use_grouped_expert_matmul checkpoint_path text_encoder_path transformer"
     ),
     "data": "dataset_param val_dataset_param dataloader_param",
     "data.dataset_param": "dataset_type attr basic_parameters preprocess_parameters",

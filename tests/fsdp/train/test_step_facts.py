@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.loss.objectives import ModelLoss
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.tally import Tally
 from mindspeed_mm.fsdp.train.trainer import build_schedule
+
+
+class TokenCounter(torch.nn.Module):
+    def forward(self, labels: torch.Tensor, num_items_in_batch: int) -> None: ...
 
 
 def test_tally_counts_real_tokens_labels_and_samples() -> None:
@@ -17,14 +22,19 @@ def test_tally_counts_real_tokens_labels_and_samples() -> None:
         "sample_ids": ["a", "b"],
     }
     packed = {"shift_labels": torch.tensor([[3, 4, -100]]), "sample_ids": ["c"]}
-    tally = Tally.of([padded, packed], {"loss": 4}, False, {"image": True, "video": False})
+    tally = Tally.of(ModelLoss(TokenCounter()), [padded, packed], False, {"image": True, "video": False})
     assert (tally.tokens, tally.label_tokens, tally.samples) == (5 + 3, 2 + 2, 3)
     assert tally.towers == {"image": 1, "video": 0}
     assert tally.denominators == {"loss": 4}
 
 
+def test_blank_rows_are_no_samples() -> None:
+    filled = {"shift_labels": torch.tensor([[3]]), "sample_ids": ["a", "b", "b"], "blank_rows": 1}
+    assert Tally.of(ModelLoss(TokenCounter()), [filled], False, {}).samples == 2
+
+
 def test_a_denominator_is_never_zero() -> None:
-    assert Tally.of([], {"loss": 0}, False, {}).denominators == {"loss": 1}
+    assert Tally.of(ModelLoss(TokenCounter()), [], False, {}).denominators == {"loss": 1}
 
 
 def test_every_key_of_the_schedule_arrives() -> None:

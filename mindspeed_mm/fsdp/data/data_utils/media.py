@@ -1,4 +1,4 @@
-"""The one door to media files: every image is opened, checked and decoded here.
+"""The one door to media files: every file is opened here, every image checked and decoded (videos: `video.py`).
 
 Nothing outside the media roots is opened, nothing is fetched, and no format is decoded that is not on the list.
 """
@@ -13,9 +13,10 @@ import stat
 import struct
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -30,6 +31,9 @@ MAX_FILE_BYTES = 256 * 2**20
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _DECODE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error, MemoryError)
 """What Pillow's decoders raise on broken data."""
+_ORIENTATION = 0x0112
+_SIDEWAYS = frozenset({5, 6, 7, 8})
+"""EXIF orientations that swap height and width."""
 _EXIF_KEYS = frozenset({"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"})
 _KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs", "is a Git LFS pointer: run `git lfs pull`"),
@@ -86,7 +90,26 @@ class MediaLoader:
         refuse_remote(item)
         return self._read_file(item), item
 
+    def open(self, item: str | bytes, most_bytes: int | None = None) -> BinaryIO:
+        """A medium, opened for reading: for what need not be held in memory as a whole.
+
+        Args:
+            item: A path, or the file's bytes.
+            most_bytes: Refuse larger files.
+
+        Raises:
+            DataError: The file is missing, outside the roots, not a regular one, empty or too large.
+        """
+        if isinstance(item, bytes):
+            return io.BytesIO(item)
+        refuse_remote(item)
+        return os.fdopen(self._descriptor(item, most_bytes), "rb")
+
     def _read_file(self, name: str) -> bytes:
+        with os.fdopen(self._descriptor(name, MAX_FILE_BYTES), "rb", buffering=0) as file:
+            return file.readall()
+
+    def _descriptor(self, name: str, most_bytes: int | None) -> int:
         path = self._confine(name)
         try:
             descriptor = os.open(path, _OPEN_FLAGS)  # a FIFO does not block, a link swapped in is not followed
@@ -96,11 +119,11 @@ class MediaLoader:
                 f"'{name}' {reason}", way_out=f"Relative paths start at dataset_dir, '{self.dataset_dir}'."
             ) from error
         try:
-            _check_regular(os.fstat(descriptor), name)
-            with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
-                return file.readall()
-        finally:
+            _check_regular(os.fstat(descriptor), name, most_bytes)
+        except BaseException:
             os.close(descriptor)
+            raise
+        return descriptor
 
     def _confine(self, name: str) -> str:
         """The real path of a media file, inside one of the roots. Folders are resolved once each."""
@@ -120,21 +143,22 @@ class MediaLoader:
         return path
 
 
-def _check_regular(status: os.stat_result, name: str) -> None:
+def _check_regular(status: os.stat_result, name: str, most_bytes: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"'{name}' is not a regular file")
     if status.st_size == 0:
         raise DataError(f"'{name}' is empty (0 bytes)")
-    if status.st_size > MAX_FILE_BYTES:
-        raise DataError(f"'{name}' has {status.st_size} bytes, more than {MAX_FILE_BYTES}")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise DataError(f"'{name}' has {status.st_size} bytes, more than {most_bytes}")
 
 
-def refuse_remote(item: str) -> None:
-    """Raise when a media path is a URL of any kind."""
+def refuse_remote(item: str, where: str = "") -> None:
+    """Raise `DataError`, with the row's place, when a media path is a URL of any kind."""
     head = item[:64].lstrip().lower()
     if head.startswith(("http://", "https://", "ftp://", "s3://", "file:", "data:")):
         raise DataError(
             f"'{item[:60]}' is a URL: only local files are opened",
+            where=where,
             way_out="Store the media under dataset_dir and give its path.",
         )
 
@@ -159,27 +183,98 @@ def decode_image(data: bytes, name: str = "image") -> Image.Image:
     Raises:
         DataError: The data are no image of an allowed format, too large, or broken.
     """
+    image = _opened(io.BytesIO(data), name)
+    if getattr(image, "is_animated", False):
+        warnings.warn(f"'{name}' and perhaps others have several frames: the first is used", stacklevel=2)
+    return _decoded(image, name)
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """What an image file says of itself, as it will stand upright."""
+
+    height: int
+    width: int
+    frames: int
+    """1 unless the image is animated."""
+    fps: float
+    """Frames a second of an animation; 0 when there is one frame."""
+
+
+def probe_image(file: BinaryIO, name: str = "image") -> ImageHeader:
+    """Read an image's header, and of an animation how long its frames are shown. Pixels of a still are not decoded.
+
+    Raises:
+        DataError: As `decode_image`, except that a cut file may go unnoticed.
+    """
+    image = _opened(file, name)
+    width, height = image.size
+    if not _EXIF_KEYS.isdisjoint(image.info) and image.getexif().get(_ORIENTATION, 1) in _SIDEWAYS:
+        width, height = height, width
+    frames = getattr(image, "n_frames", 1)
+    return ImageHeader(height, width, frames, _frame_rate(image, frames, name) if frames > 1 else 0.0)
+
+
+def animation_frames(data: bytes, indices: Sequence[int], name: str = "image") -> Iterator[Image.Image]:
+    """Some frames of an animated GIF, WebP or PNG, upright, as RGB on white; one is held at a time.
+
+    Args:
+        data: The file's bytes.
+        indices: Rising; the last frame stands for those beyond the end.
+        name: What to call it in messages.
+
+    Raises:
+        DataError: As `decode_image`.
+    """
+    image = _opened(io.BytesIO(data), name)
+    last = getattr(image, "n_frames", 1) - 1
+    for index in indices:
+        try:
+            image.seek(min(index, last))
+        except _DECODE_ERRORS as error:
+            raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
+        yield _decoded(image.copy(), name)
+
+
+def _frame_rate(image: Image.Image, frames: int, name: str) -> float:
+    """Mean rate over all frames; browsers show frames without a time for 0.1 s, and so it is taken here."""
+    shown_ms = 0.0
     try:
-        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        for index in range(frames):
+            image.seek(index)
+            if image.format == "WEBP":  # tells a frame's time only when it is decoded
+                image.load()
+            shown_ms += image.info.get("duration") or 100
+    except _DECODE_ERRORS as error:
+        raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
+    return 1000 * frames / shown_ms
+
+
+def _opened(file: BinaryIO, name: str) -> Image.Image:
+    try:
+        image = Image.open(file, formats=IMAGE_FORMATS)
     except Image.DecompressionBombError as error:
         raise DataError(f"'{name}' is too large: {error}") from error
     except _DECODE_ERRORS as error:
-        raise DataError(f"'{name}' {_why_unreadable(data, error)}") from error
+        file.seek(0)
+        raise DataError(f"'{name}' {why_unreadable(file.read(64), error)}") from error
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise DataError(
             f"'{name}' is {width} × {height} = {width * height / 1e6:.0f} megapixels, more than {MAX_PIXELS / 1e6:.0f}",
             way_out="Scale it down.",
         )
+    return image
+
+
+def _decoded(image: Image.Image, name: str) -> Image.Image:
     try:
-        return _to_upright_rgb(image, name)
+        return _to_upright_rgb(image)
     except _DECODE_ERRORS as error:
         raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
 
 
-def _to_upright_rgb(image: Image.Image, name: str) -> Image.Image:
-    if getattr(image, "is_animated", False):
-        warnings.warn(f"'{name}' and perhaps others have several frames: the first is used", stacklevel=2)
+def _to_upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
     if not _EXIF_KEYS.isdisjoint(image.info):
         image = ImageOps.exif_transpose(image)
@@ -205,14 +300,23 @@ def _from_base64(text: str) -> bytes:
         raise DataError(f"'{text[:30]}…' is not base64: {error}") from error
 
 
-def _why_unreadable(data: bytes, error: BaseException) -> str:
-    head = data[:64].lstrip()
-    for start, reason in _KNOWN_STARTS:
-        if head.startswith(start):
+def why_unreadable(start: bytes, error: BaseException) -> str:
+    """What is wrong with a file that is not opened as an image, by its first bytes."""
+    head = start.lstrip()
+    for known, reason in _KNOWN_STARTS:
+        if head.startswith(known):
             return reason
     if not isinstance(error, UnidentifiedImageError):
         return f"is broken: {error}"
-    words = head[:20].decode("ascii", errors="replace")
-    if words.isascii() and words.isprintable():
-        return f"is not an image (starts with {words})"
-    return f"is not an image of an allowed format ({', '.join(IMAGE_FORMATS)})"
+    words = readable_start(head)
+    return (
+        f"is not an image (starts with {words})"
+        if words
+        else f"is not an image of an allowed format ({', '.join(IMAGE_FORMATS)})"
+    )
+
+
+def readable_start(head: bytes) -> str:
+    """The first word or two of a file that is text; empty when it is not."""
+    words = head.lstrip()[:20].decode("ascii", errors="replace").split("\n")[0]
+    return words if words.isascii() and words.isprintable() else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _SCAN_BYTES = 16 * 2**20
+_HASHED_BYTES = 2**30
 
 
 class RowReader(Protocol):
@@ -58,6 +60,16 @@ def open_reader(path: Path, cache_dir: str | None = None) -> RowReader:
     if not len(reader):
         raise DataError("the file holds no rows", where=str(path))
     return reader
+
+
+def file_facts(reader: RowReader) -> dict[str, Any]:
+    """Name, size, rows and content of a file; above 1 GiB its time of change stands for the content."""
+    status = reader.path.stat()
+    facts = {"name": reader.path.name, "bytes": status.st_size, "rows": len(reader)}
+    if status.st_size > _HASHED_BYTES:
+        return facts | {"changed_ns": status.st_mtime_ns}
+    with reader.path.open("rb") as file:
+        return facts | {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 class JsonReader:
@@ -259,6 +271,7 @@ class ParquetReader:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        datasets.disable_progress_bars()
         try:
             pq.read_schema(self.path)  # a cut file has no footer: said here, before anything is written
             return datasets.Dataset.from_parquet(str(self.path), cache_dir=self._cache_dir).data

@@ -13,7 +13,7 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Fault, Request
-from mindspeed_mm.fsdp.data.dataloader.sampler import DataPosition, Deal, GlobalOrder, Pick, Sampler
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Order, Step, steps_from
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions, WorkerPool
 
@@ -37,9 +37,8 @@ class MMDataLoader:
     Args:
         dataset: Samples by index.
         collate: Samples → batch.
-        sampler: The order of an epoch.
-        deal: How a step's samples are split over ranks and micro-batches.
-        drop_last: See `GlobalOrder`.
+        order: The micro-batches of step after step.
+        deal: Which of them are this rank's.
         seed: Of replacements of bad samples.
         position: Where to start.
         workers: The processes that prepare batches.
@@ -49,10 +48,9 @@ class MMDataLoader:
         self,
         dataset: Any,
         collate: Callable[[Sequence[Any]], Batch],
-        sampler: Sampler,
+        order: Order,
         deal: Deal,
         *,
-        drop_last: bool,
         seed: int,
         position: DataPosition,
         workers: WorkerOptions,
@@ -60,20 +58,22 @@ class MMDataLoader:
         self.dataset = dataset
         self.position = position
         """Where the data stand after the last step that was yielded."""
-        self.counts = DataCounts()
-        self._collate, self._deal, self._seed, self._workers = collate, deal, seed, workers
-        self._order = GlobalOrder(sampler, deal.global_batch, drop_last)
+        self.counts = DataCounts(bad=dict(getattr(dataset, "left_out", {})))
+        self._collate, self._order, self._deal, self._seed, self._workers = collate, order, deal, seed, workers
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch."""
         return self._order.steps_per_epoch
 
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What decides how samples are put together, and must be the same when a run is resumed."""
+        return self._order.batching
+
     def steps_for(self, epochs: float) -> int:
-        """Optimizer steps until `epochs` epochs are done; without `drop_last` their ends run on into each other."""
-        if self.steps_per_epoch * self._deal.global_batch <= len(self.dataset):
-            return math.ceil(epochs * self.steps_per_epoch)
-        return math.ceil(epochs * len(self.dataset) / self._deal.global_batch)
+        """Optimizer steps until `epochs` epochs are done."""
+        return self._order.steps_for(epochs)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Steps from the current position on.
@@ -81,8 +81,7 @@ class MMDataLoader:
         Raises:
             DataError: A sample is bad and the policy is to stop, too many were skipped, or a worker died or hung.
         """
-        steps = self._order.steps_from(self.position)
-        micro_batches = self._batches(Request(0, tuple(picks)) for step in steps for picks in self._deal.mine(step))
+        micro_batches = self._batches(steps_from(self._order, self.position))
         while True:
             step = [next(micro_batches) for _ in range(self._deal.gradient_accumulation_steps)]
             _, self.position = self._order.step(self.position)
@@ -91,29 +90,19 @@ class MMDataLoader:
     def one_pass(self) -> Iterator[list[Batch]]:
         """Every sample once, in the order of the rows, for validation; the position stays as it is.
 
-        What the last step lacks is filled up with rows that have no labels, so that every rank has equally many
-        micro-batches and every sample counts once.
+        What the last step lacks is filled up with blank rows, so that every rank has equally many micro-batches and
+        every sample counts once.
         """
-        size, whole = len(self.dataset), self._deal.global_batch
-        steps = [[Pick(0, min(i, size - 1)) for i in range(s, s + whole)] for s in range(0, size, whole)]
-        blanks = [max(0, s + whole - size) for s in range(0, size, whole)]
-        requests = [
-            Request(0, tuple(picks), blank)
-            for step, missing in zip(steps, blanks, strict=True)
-            for picks, blank in zip(self._deal.mine(step), self._deal_blanks(missing), strict=True)
-        ]
-        micro_batches = self._batches(iter(requests))
+        steps = self._order.one_pass()
+        micro_batches = self._batches(iter(steps))
         for _ in steps:
             yield [next(micro_batches) for _ in range(self._deal.gradient_accumulation_steps)]
 
-    def _deal_blanks(self, missing: int) -> list[int]:
-        flags = [False] * (self._deal.global_batch - missing) + [True] * missing
-        return [sum(part) for part in self._deal.mine(flags)]
-
     # --- batches from workers ----------------------------------------------------------------------------------------
 
-    def _batches(self, requests: Iterator[Request]) -> Iterator[Batch]:
-        numbered = (request._replace(number=n) for n, request in zip(count(), requests))
+    def _batches(self, steps: Iterator[Step]) -> Iterator[Batch]:
+        mine = (micro_batch for step in steps for micro_batch in self._deal.mine(step))
+        numbered = (Request(number, *micro_batch) for number, micro_batch in zip(count(), mine))
         if self._workers.num_workers == 0:
             maker = BatchMaker(self.dataset, self._collate, self._seed)
             yield from (self._accept(maker[request], None) for request in numbered)
@@ -136,7 +125,7 @@ class MMDataLoader:
         elif self._workers.pin_memory:
             batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in (batch or {}).items()}
         assert batch is not None
-        self.counts.read += self._deal.micro_batch_size
+        self.counts.read += len(batch["sample_ids"])
         return batch
 
     def _note(self, fault: Fault) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,12 +16,15 @@ from torch.utils.data import Dataset
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError, MMError
+from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
-from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
+from mindspeed_mm.fsdp.data.dataloader.order import Pick
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
 
 _MOST_REPLACEMENTS = 100
+_MOST_SIZES = 20
 
 
 class Request(NamedTuple):
@@ -30,7 +33,7 @@ class Request(NamedTuple):
     number: int
     picks: tuple[Pick, ...]
     blank_rows: int = 0
-    """Rows at the end that only fill up a validation batch: they get no labels."""
+    """Rows at the end that only fill up: they get no labels, or are told by `blank_rows` of the batch."""
 
 
 class Fault(NamedTuple):
@@ -67,6 +70,8 @@ class BatchMaker(Dataset[Delivery]):
         self._may_skip = getattr(dataset, "on_bad_sample", "error") == "skip"
         self._may_drop = getattr(dataset, "truncation", "error") != "error"
         self._draws_nothing = getattr(dataset, "is_deterministic", False)
+        self._read_item = getattr(dataset, "item", None)
+        self._peers = SamplePeers(seed, len(dataset), getattr(dataset, "sizes", None))
 
     def __getitem__(self, request: Request) -> Delivery:
         """Make a batch. An error comes back as part of the delivery: torch would wrap it beyond recognition."""
@@ -87,17 +92,25 @@ class BatchMaker(Dataset[Delivery]):
             DataError: A sample is bad and the policy is to stop.
         """
         faults: list[Fault] = []
-        samples = [self._take(pick, faults) for pick in request.picks]
-        batch = self._collate(samples)
+        batch = self._collate(self._take_all(request.picks, faults))
         if request.blank_rows:
-            for name in ("labels", "shift_labels"):
-                if name in batch:
-                    batch[name][-request.blank_rows :] = IGNORED
+            _blank(batch, request.blank_rows)
         return Delivery(batch, faults)
 
     def name(self, row: int) -> str:
         """What to call a sample in messages."""
         return str(self.dataset.place(row)) if hasattr(self.dataset, "place") else str(row)
+
+    def _take_all(self, picks: Sequence[Pick], faults: list[Fault]) -> list[Any]:
+        """The samples picked; when one's size has no usable sample left, all of another size."""
+        for attempt in range(1, _MOST_SIZES + 1):
+            try:
+                return [self._take(pick, faults) for pick in picks]
+            except _NothingUsableError as error:
+                picks = self._peers.of_another_size(picks, attempt)
+                if not picks:
+                    raise DataError(error.problems[0].what, where=error.problems[0].where) from None
+        raise DataError(f"{_MOST_SIZES} sizes in a row have no sample that can be used; the last: {faults[-1].reason}")
 
     def _take(self, pick: Pick, faults: list[Fault]) -> Any:
         """The sample picked, or its replacement: a function of (seed, epoch, index), the same on every rank."""
@@ -113,14 +126,17 @@ class BatchMaker(Dataset[Delivery]):
                 if not self._may_skip:
                     raise
                 faults.append(Fault("bad", self.name(row), str(error)))
-            row = replacement(self._seed, pick, attempt, len(self.dataset))
-        raise DataError(
-            f"{_MOST_REPLACEMENTS} samples in a row cannot be used; the last: {faults[-1].reason}",
-            where=self.name(pick.row),
+            if self._peers.are_alone(row):
+                break
+            row = self._peers.replacement(pick, attempt)
+        raise _NothingUsableError(
+            f"{attempt} samples in a row cannot be used; the last: {faults[-1].reason}", where=self.name(pick.row)
         )
 
     def _read(self, pick: Pick, faults: list[Fault]) -> Any:
-        if self._draws_nothing:
+        if self._read_item is not None:
+            sample = self._read_item(pick.row, pick.epoch)
+        elif self._draws_nothing:
             sample = self.dataset[pick.row]
         else:
             with seeded(self._seed, pick):
@@ -140,21 +156,73 @@ class BatchMaker(Dataset[Delivery]):
         )
 
 
-def replacement(seed: int, pick: Pick, attempt: int, size: int) -> int:
-    """The index that stands in for a pick that cannot be used, at the n-th attempt."""
-    return digest(seed, pick.epoch, pick.row, attempt) % size
+class SamplePeers:
+    """Which samples may stand in for which: those of the same size, or all where sizes are not told.
+
+    Args:
+        seed: Of the choice.
+        count: How many samples there are.
+        sizes: Of each sample; None: not told.
+    """
+
+    def __init__(self, seed: int, count: int, sizes: Sequence[MediaSize] | None) -> None:
+        self._seed, self._all, self._sizes = seed, range(count), sizes
+
+    @cached_property
+    def _by_size(self) -> dict[MediaSize, list[int]]:
+        """Made when the first sample cannot be used."""
+        found: dict[MediaSize, list[int]] = {}
+        for row, size in enumerate(self._sizes or ()):
+            found.setdefault(size, []).append(row)
+        return found
+
+    def _like(self, row: int) -> Sequence[int]:
+        return self._all if self._sizes is None else self._by_size[self._sizes[row]]
+
+    def are_alone(self, row: int) -> bool:
+        """Whether no other sample can stand in for this one."""
+        return len(self._like(row)) == 1
+
+    def replacement(self, pick: Pick, attempt: int) -> int:
+        """The index that stands in for a pick that cannot be used, at the n-th attempt."""
+        rows = self._like(pick.row)
+        return rows[derive_seed(self._seed, pick.epoch, pick.row, attempt) % len(rows)]
+
+    def of_another_size(self, picks: Sequence[Pick], attempt: int) -> list[Pick]:
+        """As many samples, all of one other size that takes no more memory; none when there is no such size."""
+        if self._sizes is None:
+            return []
+        own = self._sizes[picks[0].row]
+        others = [rows for size, rows in self._by_size.items() if size != own and _volume(size) <= _volume(own)]
+        if not others:
+            return []
+        rows = others[derive_seed(self._seed, *picks[0], attempt, "size") % len(others)]
+        numbers = (derive_seed(self._seed, *pick, attempt, "peer") for pick in picks)
+        return [Pick(pick.epoch, rows[number % len(rows)]) for pick, number in zip(picks, numbers, strict=True)]
 
 
-def digest(*numbers: int) -> int:
-    """64 bits that depend on all the numbers, on every machine the same."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little")
+def _volume(size: MediaSize) -> int:
+    return size.frames * size.height * size.width
+
+
+class _NothingUsableError(DataError):
+    """No sample of a size can be used."""
+
+
+def _blank(batch: Batch, rows: int) -> None:
+    """Make rows at the end count for nothing."""
+    labels = [name for name in ("labels", "shift_labels") if name in batch]
+    for name in labels:
+        batch[name][-rows:] = IGNORED
+    if not labels:
+        batch["blank_rows"] = rows
 
 
 @contextmanager
 def seeded(seed: int, pick: Pick) -> Iterator[None]:
     """Seed the random numbers that a sample may draw by what it is, not by who reads it; afterwards as before."""
     python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    number = digest(seed, pick.epoch, pick.row)
+    number = derive_seed(seed, pick.epoch, pick.row)
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number % 2**63)

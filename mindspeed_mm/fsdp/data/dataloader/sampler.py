@@ -1,48 +1,18 @@
-"""The order of the samples, a pure function of (seed, epoch), and how a global batch is dealt to ranks.
-
-A position in the data is (epoch, global index): it knows nothing of ranks or workers, so it survives a change of both.
-"""
+"""The order of the samples of an epoch: a pure function of (seed, epoch)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.suggest import did_you_mean
 
-_KEY = "data.dataloader_param.sampler_type"
+SAMPLER_KEY = "data.dataloader_param.sampler_type"
 _WORD = 2**64
-
-
-@dataclass(frozen=True)
-class DataPosition:
-    """How far into the data a run is."""
-
-    epoch: int
-    index: int
-    """Samples of this epoch's order that are consumed, over all ranks."""
-
-    def to_dict(self) -> dict[str, int]:
-        """For a checkpoint."""
-        return {"epoch": self.epoch, "index": self.index}
-
-    @classmethod
-    def from_dict(cls, state: dict[str, int]) -> DataPosition:
-        """Back from a checkpoint."""
-        return cls(int(state["epoch"]), int(state["index"]))
-
-
-class Pick(NamedTuple):
-    """One sample to take."""
-
-    epoch: int
-    row: int
-    """Index into the data set."""
 
 
 class Sampler(Protocol):
@@ -90,7 +60,9 @@ def _permutation(size: int, seed: int, stream: int) -> np.ndarray:
 
 
 SAMPLERS = {"BaseRandomBatchSampler": BaseRandomBatchSampler, "SequentialSampler": SequentialSampler}
-_PLANNED = ("LengthGroupedSampler", "BucketBatchSampler", "TokenBudgetSampler")
+BUCKET_SAMPLERS = frozenset({"BucketBatchSampler", "VariableVideoBatchSampler", "LengthGroupedSampler"})
+"""Names of one order, that of `buckets.py`, for data sets that know the sizes of their samples."""
+_PLANNED = BUCKET_SAMPLERS | {"TokenBudgetSampler"}
 
 
 def build_sampler(dataloader_param: Any, size: int, seed: int) -> Sampler:
@@ -101,82 +73,21 @@ def build_sampler(dataloader_param: Any, size: int, seed: int) -> Sampler:
     """
     name, mode = dataloader_param.sampler_type, dataloader_param.dataloader_mode
     if mode not in ("sampler", "base"):
-        raise ConfigError(f"'{mode}' is not built yet", key="data.dataloader_param.dataloader_mode")
+        raise ConfigError(f"'{mode}' is not built yet for this data set", key="data.dataloader_param.dataloader_mode")
+    check_sampler_name(name, SAMPLERS)
+    return SequentialSampler(size) if keeps_order(dataloader_param) else SAMPLERS[name](size, seed)
+
+
+def check_sampler_name(name: str, known: Collection[str]) -> None:
+    """Raise `ConfigError` for a name that is not known."""
+    if name in known:
+        return
+    built = f"Built: {', '.join(sorted(known))}."
     if name in _PLANNED:
-        raise ConfigError(f"{name} is not built yet", key=_KEY, way_out=f"Built: {', '.join(SAMPLERS)}.")
-    if name not in SAMPLERS:
-        raise ConfigError(
-            f"'{name}' is no sampler", key=_KEY, way_out=f"{did_you_mean(name, SAMPLERS)}Built: {', '.join(SAMPLERS)}."
-        )
-    in_order = mode == "base" or not dataloader_param.shuffle
-    return SequentialSampler(size) if in_order else SAMPLERS[name](size, seed)
+        raise ConfigError(f"{name} is not built yet for this data set", key=SAMPLER_KEY, way_out=built)
+    raise ConfigError(f"'{name}' is no sampler", key=SAMPLER_KEY, way_out=f"{did_you_mean(name, known)}{built}")
 
 
-@dataclass(frozen=True)
-class Deal:
-    """How the samples of an optimizer step are split: micro-batch after micro-batch, rank after rank."""
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    dp_rank: int
-    dp_size: int
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size
-
-    def mine(self, picks: list[Any]) -> list[list[Any]]:
-        """This rank's micro-batches. Those of all ranks, by accumulation and then by rank, make up `picks`."""
-        size = self.micro_batch_size
-        starts = ((a * self.dp_size + self.dp_rank) * size for a in range(self.gradient_accumulation_steps))
-        return [picks[start : start + size] for start in starts]
-
-
-class GlobalOrder:
-    """The endless sequence of samples, cut into steps.
-
-    Args:
-        sampler: The order of an epoch.
-        global_batch: Samples of a step.
-        drop_last: Leave out what remains of an epoch when it is less than a step. Otherwise the sequence runs on over
-            the end of an epoch, so that nothing is left out and nothing comes twice.
-
-    Raises:
-        DataError: No step fits into an epoch.
-    """
-
-    def __init__(self, sampler: Sampler, global_batch: int, drop_last: bool) -> None:
-        self._sampler, self._global_batch, self._drop_last = sampler, global_batch, drop_last
-        if sampler.size == 0 or (drop_last and sampler.size < global_batch):
-            raise DataError(
-                f"the data set has {sampler.size} samples, fewer than one global batch of {global_batch}",
-                key="data.dataloader_param.drop_last",
-                way_out="Set drop_last: false, lower the batch size, or give more data.",
-            )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every sample was taken (with `drop_last`, until no whole step is left)."""
-        size = self._sampler.size
-        return size // self._global_batch if self._drop_last else -(-size // self._global_batch)
-
-    def step(self, position: DataPosition) -> tuple[list[Pick], DataPosition]:
-        """The samples of the step at a position, and the position after it."""
-        epoch, index = position.epoch, position.index
-        if self._drop_last and self._sampler.size - index < self._global_batch:
-            epoch, index = epoch + 1, 0
-        picks: list[Pick] = []
-        while len(picks) < self._global_batch:
-            if index == self._sampler.size:
-                epoch, index = epoch + 1, 0
-            taken = self._sampler.order(epoch)[index : index + self._global_batch - len(picks)]
-            picks += [Pick(epoch, i) for i in taken.tolist()]
-            index += len(taken)
-        return picks, DataPosition(epoch, index)
-
-    def steps_from(self, position: DataPosition) -> Iterator[list[Pick]]:
-        """The samples of every step from a position on, without end."""
-        while True:
-            picks, position = self.step(position)
-            yield picks
+def keeps_order(dataloader_param: Any) -> bool:
+    """Whether rows are taken as they stand."""
+    return dataloader_param.dataloader_mode == "base" or not dataloader_param.shuffle

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,11 +14,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
-from mindspeed_mm.fsdp.data.dataloader.shared_slots import SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES, SharedSlots
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 2.0
@@ -36,6 +36,8 @@ class WorkerOptions:
     pin_memory: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Longest wait for one micro-batch."""
+    slot_bytes: int = SLOT_BYTES
+    """Room for a micro-batch in shared memory; only what is used of it is ever memory."""
 
 
 class WorkerPool:
@@ -53,7 +55,9 @@ class WorkerPool:
     ) -> None:
         self._options, self._seed = options, seed
         self._forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
-        self.slots = SharedSlots(options.num_workers * options.prefetch_factor + 1) if self._forks else None
+        self.slots = (
+            SharedSlots(options.num_workers * options.prefetch_factor + 1, options.slot_bytes) if self._forks else None
+        )
         self._maker = BatchMaker(dataset, collate, seed, self.slots)
         self._under_way: deque[Request] = deque()
         self._iterator: Any = None
@@ -91,14 +95,9 @@ class WorkerPool:
             multiprocessing_context="fork" if self._forks else None,
             generator=torch.Generator().manual_seed(self._seed % 2**63),  # the global one is the model's
         )
-        if threading.current_thread() is not threading.main_thread():
-            return iter(loader)
-        handler = signal.getsignal(signal.SIGCHLD)
-        try:
-            return iter(loader)
-        finally:
-            # torch raises out of a signal handler, in the middle of whatever the trainer is at; here `_next` looks.
-            signal.signal(signal.SIGCHLD, handler if handler is not None else signal.SIG_DFL)
+        iterator = iter(loader)
+        _leave_the_watch_to_us(iterator)
+        return iterator
 
     def _next(self) -> Delivery | None:
         started = time.monotonic()
@@ -156,6 +155,14 @@ class _Recorded(Iterable[Request]):
         for request in self._requests:
             self._under_way.append(request)
             yield request
+
+
+def _leave_the_watch_to_us(iterator: Any) -> None:
+    """Have torch forget the processes it watches: once any loader of this process installed its SIGCHLD handler, that
+    raises for a dead worker in the middle of whatever the trainer is at, and for those killed here too."""
+    if getattr(iterator, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
 
 
 def _as_it_is(delivery: Delivery) -> Delivery:

@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_coll
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, Tokens
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
-from mindspeed_mm.fsdp.data.data_utils.readers import ParquetReader, RowReader, open_reader
+from mindspeed_mm.fsdp.data.data_utils.readers import ParquetReader, RowReader, file_facts, open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, Place, Sample
 from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat, find_sources
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
@@ -30,7 +30,6 @@ from mindspeed_mm.fsdp.utils.register import data_register
 
 _BASIC = "data.dataset_param.basic_parameters"
 _ROWS_TRIED = 100
-_HASHED_BYTES = 2**30
 
 
 @data_register.register("huggingface")
@@ -100,7 +99,7 @@ class Qwen2VLDataset(Dataset[EncodedSample]):
             "preprocess_parameters": self._preprocess.model_dump(mode="json", include=_SHAPING_PREPROCESS),
             "attr": self._attr.model_dump(mode="json"),
         }
-        files = [_file_facts(reader) for reader in self._readers]
+        files = [file_facts(reader) for reader in self._readers]
         digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
 
@@ -181,16 +180,6 @@ def _check_same_columns(readers: list[ParquetReader]) -> None:
             raise DataError(
                 f"has the columns {reader.columns}, but {other.path.name} has {other.columns}", where=str(reader.path)
             )
-
-
-def _file_facts(reader: RowReader) -> dict[str, Any]:
-    """Name, size, rows and content of a file; above 1 GiB its time of change stands for the content."""
-    status = reader.path.stat()
-    facts = {"name": reader.path.name, "bytes": status.st_size, "rows": len(reader)}
-    if status.st_size > _HASHED_BYTES:
-        return facts | {"changed_ns": status.st_mtime_ns}
-    with reader.path.open("rb") as file:
-        return facts | {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def check_built(basic: BasicParameters, preprocess: PreprocessParameters) -> None:

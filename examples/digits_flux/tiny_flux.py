@@ -1,0 +1,65 @@
+"""A FLUX.1 of 2 M parameters in diffusers' layout: configuration, word-level text encoders, no VAE to speak of.
+
+Pixels are latents, so 8×8 pictures are 16 tokens. The transformer has no weights: training starts from scratch
+(`model.train_from_scratch: true`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+ensure_torchvision()  # transformers' models import torchvision, whose compiled part a CPU build of torch may refuse
+
+import torch  # noqa: E402
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel  # noqa: E402
+from scans import NAMES  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+from word_encoders import WIDTH, build_clip, build_t5, build_tokenizer  # noqa: E402
+
+from mindspeed_mm.fsdp.models.diffusion.identity_vae import IdentityVAE  # noqa: E402
+
+WORDS = ("a", *NAMES)
+PIXEL_MEAN, PIXEL_STD = -0.39, 0.75
+"""Of the scans, in −1..1."""
+
+
+def write_model_folder(folder: Path) -> int:
+    """Write the folder; returns the transformer's number of parameters."""
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel(
+            in_channels=4,  # 2×2 grey pixels are a token
+            num_layers=2,
+            num_single_layers=3,
+            num_attention_heads=4,
+            attention_head_dim=32,
+            axes_dims_rope=(8, 12, 12),
+            joint_attention_dim=WIDTH,
+            pooled_projection_dim=WIDTH,
+        )
+    # "a seven" is three tokens with its end, four with its start.
+    tokenizer, tokenizer_2 = build_tokenizer(WORDS, 4, starts=True), build_tokenizer(WORDS, 3, starts=False)
+    pipeline = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+        vae=IdentityVAE(latent_channels=1, shift_factor=PIXEL_MEAN, scaling_factor=1 / PIXEL_STD),
+        text_encoder=build_clip(tokenizer),
+        tokenizer=tokenizer,
+        text_encoder_2=build_t5(tokenizer_2),
+        tokenizer_2=tokenizer_2,
+        transformer=transformer,
+    )
+    save_without_weights(pipeline, folder)
+    return sum(parameter.numel() for parameter in transformer.parameters())
+
+
+def save_without_weights(pipeline: Any, folder: Path) -> None:
+    """Write a pipeline's folder; of its transformer the configuration only."""
+    logging.disable_progress_bar()
+    pipeline.save_config(folder)
+    for name, component in pipeline.components.items():
+        if name == "transformer":
+            component.save_config(folder / name)
+        elif component is not None:
+            component.save_pretrained(folder / name)

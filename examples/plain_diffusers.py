@@ -1,0 +1,88 @@
+"""Draws what `mm infer` has drawn once more, from the exported folder, with nothing but diffusers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mindspeed_mm.core.artifacts import read_jsonl
+from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, read_clip
+
+MOST_LEVELS_APART = {".png": 1, ".mp4": 8}
+"""Of 255: between what is drawn and its file. PNG keeps everything, mp4 loses a little."""
+
+
+def count_same(pipeline_folder: Path, samples: Path) -> tuple[int, int]:
+    """How many of the first samples of each prompt come out the same, and how many were drawn.
+
+    Args:
+        pipeline_folder: What `mm export` has written.
+        samples: What `mm infer` has written.
+    """
+    entries = [entry for entry in read_jsonl(samples / "manifest.jsonl") if entry["sample"] == 0]
+    drawn = draw(pipeline_folder, entries)
+    same = 0
+    for entry, frames in zip(entries, drawn, strict=True):
+        path = samples / entry["file"]
+        apart = np.abs(read_frames(path, len(frames)).astype(int) - frames).max()
+        same += bool(apart <= MOST_LEVELS_APART[path.suffix])
+    return same, len(entries)
+
+
+def draw(pipeline_folder: Path, entries: list[dict[str, Any]]) -> np.ndarray:
+    """(n, T, H, W, 3) uint8 from the prompts, seeds and settings of a manifest."""
+    from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+    ensure_torchvision()
+    import torch  # these take seconds
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
+
+    # diffusers takes a class of another library only when that is imported already.
+    import mindspeed_mm.fsdp.models.diffusion.identity_vae  # noqa: F401
+
+    for quiet in (logging, transformers_logging):
+        quiet.set_verbosity_error()
+        quiet.disable_progress_bar()
+    pipeline = DiffusionPipeline.from_pretrained(pipeline_folder)
+    pipeline.set_progress_bar_config(disable=True)
+    arguments = arguments_of(pipeline, entries[0]["settings"])
+    media = pipeline(
+        [entry["prompt"] for entry in entries],
+        negative_prompt=[entry["negative_prompt"] for entry in entries],
+        generator=[torch.Generator().manual_seed(entry["noise_seed"]) for entry in entries],
+        output_type="np",
+        **arguments,
+    )[0]
+    frames = (np.asarray(media) * 255).round().astype(np.uint8)
+    return frames if frames.ndim == 5 else frames[:, None]
+
+
+def arguments_of(pipeline: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline's names for the settings of a manifest."""
+    same = {name: settings[name] for name in ("height", "width", "num_inference_steps")}
+    if type(pipeline).__name__ == "FluxPipeline":
+        length = pipeline.tokenizer_2.model_max_length
+        return same | {
+            "true_cfg_scale": settings["guidance_scale"],
+            "max_sequence_length": length,
+            "return_dict": False,
+        }
+    return same | {
+        "guidance_scale": settings["guidance_scale"],
+        "max_sequence_length": pipeline.tokenizer.model_max_length,
+        "num_frames": settings["num_frames"] - 1,  # with a VAE that keeps every frame, the pipeline adds one
+        "return_dict": False,
+    }
+
+
+def read_frames(path: Path, count: int) -> np.ndarray:
+    """(T, H, W, 3) uint8 of a PNG or an mp4."""
+    if path.suffix == ".png":
+        return np.asarray(Image.open(path).convert("RGB"))[None]
+    with path.open("rb") as file:
+        return read_clip(file, count, ClipSampling(), lambda image: np.asarray(image), path.name).transpose(1, 2, 3, 0)

@@ -1,0 +1,191 @@
+"""The whole road of two generators on a laptop CPU: data and model, extraction, training, generation, judges, export.
+
+`make quickstart-generation` runs this after installation; so does `python examples/quickstart_generation.py [NAME …]`,
+with `digits_flux` (pictures), `moving_digits_wan` (clips) or both, the default; `--runs FOLDER` says where to write, by
+default `runs`. Run again, it says what it reuses; an interrupted training goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: more threads than free cores slow one another down
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import hashlib
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+DEFAULT_RUNS = Path("runs")
+
+sys.path.append(str(HERE / "digits"))  # that quick start knows how to run commands
+from quickstart import call, say  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example: the folder under `examples/`, its scripts, and how many samples of each prompt are judged."""
+
+    name: str
+    maker: str
+    judge: str
+    num_samples: int
+
+    @property
+    def folder(self) -> Path:
+        """Where its scripts are."""
+        return HERE / self.name
+
+    @property
+    def config(self) -> Path:
+        """Its run."""
+        return self.folder / f"{self.name}_config.yaml"
+
+
+EXAMPLES = {
+    "digits_flux": Example("digits_flux", "make_digits_flux.py", "judge_digits.py", 40),
+    "moving_digits_wan": Example("moving_digits_wan", "make_moving_digits.py", "judge_moving_digits.py", 20),
+}
+
+
+class Quickstart:
+    """The parts of one example in their order, each timed.
+
+    Args:
+        example: Which.
+        folder: Where everything goes: `data`, `model`, `features`, `run`, `samples`, `pipeline`.
+    """
+
+    def __init__(self, example: Example, folder: Path) -> None:
+        self.example, self.folder = example, folder
+        self.seconds: dict[str, tuple[float, float]] = {}
+
+    def run(self) -> bool:
+        """Everything; returns whether the judges' goal was reached."""
+        with self.part("data and model folder"):
+            self.make_data()
+        with self.part("extraction"):
+            self.mm("extract", str(self.example.config), *self.overrides())
+        with self.part("training"):
+            self.mm("train", str(self.example.config), *self.overrides())
+        with self.part("generation"):
+            self.generate()
+        with self.part("judges"):
+            reached = self.judge()
+        with self.part("export, and plain diffusers"):
+            self.export()
+        with self.part("report"):
+            self.mm("report", str(self.folder / "run"))
+        self.print_times()
+        return reached
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Head a part, and time it: by the clock, and on the processor."""
+        print(f"\n── {self.example.name}: {name}", flush=True)
+        clock, processor = time.monotonic(), processor_s()
+        yield
+        self.seconds[name] = (time.monotonic() - clock, processor_s() - processor)
+
+    def make_data(self) -> None:
+        """The data set and the model folder, unless this very recipe has made them already."""
+        mark = self.folder / "made-by.txt"
+        recipe = recipe_hash(self.example)
+        if mark.exists() and mark.read_text() == recipe:
+            print(f"reused: {self.folder}/data, {self.folder}/model")
+            return
+        call([sys.executable, str(self.example.folder / self.example.maker), str(self.folder)])
+        atomic_write_text(mark, recipe)
+
+    def overrides(self) -> list[str]:
+        """What the configuration needs to be told when the folder is not the default one."""
+        if self.folder == DEFAULT_RUNS / self.example.name:
+            return []
+        data, basic = self.folder / "data", "data.dataset_param.basic_parameters"
+        return [
+            f"model.model_name_or_path={self.folder / 'model'}",
+            f"{basic}.dataset={data / 'train.jsonl'}",
+            f"{basic}.val_dataset={data / 'validation.jsonl'}",
+            f"{basic}.dataset_dir={data}",
+            f"{basic}.features_dir={self.folder / 'features'}",
+            f"{basic}.val_features_dir={self.folder / 'features_validation'}",
+            f"training.sampling.prompts_file={data / 'prompts.txt'}",
+            f"training.save={self.folder / 'run'}",
+        ]
+
+    def generate(self) -> None:
+        """Samples of every prompt, with the average of the weights."""
+        samples, count = str(self.folder / "samples"), str(self.example.num_samples)
+        self.mm("infer", str(self.folder / "run"), "--out", samples, "--num-samples", count)
+
+    def judge(self) -> bool:
+        """Whether the judges are content; they print what they found."""
+        command = [sys.executable, str(self.example.folder / self.example.judge), str(self.folder)]
+        say(f"python {Path(command[1]).relative_to(ROOT)} {self.folder}")
+        code = subprocess.run(command, check=False).returncode
+        if code > 1:
+            raise SystemExit(code)
+        return code == 0
+
+    def export(self) -> None:
+        """A folder in diffusers' layout; from it diffusers alone must draw the same."""
+        from plain_diffusers import count_same
+
+        pipeline = self.folder / "pipeline"
+        self.mm("export", str(self.folder / "run"), str(pipeline), "--overwrite")
+        same, drawn = count_same(pipeline, self.folder / "samples")
+        if same < drawn:
+            raise SystemExit(f"diffusers alone draws otherwise: {drawn - same} of {drawn} prompts")
+        print(f"diffusers alone draws the same for {same} of {drawn} prompts")
+
+    def mm(self, *words: str) -> None:
+        """Run a command of the suite; its failure ends this program."""
+        call([sys.executable, "-m", "mindspeed_mm", *words])
+
+    def print_times(self) -> None:
+        """Seconds of each part, by the clock and on the processor."""
+        print(f"\n{self.example.name:30s}     clock  processor")
+        total = tuple(map(sum, zip(*self.seconds.values(), strict=True)))
+        for name, (clock, processor) in [*self.seconds.items(), ("all", total)]:
+            print(f"  {name:30s} {clock:5.1f} s    {processor:5.1f} s")
+
+
+def processor_s() -> float:
+    """Seconds that this program and those that it started have used of a processor."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def recipe_hash(example: Example) -> str:
+    """Changes when the scripts that make data and model change."""
+    scripts = sorted({*(HERE / "digits_flux").glob("*.py"), *example.folder.glob("*.py")})
+    return hashlib.sha256("".join(sha256_file(script) for script in scripts).encode()).hexdigest()
+
+
+def main() -> int:
+    """Run the examples from the repository's root, where the configurations' paths begin."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"Of {', '.join(EXAMPLES)}; default: all.")
+    parser.add_argument("--runs", type=Path, default=DEFAULT_RUNS, help="Folder to write to.")
+    options = parser.parse_args()
+    if unknown := set(options.names) - EXAMPLES.keys():
+        parser.error(f"no example {', '.join(sorted(unknown))}; there are {', '.join(EXAMPLES)}")
+    runs = options.runs if options.runs == DEFAULT_RUNS else options.runs.absolute()
+    os.chdir(ROOT)
+    reached = [Quickstart(EXAMPLES[name], runs / name).run() for name in options.names or EXAMPLES]
+    return 0 if all(reached) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The one door to files that `torch.save` wrote: tensors and plain containers come in, nothing in them is run.
+
+Such a file is a pickle. It is read by torch's restricted unpickler, which builds tensors, numbers, text and containers
+and refuses whatever else it asks for; a refused file is scanned, so that the message names what it asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.errors import CheckpointError
+
+_NAMES_SHOWN = 5
+
+
+def load_weights(path: Path) -> Any:
+    """The content of a `.pt`, `.pth` or `.bin` file; tensors on the CPU, mapped from the disk where the file allows it.
+
+    Raises:
+        CheckpointError: The file is missing, broken, or asks for anything beyond tensors and plain containers.
+    """
+    try:
+        return _load(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    except Exception as error:  # foreign bytes: torch's readers raise whatever they stumble over
+        raise _refusal(path, error) from error
+
+
+def find_unsafe_globals(path: Path) -> list[str]:
+    """What a zipped file asks for beyond tensors and plain containers, as `module.name`; nothing is imported or run.
+
+    Raises:
+        ValueError: The file is none of `torch.save`'s archives.
+    """
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+
+
+def _load(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path) or None)
+
+
+def _refusal(path: Path, error: Exception) -> CheckpointError:
+    """In our words: torch's advise to switch the restriction off."""
+    asked_for = _asked_for(path, error)
+    if not asked_for:
+        return CheckpointError(
+            "is broken, or no file that torch.save wrote", where=str(path), way_out="Copy the file again."
+        )
+    more = f" and {len(asked_for) - _NAMES_SHOWN} more" if len(asked_for) > _NAMES_SHOWN else ""
+    return CheckpointError(
+        f"is refused: it asks for {', '.join(asked_for[:_NAMES_SHOWN])}{more}, which tensors do not need",
+        where=str(path),
+        way_out="It may have been made to run code. Get the file as safetensors, or made of tensors alone.",
+    )
+
+
+def _asked_for(path: Path, error: Exception) -> list[str]:
+    """From the archive; the older format, a bare pickle, cannot be scanned: there torch's message names the first."""
+    try:
+        return find_unsafe_globals(path)
+    except (ValueError, RuntimeError, OSError):
+        return re.findall(r"GLOBAL (\S+) was not an allowed global", str(error))[:1]

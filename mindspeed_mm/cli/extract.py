@@ -1,0 +1,72 @@
+"""`mm extract`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from mindspeed_mm.core.errors import MMError
+
+EXAMPLES = """
+\b
+Examples:
+  mm extract examples/digits_flux/digits_flux_config.yaml
+  mm extract run.yaml --nproc 8 --dtype bf16 --out /fast/features
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder to write; default: basic_parameters.features_dir.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Samples encoded at a time; default: by their pixels.")
+@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Ranks on this host; more than 1 starts torchrun.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), help="What encoders compute in; default: as stored.")
+@click.option("--overwrite", is_flag=True, help="Delete the features that are there and start anew.")
+@click.option(
+    "--verify",
+    type=click.Choice(["hash", "size"]),
+    default="hash",
+    show_default=True,
+    help="How closely features that are there are looked at: every byte, or headers and sizes.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
+def command(
+    config: Path,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    batch_size: int | None,
+    nproc: int,
+    dtype: str | None,
+    overwrite: bool,
+    verify: str,
+    as_json: bool,
+) -> int:
+    """Encode the media and captions of CONFIG, the YAML that mm train takes. OVERRIDES are section.key=value.
+
+    Training then reads the features instead of running the encoders. Running the same command again continues: what is
+    done is verified and kept, what is damaged is made again. Ctrl-C or SIGTERM stops after the batch in work, with exit
+    code 75. Rows that cannot be used are skipped and listed in skipped.jsonl; more than a tenth of them are an error,
+    unless max_bad_fraction says otherwise.
+    """
+    from mindspeed_mm.tasks import extract, train  # torch: the help does without
+
+    if nproc > 1 and "RANK" not in os.environ:
+        given = {"--out": out, "--batch-size": batch_size, "--dtype": dtype, "--verify": verify}
+        words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        words += ["--overwrite"] * overwrite + ["--json"] * as_json
+        return extract.run_ranks(nproc, config, overrides, words, out)
+    options = {"batch_size": batch_size, "dtype": dtype, "overwrite": overwrite, "verify": verify}
+    try:
+        outcomes = extract.run(config, overrides, out=out, progress_to_stderr=as_json, **options)
+    except Exception as error:
+        if train.tell_launcher(error) and isinstance(error, MMError):
+            return int(error.exit_code)  # the launcher prints it, once for all ranks
+        raise
+    for outcome in outcomes:
+        click.echo(json.dumps(asdict(outcome)) if as_json else outcome.sentence())
+    return 0

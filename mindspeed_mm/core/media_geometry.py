@@ -1,0 +1,91 @@
+"""Sizes of images and videos that a generator takes, and what becomes of them: latents and tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mindspeed_mm.core.errors import DataError
+
+
+@dataclass(frozen=True)
+class MediaSize:
+    """Frames, height and width in pixels; an image has one frame."""
+
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        size = f"{self.height}×{self.width}"
+        return size if self.frames == 1 else f"{self.frames}×{size}"
+
+
+@dataclass(frozen=True)
+class MediaGeometry:
+    """What a family's VAE and patches ask of sizes."""
+
+    spatial_ratio: int
+    """Pixels along one side of a latent position."""
+    temporal_ratio: int
+    """Frames of a latent frame; the first stands alone, so videos have `temporal_ratio × k + 1` frames."""
+    patch: tuple[int, int, int]
+    """Latent positions of a token: time, height, width."""
+    latent_channels: int
+    is_video: bool
+    """Latents have a time axis, (C, T, H, W), even for a single frame."""
+    spatial_step: int = 0
+    """Height and width are multiples of it; 0: `spatial_ratio × patch`. Some pipelines ask for more."""
+
+    @property
+    def side_step(self) -> int:
+        """Height and width are multiples of it."""
+        return self.spatial_step or self.spatial_ratio * math.lcm(*self.patch[1:])
+
+    @property
+    def frame_step(self) -> int:
+        """Frames are a multiple of it, plus one."""
+        return self.temporal_ratio * self.patch[0]
+
+    def check(self, size: MediaSize, where: str = "", key: str = "") -> None:
+        """Raise `DataError` that names the nearest sizes when this one cannot be encoded."""
+        nearest = self.nearest(size)
+        if size == nearest:
+            return
+        rules = []
+        if (size.height, size.width) != (nearest.height, nearest.width):
+            rules.append(f"height and width must be multiples of {self.side_step}")
+        if self.is_video and size.frames != nearest.frames:
+            rules.append(f"frames must be {self.frame_step}k+1")
+        elif size.frames != nearest.frames:
+            rules.append("images have one frame")
+        raise DataError(
+            f"{size} cannot be encoded: {', '.join(rules)}", where=where, key=key, way_out=f"Use {nearest}."
+        )
+
+    def nearest(self, size: MediaSize) -> MediaSize:
+        """The valid size next to one; of two equally near the smaller."""
+        frames = 1
+        if self.is_video:
+            frames = _nearest_multiple(size.frames - 1, self.frame_step, least=0) + 1
+        step = self.side_step
+        return MediaSize(frames, _nearest_multiple(size.height, step, step), _nearest_multiple(size.width, step, step))
+
+    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
+        """(C, T, H, W) of a video model's latents, (C, H, W) of an image model's."""
+        sides = (size.height // self.spatial_ratio, size.width // self.spatial_ratio)
+        if not self.is_video:
+            return (self.latent_channels, *sides)
+        return (self.latent_channels, (size.frames - 1) // self.temporal_ratio + 1, *sides)
+
+    def tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Tokens of latents of this shape."""
+        *_, height, width = latent_shape
+        frames = latent_shape[-3] if self.is_video else self.patch[0]
+        patch_t, patch_h, patch_w = self.patch
+        return (frames // patch_t) * (height // patch_h) * (width // patch_w)
+
+
+def _nearest_multiple(value: int, step: int, least: int) -> int:
+    below = value // step * step
+    return max(least, below if value - below <= below + step - value else below + step)

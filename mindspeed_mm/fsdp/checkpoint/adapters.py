@@ -1,0 +1,105 @@
+"""Writes the adapters of a model as a folder of their own, in the layout that its library reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
+from mindspeed_mm.fsdp.checkpoint.hf import live_tensors
+from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, drafted_folder, write_weights
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.checkpoint.tree import tied_names
+from mindspeed_mm.fsdp.models.lora_files import (
+    DIFFUSERS_PREFIX,
+    DIFFUSERS_WEIGHTS,
+    PEFT_CONFIG,
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    diffusers_metadata,
+    file_key,
+    peft_settings,
+)
+from mindspeed_mm.fsdp.models.lora_names import lora_of
+
+
+def save_adapters(
+    model: nn.Module,
+    folder: Path,
+    base: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write the adapters of a live model, sharded or not, and what is trained whole beside them. Called by all ranks;
+    each tensor is gathered by itself, rank 0 writes.
+
+    Args:
+        model: With adapters by `apply_lora`.
+        folder: Appears when complete. For transformers' models what `PeftModel.from_pretrained` takes, for generators
+            what a pipeline's `load_lora_weights` takes.
+        base: The base model's folder; PEFT notes it.
+        dtype: None writes full precision, as it is trained.
+        overwrite: Replace an existing folder.
+        ranks: All of them; made here when not given, which is itself a collective.
+    """
+    ranks = ranks or Ranks()
+    with drafted_folder(folder, ranks, overwrite=overwrite) as draft:
+        write_adapters(model, live_tensors(model), draft, base, dtype=dtype, ranks=ranks)
+
+
+def write_adapters(
+    model: nn.Module,
+    tensors: Mapping[str, LazyTensor],
+    draft: Path,
+    base: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write adapters into a folder that exists.
+
+    Args:
+        model: With adapters; it may be without weights.
+        tensors: What is trained, by its names in the model.
+        draft: Where to.
+        base: As above.
+        dtype: As above.
+        ranks: Given when reading is a collective.
+    """
+    lora = lora_of(model)
+    assert lora is not None, "the model has no adapters"
+    ranks = ranks or Ranks()
+    rule = DtypeRule({}, dtype)
+    if hasattr(model, "_mm_adapter"):
+        made = {file_key(name, DIFFUSERS_PREFIX): tensor for name, tensor in tensors.items()}
+        stem, metadata = DIFFUSERS_WEIGHTS.removesuffix(".safetensors"), diffusers_metadata(lora)
+        write_weights(made, draft, rule, inf, ranks, stem=stem, metadata=metadata)
+        return
+    made = {file_key(name, PEFT_PREFIX): tensor for name, tensor in _with_aliases(model, tensors).items()}
+    write_weights(made, draft, rule, inf, ranks, stem=PEFT_WEIGHTS.removesuffix(".safetensors"))
+    settings = peft_settings(lora, str(base), _task_type(model))
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    ranks.first("writing the settings", lambda: (draft / PEFT_CONFIG).write_text(text, encoding="utf-8"))
+
+
+def _with_aliases(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """PEFT copies each module that is trained whole: a weight that two of them share stands in its files twice."""
+    named = dict(tensors)
+    for alias, first in tied_names(model).items():
+        if first in tensors:
+            shared = tensors[first]
+            named[alias] = Computed([shared], lambda read: read[0], shared.shape, shared.dtype)  # memory of its own
+    return named
+
+
+def _task_type(model: nn.Module) -> str | None:
+    writes_text = getattr(model, "can_generate", None)
+    is_two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return "CAUSAL_LM" if writes_text is not None and writes_text() and not is_two_sided else None

@@ -1,0 +1,127 @@
+"""A generator's folder in diffusers' layout: the trained transformer, and the rest as the run found it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
+from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, drafted_folder, write_weights
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.find import INDEX
+from mindspeed_mm.fsdp.models.model_folder import check_links
+
+STEM = "diffusion_pytorch_model"
+"""Of the files that diffusers looks for."""
+TRANSFORMER = "transformer"
+
+
+def save_transformer(
+    model: nn.Module,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write the transformer of a live model, sharded or not, as `<folder>/transformer`. Called by all ranks.
+
+    Args:
+        model: From `ModelHub.build`, of a generator.
+        folder: Appears when complete.
+        dtype: None writes each tensor in the dtype that the folder of the run's model has for it.
+        overwrite: Replace an existing folder.
+        ranks: All of them; made here when not given, which is itself a collective.
+    """
+    adapter: DiffusionAdapter = model._mm_adapter  # type: ignore[assignment]
+    ranks = ranks or Ranks()
+    made = hub_tensors(model, live_tensors(model))
+    rule = ranks.first("reading the source", lambda: DtypeRule.of_source(adapter.transformer_folder, dtype))
+    with drafted_folder(folder, ranks, overwrite=overwrite) as draft:
+        write_transformer(adapter, made, draft, rule, ranks=ranks)
+
+
+def write_transformer(
+    adapter: DiffusionAdapter,
+    tensors: Mapping[str, LazyTensor],
+    draft: Path,
+    rule: DtypeRule,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write `transformer/` into a folder that exists: the configuration with the run's changes, and the weights.
+
+    Args:
+        adapter: Of the run.
+        tensors: By the transformer's own keys.
+        draft: Where to.
+        rule: In which dtype.
+        max_shard_bytes: Largest size of one file, unless a single tensor is larger.
+        ranks: Given when reading is a collective.
+    """
+    ranks = ranks or Ranks()
+    folder = draft / TRANSFORMER
+    ranks.first("writing the configuration", lambda: _write_config(adapter, folder))
+    write_weights(tensors, folder, rule, max_shard_bytes, ranks, stem=STEM)
+
+
+def copy_components(source: Path, draft: Path) -> list[str]:
+    """Copy `model_index.json` and every component but the transformer, as they are.
+
+    Args:
+        source: A folder in diffusers' layout.
+        draft: Where to; exists.
+
+    Returns:
+        Names of the components.
+
+    Raises:
+        ModelFolderError: A file links out of the folder.
+    """
+    components = list(component_folders(source))
+    check_links(source)
+    for folder in components:
+        check_links(folder)
+        shutil.copytree(folder, draft / folder.name)
+    for file in (source / INDEX, *sorted(source.glob("LICENSE*"))):
+        shutil.copyfile(file, draft / file.name)
+    return [folder.name for folder in components]
+
+
+def component_folders(source: Path) -> Iterator[Path]:
+    """The components that `model_index.json` lists and a pipeline needs beside its transformer.
+
+    Raises:
+        ModelFolderError: One of them is not there.
+    """
+    index = json.loads((source / INDEX).read_text(encoding="utf-8"))
+    for name, entry in index.items():
+        is_present = isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
+        if not is_present or name == TRANSFORMER:
+            continue
+        if not (source / name).is_dir():
+            raise ModelFolderError(
+                f"'{name}' is listed in {INDEX}, but its folder is not there",
+                where=str(source / name),
+                way_out="Copy the model folder again, or export with --transformer-only.",
+            )
+        yield source / name
+
+
+def components_bytes(source: Path) -> int:
+    """What `copy_components` writes."""
+    return sum(path.stat().st_size for folder in component_folders(source) for path in folder.rglob("*"))
+
+
+def _write_config(adapter: DiffusionAdapter, folder: Path) -> None:
+    folder.mkdir()
+    text = json.dumps(adapter.transformer_config, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,265 @@
+"""The order for samples of different sizes: every micro-batch has one size, every step is balanced over ranks.
+
+An epoch is shuffled and grouped by size. As many steps as possible take all their micro-batches from one size; what is
+left over of each size is put together with leftovers of nearly equal cost. Nothing is lost and nothing comes twice. The
+whole is a function of (seed, epoch, micro-batches of a step): two ranks that accumulate once and one rank that
+accumulates twice have the same steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mindspeed_mm.core.errors import CheckpointError, ConfigError
+from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Pick, Step, too_few
+from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
+
+TOKENS_KEY = "data.dataloader_param.max_tokens_per_batch"
+ATTENTION_TOKENS = 2**14
+"""Tokens of a sample at which attention costs as much as everything else: 6 × the width of blocks of 2 to 3 thousand
+channels. It only ranks leftovers, so a rough figure serves every model."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Samples of one size."""
+
+    size: MediaSize
+    tokens: int
+    """Of a sample."""
+    rows: int
+    """Samples of a micro-batch."""
+
+    def cost(self, rows: int) -> float:
+        """What a micro-batch takes, relative to others: linear layers, and attention among a sample's tokens."""
+        return rows * self.tokens * (1 + self.tokens / ATTENTION_TOKENS)
+
+
+class BucketOrder:
+    """Steps over samples of different sizes.
+
+    Args:
+        sizes: Of each sample.
+        geometry: Tells a sample's tokens.
+        deal: Sizes of micro-batch and step.
+        seed: Of the shuffle.
+        shuffle: A new order every epoch; otherwise samples of a size keep their order.
+        drop_last: Leave out the micro-batches that do not make up a step at the end of an epoch (others each time).
+            Otherwise they are divided until every rank has some, at worst blank ones.
+        max_tokens: Most latent tokens of a micro-batch, in place of a fixed number of samples.
+
+    Raises:
+        ConfigError: One sample alone has more tokens.
+        DataError: No step fits into an epoch.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[MediaSize],
+        geometry: MediaGeometry,
+        deal: Deal,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        max_tokens: int | None = None,
+    ) -> None:
+        self._deal, self._seed, self._shuffle, self._drop_last = deal, seed, shuffle, drop_last
+        self._max_tokens = max_tokens
+        numbers = {size: n for n, size in enumerate(dict.fromkeys(sizes))}
+        self._bucket_of = np.array([numbers[size] for size in sizes], dtype=np.int64)
+        self.buckets = [_bucket(size, geometry, deal.micro_batch_size, max_tokens) for size in numbers]
+        self._layout = lru_cache(maxsize=2)(self._lay_out)
+        full = sum(len(range(0, n, self.buckets[b].rows)) for b, n in enumerate(np.bincount(self._bucket_of)))
+        if full == 0 or (drop_last and full < deal.micro_batches):
+            raise too_few(len(sizes), f"too few for {deal.micro_batches} micro-batches of one size each")
+        whole, rest = divmod(full, deal.micro_batches)
+        self._steps_per_epoch = whole + (rest > 0 and not drop_last)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch, the same for all epochs."""
+        return self._steps_per_epoch
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What decides how the micro-batches of a step are cut."""
+        rows = {"micro_batch_size": self._deal.micro_batch_size, "max_tokens_per_batch": self._max_tokens}
+        return {"micro_batches_per_step": self._deal.micro_batches, **rows, "shuffle": self._shuffle}
+
+    @property
+    def most_pixels(self) -> int:
+        """Pixels of the largest micro-batch, over all its frames."""
+        return max(b.rows * b.size.frames * b.size.height * b.size.width for b in self.buckets)
+
+    def steps_for(self, epochs: float) -> int:
+        """Optimizer steps until so many epochs are done."""
+        return math.ceil(epochs * self.steps_per_epoch)
+
+    def step(self, position: DataPosition) -> tuple[Step, DataPosition]:
+        """The step at a position, and the position after it.
+
+        Raises:
+            CheckpointError: No step begins there: batches were cut otherwise, or were of other data, when the position
+                was saved.
+        """
+        epoch, index = position.epoch, position.index
+        if index >= self._layout(epoch).samples:  # beyond it when a run goes on with fewer data than before
+            epoch, index = epoch + 1, 0
+        layout = self._layout(epoch)
+        number = int(np.searchsorted(layout.step_starts, index))
+        if layout.step_starts[number] != index:
+            raise CheckpointError(
+                f"sample {index} of epoch {epoch} begins no step",
+                key="training.micro_batch_size",
+                way_out="Resume with the data, micro_batch_size, max_tokens_per_batch and number of micro-batches as "
+                "saved; or start a new run from its weights: --weights-only.",
+            )
+        return layout.step(epoch, number), DataPosition(epoch, int(layout.step_starts[number + 1]))
+
+    def one_pass(self) -> list[Step]:
+        """Every sample once, size by size in the order of the rows; steps are filled up with blank rows."""
+        layout = self._arrange(np.arange(len(self._bucket_of)), None, drop_last=False)
+        return [layout.step(0, number) for number in range(len(layout.step_starts) - 1)]
+
+    # --- one epoch ---------------------------------------------------------------------------------------------------
+
+    def _lay_out(self, epoch: int) -> Layout:
+        order = np.arange(len(self._bucket_of))
+        if self._shuffle:
+            order = permutation(len(order), self._seed, epoch)
+        return self._arrange(order, epoch if self._shuffle else None, self._drop_last)
+
+    def _arrange(self, order: np.ndarray, epoch: int | None, drop_last: bool) -> Layout:
+        """The steps of an epoch; `epoch` also shuffles the steps, None sorts them by their first row."""
+        whole, leftovers = self._group(order)
+        if drop_last:
+            leftovers = self._without_rest(leftovers, epoch)
+        mixed = self._mix(leftovers)
+        rows = np.concatenate([*(each.rows for each in whole), *(np.concatenate(step) for step in mixed)])
+        cuts = np.concatenate(
+            [
+                *(np.full((each.steps, self._deal.micro_batches), each.bucket.rows) for each in whole),
+                np.array([[len(part) for part in step] for step in mixed]).reshape(-1, self._deal.micro_batches),
+            ]
+        ).astype(np.int64)
+        return _permuted(rows, cuts, self._order_of_steps(rows, cuts.sum(axis=1), epoch))
+
+    def _group(self, order: np.ndarray) -> tuple[list[_Whole], list[_Leftover]]:
+        """Steps of one size, and the micro-batches that remain of each size."""
+        whole, leftovers = [], []
+        grouped = order[np.argsort(self._bucket_of[order], kind="stable")]
+        ends = np.cumsum(np.bincount(self._bucket_of, minlength=len(self.buckets)))
+        for bucket, rows in zip(self.buckets, np.split(grouped, ends[:-1]), strict=True):
+            steps = len(rows) // bucket.rows // self._deal.micro_batches
+            taken = steps * bucket.rows * self._deal.micro_batches
+            whole.append(_Whole(bucket, steps, rows[:taken]))
+            rest = rows[taken:]
+            parts = [rest[start : start + bucket.rows] for start in range(0, len(rest), bucket.rows)]
+            leftovers += [_Leftover(bucket.cost(len(part)), part) for part in parts]
+        return whole, leftovers
+
+    def _without_rest(self, leftovers: list[_Leftover], epoch: int | None) -> list[_Leftover]:
+        """As many as make up whole steps; which are left out changes with the epoch."""
+        kept = len(leftovers) // self._deal.micro_batches * self._deal.micro_batches
+        chosen = np.arange(len(leftovers))
+        if epoch is not None:
+            chosen = permutation(len(leftovers), derive_seed(self._seed, "leftovers"), epoch)
+        return [leftovers[i] for i in sorted(chosen[:kept].tolist())]
+
+    def _mix(self, leftovers: list[_Leftover]) -> list[list[np.ndarray]]:
+        """Steps of leftovers, the costliest together; the last is divided until it has its number of micro-batches."""
+        count = self._deal.micro_batches
+        parts = [left.rows for left in sorted(leftovers, key=lambda left: -left.cost)]
+        steps = [parts[start : start + count] for start in range(0, len(parts), count)]
+        if steps:
+            steps[-1] = _divided(steps[-1], count)
+        return steps
+
+    def _order_of_steps(self, rows: np.ndarray, lengths: np.ndarray, epoch: int | None) -> np.ndarray:
+        if epoch is not None:
+            return permutation(len(lengths), derive_seed(self._seed, "steps"), epoch)
+        starts = np.cumsum(lengths) - lengths
+        return np.argsort(rows[starts], kind="stable")
+
+
+class _Whole(NamedTuple):
+    """Steps of one size."""
+
+    bucket: Bucket
+    steps: int
+    rows: np.ndarray
+
+
+class _Leftover(NamedTuple):
+    """A micro-batch of a size that did not fill a step."""
+
+    cost: float
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An epoch: its samples in order, and where micro-batches and steps begin (with the end of the last)."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    step_starts: np.ndarray
+
+    @property
+    def samples(self) -> int:
+        """Samples that the epoch uses."""
+        return len(self.rows)
+
+    def step(self, epoch: int, number: int) -> Step:
+        """Micro-batches of a step; an empty one repeats the sample before it as a blank row."""
+        count = (len(self.starts) - 1) // (len(self.step_starts) - 1)
+        borders = self.starts[number * count : (number + 1) * count + 1].tolist()
+        step = []
+        for start, end in itertools.pairwise(borders):
+            taken = self.rows[start:end] if end > start else self.rows[start - 1 : start]
+            step.append(MicroBatch(tuple(Pick(epoch, row) for row in taken.tolist()), int(end == start)))
+        return step
+
+
+def _permuted(rows: np.ndarray, cuts: np.ndarray, order: np.ndarray) -> Layout:
+    """The layout whose steps come in another order; `cuts` has the sizes of the micro-batches, a line per step."""
+    lengths = cuts.sum(axis=1)
+    shift = (np.cumsum(lengths) - lengths)[order] - (np.cumsum(lengths[order]) - lengths[order])
+    moved = rows[np.arange(len(rows)) + np.repeat(shift, lengths[order])]
+    starts = np.concatenate([[0], np.cumsum(cuts[order])])
+    return Layout(moved, starts, starts[:: cuts.shape[1]])
+
+
+def _divided(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
+    """So many micro-batches, by halving the longest; empty ones where there are not enough samples."""
+    parts = list(parts)
+    while len(parts) < count:
+        longest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        if len(parts[longest]) <= 1:
+            return parts + [parts[0][:0]] * (count - len(parts))
+        half = (len(parts[longest]) + 1) // 2
+        parts[longest : longest + 1] = [parts[longest][:half], parts[longest][half:]]
+    return parts
+
+
+def _bucket(size: MediaSize, geometry: MediaGeometry, micro_batch_size: int, max_tokens: int | None) -> Bucket:
+    tokens = geometry.tokens(geometry.latent_shape(size))
+    if max_tokens is None:
+        return Bucket(size, tokens, micro_batch_size)
+    if tokens > max_tokens:
+        raise ConfigError(
+            f"a sample of {size} has {tokens} tokens, more than {max_tokens}",
+            key=TOKENS_KEY,
+            way_out=f"Raise it to {tokens} or more, or make the samples smaller.",
+        )
+    return Bucket(size, tokens, max_tokens // tokens)

@@ -1,0 +1,106 @@
+"""From a row to pixels: pictures and clips, upright, scaled to cover a size and cropped around the middle.
+
+One road for training on raw media and for extraction, so that both see the same pixels.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.data_utils.media import (
+    MAX_FILE_BYTES,
+    MediaLoader,
+    animation_frames,
+    decode_image,
+    probe_image,
+)
+from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, probe_video, read_clip, too_short
+from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+
+VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".3gp", ".3g2"})
+_VIDEO_STARTS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "))
+"""(offset, bytes) by which a video in memory, without a name, is told."""
+
+
+@dataclass(frozen=True)
+class MediaHeader:
+    """Size of a medium before anything is done to it, upright."""
+
+    height: int
+    width: int
+    frames: int = 1
+    fps: float = 0.0
+    """0 of a still picture."""
+
+
+def is_video(row: GenerationRow) -> bool:
+    """By its name, or by the first bytes where there is no name; animated pictures are told by their header alone."""
+    if isinstance(row.media, str):
+        return PurePath(row.media).suffix.lower() in VIDEO_SUFFIXES
+    return any(row.media[at : at + len(start)] == start for at, start in _VIDEO_STARTS)
+
+
+def probe_media(row: GenerationRow, media: MediaLoader) -> MediaHeader:
+    """Size of a row's medium, by its header.
+
+    Raises:
+        DataError: The file is missing, refused or no medium.
+    """
+    with media.open(row.media, None if is_video(row) else MAX_FILE_BYTES) as file:
+        found = probe_video(file, row.name) if is_video(row) else probe_image(file, row.name)
+    return MediaHeader(found.height, found.width, found.frames, found.fps)
+
+
+def media_pixels(
+    row: GenerationRow, size: MediaSize, media: MediaLoader, sampling: ClipSampling | None = None
+) -> torch.Tensor:
+    """A row's pixels, (3, T, H, W) uint8; T is 1 for pictures.
+
+    Args:
+        row: Names the medium.
+        size: Frames, height and width to make of it. With one frame, an animated picture gives its first.
+        media: The door to files.
+        sampling: Which frames of a video or an animated picture.
+
+    Raises:
+        DataError: The file is missing, refused, broken or too short.
+    """
+    sampling = sampling or ClipSampling()
+
+    def shape(image: Image.Image) -> np.ndarray:
+        return cover(image, size.height, size.width)
+
+    if is_video(row):
+        with media.open(row.media) as file:
+            return torch.from_numpy(read_clip(file, size.frames, sampling, shape, row.name))
+    data, name = media.read(row.media)
+    if size.frames == 1:
+        pictures = [shape(decode_image(data, name))]
+    else:
+        pictures = [shape(frame) for frame in _animation(data, size.frames, sampling, name)]
+    return torch.from_numpy(np.ascontiguousarray(np.stack(pictures).transpose(3, 0, 1, 2)))
+
+
+def _animation(data: bytes, frames: int, sampling: ClipSampling, name: str) -> Iterator[Image.Image]:
+    header = probe_image(io.BytesIO(data), name)
+    found = sampling.frames_of(header.frames, header.fps) if header.frames > 1 else 1
+    if found < frames and not sampling.repeats_short:
+        raise too_short(name, found, frames)
+    return animation_frames(data, sampling.indices(header.frames, header.fps or 1.0, frames), name)
+
+
+def cover(image: Image.Image, height: int, width: int) -> np.ndarray:
+    """Scale (bicubic, antialiased) so that a size is covered, and cut around the middle: (height, width, 3) uint8."""
+    scale = max(width / image.width, height / image.height)
+    cut_width, cut_height = width / scale, height / scale
+    left, top = max(0.0, image.width - cut_width) / 2, max(0.0, image.height - cut_height) / 2
+    box = (left, top, min(left + cut_width, image.width), min(top + cut_height, image.height))
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC, box=box))

@@ -1,0 +1,185 @@
+"""Rows with their media: sized at start without decoding, read as pixels when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.readers import file_facts
+from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
+from mindspeed_mm.fsdp.data.datasets.generation.rows import (
+    GenerationRow,
+    build_media_loader,
+    content_key,
+    read_rows,
+)
+from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
+
+_PROBING_THREADS = 16
+_PROBED_AT_ONCE = 4096
+_PROBLEMS_SHOWN = 10
+_MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
+_SHAPING_BASIC = {"max_samples", "on_bad_sample", "val_rate", "media_column", "caption_column", "data_storage_mode"}
+
+
+class RawSource:
+    """Captioned pictures and clips.
+
+    Args:
+        basic: Which rows.
+        preprocess: To which sizes they are brought.
+        geometry: What the model takes.
+
+    Raises:
+        DataError: Rows or headers are off and the policy is to stop, or too many are; a size suits no model.
+        ConfigError: No rows, no size, or contradicting keys.
+    """
+
+    def __init__(self, basic: BasicParameters, preprocess: PreprocessParameters, geometry: MediaGeometry) -> None:
+        self._basic, self._settings = basic, SizeSettings.read(preprocess)
+        self._geometry, self._sampling = geometry, self._settings.sampling
+        self.buckets = Buckets(self._settings, geometry)
+        self.media = build_media_loader(basic)
+        self.rows = read_rows(basic, self._declared)
+        self.sizes = self._assign_sizes()
+        """Size of each row's pixels."""
+        self._check_left_out()
+        self._keys: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def place(self, index: int) -> Any:
+        """Where row `index` stands."""
+        return self.rows.place(index)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Place → reason, of rows that cannot be used."""
+        return self.rows.left_out
+
+    def item(self, index: int, epoch: int) -> dict[str, Any]:
+        """`sample_id`, `epoch`, `caption` and `pixels`, (3, T, H, W) uint8.
+
+        Raises:
+            DataError: The medium is missing, refused, broken or too short.
+        """
+        row = self.rows[index]
+        try:
+            sample_id = self.key(index, row)
+            pixels = media_pixels(row, self.sizes[index], self.media, self._sampling)
+        except DataError as error:
+            raise _at(row, error) from error
+        caption = row.captions[derive_seed(sample_id, epoch, "caption") % len(row.captions)]
+        return {"sample_id": sample_id, "epoch": epoch, "caption": caption, "pixels": pixels}
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """(3, T, H, W) uint8 of row `index`. Raises `DataError` as `item`."""
+        return self.item(index, 0)["pixels"]
+
+    def key(self, index: int, row: GenerationRow | None = None) -> str:
+        """What the sample is, see `content_key`; a file is read for it once in each process."""
+        if index not in self._keys:
+            row = row or self.rows[index]
+            with self.media.open(row.media) as file:
+                self._keys[index] = content_key(file, row.captions, row.extras)
+        return self._keys[index]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run compares: files of rows with their content, what shapes samples, and what decides their
+        order: which rows could not be used at the start, and the sizes of the others."""
+        settings = {
+            "basic_parameters": {name: _plain(getattr(self._basic, name, None)) for name in sorted(_SHAPING_BASIC)},
+            "preprocess_parameters": {name: _plain(value) for name, value in vars(self._settings).items()},
+        }
+        files = [{**file_facts(file.reader), "folder": file.folder} for file in self.rows.files]
+        order = (sorted(self.left_out), [(size.frames, size.height, size.width) for size in self.sizes])
+        digest = hashlib.sha256(repr((settings, files, order)).encode()).hexdigest()
+        return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
+
+    # --- sizes -------------------------------------------------------------------------------------------------------
+
+    def _assign_sizes(self) -> list[MediaSize]:
+        """Size of each row; rows whose medium has none are left out, or raise."""
+        faults: dict[int, DataError] = {}
+        sizes: list[MediaSize] = []
+        for index, found in enumerate(self._headers()):
+            try:
+                if isinstance(found, DataError):
+                    raise found
+                sizes.append(self.buckets.assign(found, f"the medium of {self.rows.place(index)}"))
+            except DataError as error:
+                faults[index] = error
+        if faults and self._basic.on_bad_sample == "error":
+            problems: list[Problem] = [p for error in list(faults.values())[:_PROBLEMS_SHOWN] for p in error.problems]
+            raise DataError(f"the media of {len(faults)} of {len(self)} rows cannot be used", problems=problems)
+        self.rows.leave_out({index: str(error) for index, error in faults.items()})
+        return sizes
+
+    def _headers(self) -> Iterator[MediaHeader | DataError]:
+        """Of each row in turn; files are looked into by threads, many at a time."""
+        cache = HeaderCache(self._basic.cache_dir, self.media.dataset_dir)
+        declared, self.rows.looks = self.rows.looks, []
+        with ThreadPoolExecutor(_PROBING_THREADS) as threads:
+            for start in range(0, len(declared), _PROBED_AT_ONCE):
+                headers = declared[start : start + _PROBED_AT_ONCE]
+                unknown = [n for n, header in enumerate(headers) if header is None]
+                rows = (self.rows[start + n] for n in unknown)
+                for n, found in zip(unknown, threads.map(lambda row: self._probe(row, cache), rows), strict=True):
+                    headers[n] = found
+                yield from headers
+        cache.save()
+
+    def _declared(self, row: GenerationRow) -> MediaHeader | None:
+        """The header that a row declares, as far as it is needed; None: the file has to be asked."""
+        if row.height is None or row.width is None:
+            return None
+        if not self._geometry.is_video or row.num_frames == 1:
+            return MediaHeader(row.height, row.width)
+        may_move = is_video(row) or isinstance(row.media, bytes) or PurePath(row.media).suffix in _MAY_BE_ANIMATED
+        if not may_move:
+            return MediaHeader(row.height, row.width)
+        if row.num_frames is None or (row.fps is None and self._sampling.fps is not None):
+            return None
+        return MediaHeader(row.height, row.width, row.num_frames, row.fps or 1.0)
+
+    def _probe(self, row: GenerationRow, cache: HeaderCache) -> MediaHeader | DataError:
+        header = cache.get(row)
+        if header is None:
+            try:
+                header = probe_media(row, self.media)
+            except DataError as error:
+                return _at(row, error)
+            cache.put(row, header)
+        return header
+
+    def _check_left_out(self) -> None:
+        left_out, total = self.left_out, len(self) + len(self.left_out)
+        if len(left_out) > math.ceil(self._basic.max_bad_fraction * total) or not len(self):
+            raise DataError(
+                f"{len(left_out)} of {total} samples are bad, more than {self._basic.max_bad_fraction:.3%}: repair "
+                "them, or raise data.dataset_param.basic_parameters.max_bad_fraction",
+                problems=[Problem(reason) for reason in list(left_out.values())[:_PROBLEMS_SHOWN]],
+            )
+
+
+def _at(row: GenerationRow, error: DataError) -> DataError:
+    """The error with the row's place in front."""
+    problem = error.problems[0]
+    where = f"{row.place}  {problem.where}".strip()
+    return DataError(problem.what, where=where, key=problem.key, way_out=problem.way_out)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,0 +1,121 @@
+"""Files of rows for generation: what the readers of all data sets take, and two kinds of .txt files.
+
+`combine`: each line is `folder,annotation file`; the paths in the annotations start at the folder.
+`standard`: a table in any format; a .txt table has `file<TAB>caption` lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.readers import SUFFIXES, RowReader, open_reader
+from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat, find_sources
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
+
+_MODE_KEY = "data.dataset_param.basic_parameters.data_storage_mode"
+_MODES = ("standard", "combine")
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows, and the folder that its relative paths start at."""
+
+    reader: RowReader
+    folder: str = ""
+    """From the media root, or absolute; empty: the media root itself."""
+
+
+class TextTable:
+    """A .txt file with `file<TAB>caption` lines (or `file,caption`, cut at the first comma).
+
+    Raises:
+        DataError: The file is empty or not UTF-8.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = _lines(path)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def place(self, index: int) -> Place:
+        """Line of the row."""
+        return Place(self.path.name, self._lines[index][0])
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Row `index` as `file` and `captions`."""
+        number, line = self._lines[index]
+        file, separator, caption = line.partition("\t" if "\t" in line else ",")
+        if not separator:
+            raise DataError(
+                f"'{line[:60]}' is not a file and a caption",
+                where=f"{self.path.name}:{number}",
+                way_out="Separate them by a tab.",
+            )
+        return {"file": file.strip(), "captions": caption.strip()}
+
+
+def open_row_files(basic: BasicParameters) -> list[RowFile]:
+    """All files of rows that the configuration names.
+
+    Raises:
+        DataError: A file is missing, empty or broken as a whole.
+        ConfigError: No file is named, or the storage mode is unknown or does not fit.
+    """
+    mode = getattr(basic, "data_storage_mode", None)
+    if mode not in (None, *_MODES):
+        raise ConfigError(f"'{mode}' is not one of {', '.join(_MODES)}", key=_MODE_KEY)
+    sources = find_sources(basic.dataset, basic.dataset_dir, RowFormat())
+    return [opened for source in sources for path in source.files for opened in _open(path, mode, basic)]
+
+
+def _open(path: Path, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:
+    if path.suffix != ".txt":
+        if mode == "combine":
+            raise ConfigError(
+                f"combine, but {path.name} is no .txt file",
+                key=_MODE_KEY,
+                way_out="Give a .txt file of 'folder,annotation.json' lines, or leave the key out.",
+            )
+        yield RowFile(open_reader(path, basic.cache_dir))
+    elif mode == "combine" or (mode is None and _names_annotations(path)):
+        for number, line in _lines(path):
+            yield _annotation(line, f"{path.name}:{number}", path, basic)
+    else:
+        yield RowFile(TextTable(path))
+
+
+def _annotation(line: str, where: str, listed_in: Path, basic: BasicParameters) -> RowFile:
+    folder, separator, name = (part.strip() for part in line.rpartition(","))
+    if not separator or not name:
+        raise DataError(f"'{line[:60]}' is not 'folder,annotation file'", where=where)
+    for base in (Path(), Path(basic.dataset_dir), listed_in.parent):
+        if (base / name).is_file():
+            return RowFile(open_reader(base / name, basic.cache_dir), folder)
+    raise DataError(
+        f"the annotation file '{name}' is missing",
+        where=where,
+        way_out=f"Relative names start at the working directory, at '{basic.dataset_dir}' or beside {listed_in.name}.",
+    )
+
+
+def _names_annotations(path: Path) -> bool:
+    return _lines(path)[0][1].rpartition(",")[2].strip().endswith(SUFFIXES)
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """(number from 1, text) of the lines that are not blank."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"byte {error.start} is not UTF-8", where=str(path)) from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise DataError("the file is empty", where=str(path))
+    return lines

@@ -1,0 +1,340 @@
+"""Rows of media with captions, whatever the format: one `GenerationRow` each.
+
+A row names one picture or clip and one or more captions. What it says of the medium's size saves a look into the file;
+columns that nobody asks for are kept as `extras`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, overload
+
+import numpy as np
+
+from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off, refuse_remote
+from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
+
+MEDIA_COLUMNS = ("path", "file", "video", "video_path", "image", "image_path", "file_name", "media")
+"""Where a row may name its medium, in this order."""
+CAPTION_COLUMNS = ("cap", "captions", "caption", "prompt", "text")
+"""Where a row may have its captions, in this order."""
+
+_BASIC = "data.dataset_param.basic_parameters"
+_ROWS_TRIED = 100
+_PROBLEMS_SHOWN = 10
+_CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRow:
+    """One picture or clip with its captions."""
+
+    place: Place
+    media: str | bytes
+    """Path, absolute or from the media root; or the file itself."""
+    captions: tuple[str, ...]
+    """One of them is drawn per epoch."""
+    num_frames: int | None = None
+    """As the row declares it, like the next three."""
+    fps: float | None = None
+    height: int | None = None
+    width: int | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Columns that are none of the above."""
+
+    @property
+    def name(self) -> str:
+        """What to call the medium in messages and in the index of features."""
+        return self.media if isinstance(self.media, str) else f"bytes of {self.place}"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns that the configuration names; None: the usual ones are tried."""
+
+    media: str | None = None
+    caption: str | None = None
+
+
+class GenerationRows(Sequence[GenerationRow]):
+    """The good rows of some files; each is parsed when it is asked for.
+
+    Args:
+        files: Where the rows stand.
+        columns: What holds the medium and the captions.
+        most: Most rows taken from each file.
+        may_skip: Leave out rows that are off (`left_out`) instead of raising.
+        look: Called with each good row while all are looked through; what it returns is kept in `looks`.
+
+    Raises:
+        DataError: A row is off; or none of the first rows has the columns.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[RowFile],
+        columns: Columns,
+        most: int | None = None,
+        *,
+        may_skip: bool = False,
+        look: Callable[[GenerationRow], Any] | None = None,
+    ) -> None:
+        self.files = tuple(files)
+        self._columns = columns
+        sizes = [len(file.reader) if most is None else min(len(file.reader), most) for file in self.files]
+        self._ends = list(itertools.accumulate(sizes, initial=0))
+        self.left_out: dict[str, str] = {}
+        """Place → reason, of rows that cannot be used."""
+        self.duplicates = 0
+        """Rows that say the very same as another."""
+        self.looks: list[Any] = []
+        """What `look` made of each good row."""
+        self._kept = self._look_through(may_skip, look or (lambda row: None))
+        if self.duplicates:
+            warnings.warn(
+                f"{self.duplicates} of {len(self)} rows repeat another: the same medium, captions and columns. In an "
+                "epoch they share their noise",
+                stacklevel=2,
+            )
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> GenerationRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[GenerationRow]: ...
+    def __getitem__(self, index: int | slice) -> GenerationRow | list[GenerationRow]:
+        """Row `index`."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._parse(int(self._kept[index]))
+
+    def __iter__(self) -> Iterator[GenerationRow]:
+        return (self[i] for i in range(len(self)))
+
+    def place(self, index: int) -> Place:
+        """Where row `index` stands, without reading it."""
+        file, number = self._locate(int(self._kept[index]))
+        return file.reader.place(number)
+
+    def leave_out(self, reasons: Mapping[int, str]) -> None:
+        """Take rows out, by index: their media cannot be used."""
+        self.left_out |= {str(self.place(index)): reason for index, reason in reasons.items()}
+        self._kept = np.delete(self._kept, list(reasons))
+
+    def _locate(self, number: int) -> tuple[RowFile, int]:
+        which = bisect.bisect_right(self._ends, number) - 1
+        return self.files[which], number - self._ends[which]
+
+    def _parse(self, number: int) -> GenerationRow:
+        file, row = self._locate(number)
+        return parse_row(file.reader.read(row), file.reader.place(row), self._columns, file.folder)
+
+    def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], Any]) -> np.ndarray:
+        total, kept = self._ends[-1], list[int]()
+        seen: set[int] = set()
+        faults: list[DataError] = []
+        for number in range(total):
+            try:
+                row = self._parse(number)
+            except DataError as error:
+                faults.append(error)
+                file, at = self._locate(number)
+                self.left_out[str(file.reader.place(at))] = str(error)
+                if len(faults) == number + 1 == min(total, _ROWS_TRIED):
+                    raise _none_fits(number + 1, faults[0]) from None
+                continue
+            kept.append(number)
+            self.looks.append(look(row))
+            told = hash((row.media, row.captions, repr(row.extras)))
+            self.duplicates += told in seen
+            seen.add(told)
+        if faults and not may_skip:
+            raise _all_of(faults, total)
+        return np.array(kept, dtype=np.int64)
+
+
+def read_rows(basic: BasicParameters, look: Callable[[GenerationRow], Any] | None = None) -> GenerationRows:
+    """The rows that the configuration names.
+
+    Args:
+        basic: `dataset`, `dataset_dir`, `data_folder`, `data_storage_mode`, `media_column`, `caption_column`,
+            `max_samples`, `on_bad_sample`.
+        look: See `GenerationRows`.
+
+    Raises:
+        DataError: Files are missing or broken, none of the first rows has a medium and a caption, or a row is off and
+            `on_bad_sample` is `error`.
+        ConfigError: No rows are named, or remote media are asked for.
+    """
+    check_remote_media_off(basic.allow_remote_media)
+    files = open_row_files(basic)
+    columns = Columns(getattr(basic, "media_column", None), getattr(basic, "caption_column", None))
+    return GenerationRows(files, columns, basic.max_samples, may_skip=basic.on_bad_sample == "skip", look=look)
+
+
+def build_media_loader(basic: BasicParameters) -> MediaLoader:
+    """The door to the media of the rows: relative paths start at `data_folder`, else at `dataset_dir`.
+
+    Raises:
+        DataError: That folder is not there.
+    """
+    folder = getattr(basic, "data_folder", None)
+    root = Path(basic.dataset_dir)
+    if folder is not None:
+        root = Path(folder) if Path(folder).is_dir() else root / folder
+    if not root.is_dir():  # said once, not for every row
+        raise DataError(
+            f"'{root}' is not a folder",
+            key=f"{_BASIC}.{'dataset_dir' if folder is None else 'data_folder'}",
+            way_out="Name the folder that the rows' paths start at.",
+        )
+    return MediaLoader(root, (basic.dataset_dir, *basic.media_roots))
+
+
+def content_key(media: bytes | BinaryIO, captions: Sequence[str], extras: Mapping[str, Any]) -> str:
+    """What a sample is, in 32 hex digits: the same wherever the file lies and whatever it is called.
+
+    Args:
+        media: The file's bytes, or the file opened for reading; it is read to its end.
+        captions: All captions of the row.
+        extras: Its further columns.
+    """
+    digest = blake2b(digest_size=16)
+    for chunk in [media] if isinstance(media, bytes) else iter(lambda: media.read(_CHUNK_BYTES), b""):
+        digest.update(chunk)
+    words = json.dumps([list(captions), dict(extras)], sort_keys=True, default=str)
+    return blake2b(digest.digest() + words.encode(), digest_size=16).hexdigest()
+
+
+# --- one row ---------------------------------------------------------------------------------------------------------
+
+
+def parse_row(row: Mapping[str, Any], place: Place, columns: Columns, folder: str = "") -> GenerationRow:
+    """Read what a row says.
+
+    Args:
+        row: Column → value; empty values count as absent.
+        place: Where it stands.
+        columns: What holds the medium and the captions.
+        folder: Put before relative paths.
+
+    Raises:
+        DataError: Naming place, column and value.
+    """
+    rest = {name: value for name, value in row.items() if value is not None}
+    media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
+    captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
+    resolution = rest.pop("resolution", None) or {}
+    if not isinstance(resolution, Mapping):
+        raise DataError(
+            f"{resolution!r} is no resolution", where=str(place), key="resolution", way_out='Give {"height", "width"}.'
+        )
+    size = {name: resolution.get(name, rest.pop(name, None)) for name in ("height", "width")}
+    return GenerationRow(
+        place,
+        media,
+        captions,
+        num_frames=_number(rest.pop("num_frames", None), int, "num_frames", place),
+        fps=_number(rest.pop("fps", None), float, "fps", place),
+        height=_number(size["height"], int, "height", place),
+        width=_number(size["width"], int, "width", place),
+        extras=rest,
+    )
+
+
+def _take(row: dict[str, Any], named: str | None, usual: Sequence[str], place: Place, what: str) -> tuple[str, Any]:
+    for name in (named,) if named is not None else usual:
+        if name in row:
+            return name, row.pop(name)
+    looked_for = f"'{named}'" if named is not None else ", ".join(usual)
+    raise DataError(
+        f"the row has no {what}: none of {looked_for} among {', '.join(row) or 'no columns'}",
+        where=str(place),
+        way_out=f"Name the column in {_BASIC}.{'media' if what == 'medium' else what}_column.",
+    )
+
+
+def _medium(found: tuple[str, Any], folder: str, place: Place) -> str | bytes:
+    name, value = found
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes) and value:
+        return value
+    if not isinstance(value, str) or not value.strip() or "\x00" in value:
+        shown = str(value)[:60]
+        raise DataError(f"{shown!r} is no path", where=str(place), key=name, way_out="Give the path of one file.")
+    refuse_remote(value, str(place))
+    return os.path.join(folder, value)  # noqa: PTH118 (of every row)
+
+
+def _captions(found: tuple[str, Any], place: Place) -> tuple[str, ...]:
+    name, value = found
+    captions = [value] if isinstance(value, str) else value
+    if isinstance(value, str) and place.file.endswith(".csv") and value.lstrip().startswith("["):
+        captions = _listed(value)
+    if not isinstance(captions, list) or not captions or not all(isinstance(caption, str) for caption in captions):
+        shown = str(value)[:60]
+        raise DataError(
+            f"{shown!r} is neither a caption nor a list of them", where=str(place), key=name, way_out="Give text."
+        )
+    return tuple(captions)
+
+
+def _listed(text: str) -> Any:
+    """A list in a cell of a table; a caption may also just start with a bracket."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return [text]
+    return found if isinstance(found, list) else [text]
+
+
+def _number(value: Any, kind: Callable[[float], float], name: str, place: Place) -> Any:
+    """A number above 0, also as text (tables have nothing else); None stays."""
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    is_right = math.isfinite(number) and number > 0 and (kind is float or number == math.trunc(number))
+    if isinstance(value, bool) or not is_right:
+        wanted = "number" if kind is float else "whole number"
+        raise DataError(
+            f"{str(value)[:60]} is not a {wanted} above 0",
+            where=str(place),
+            key=name,
+            way_out="Correct it, or leave it out: the file's own header is read then.",
+        )
+    return kind(number)
+
+
+def _none_fits(count: int, first: DataError) -> DataError:
+    return DataError(
+        f"none of the first {count} rows can be read; the first: {first}",
+        key=f"{_BASIC}.media_column",
+        way_out="Say in media_column and caption_column what holds the media and the captions.",
+    )
+
+
+def _all_of(faults: Sequence[DataError], total: int) -> DataError:
+    problems: list[Problem] = [problem for fault in faults[:_PROBLEMS_SHOWN] for problem in fault.problems]
+    return DataError(
+        f"{len(faults)} of {total} rows cannot be used; {_BASIC}.on_bad_sample: skip leaves them out", problems=problems
+    )

@@ -1,0 +1,264 @@
+"""Buckets: the sizes that pictures and clips are brought to, and which of them a medium goes to.
+
+A medium goes to the bucket with the nearest aspect, among those the nearest in area, among those the one with most
+frames that it can fill.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from mindspeed_mm.core.errors import ConfigError, DataError, Problem
+from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
+from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, too_short
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
+from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
+
+ASPECTS = (1 / 2, 9 / 16, 2 / 3, 3 / 4, 1.0, 4 / 3, 3 / 2, 16 / 9, 2.0)
+"""Height over width of the buckets that are made of an area."""
+MOST_ENLARGED = 32
+"""Media that would be enlarged more along a side are bad samples."""
+MOST_CUT = 4
+"""So are those of which less than one part in so many would be left."""
+LONGEST_CLIP = 81
+"""Most frames of a clip when `num_frames` is not given."""
+
+_KEY = "data.dataset_param.preprocess_parameters"
+_BUCKET = re.compile(r"(\d+)[x×](\d+)(?:[x×](\d+))?")
+
+
+@dataclass(frozen=True)
+class SizeSettings:
+    """The keys of `preprocess_parameters` that decide about sizes and frames; see the card."""
+
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | Sequence[int] | None = None
+    buckets: Sequence[str] | None = None
+    max_pixels: int | None = None
+    fps: float | None = None
+    frame_interval: int = 1
+    clip_position: Literal["start", "middle"] = "start"
+    short_clips: str = "error"
+
+    @classmethod
+    def read(cls, preprocess: PreprocessParameters) -> SizeSettings:
+        """Out of the configuration.
+
+        Raises:
+            ConfigError: A value is of the wrong kind; all such are reported at once.
+        """
+        given = {name: getattr(preprocess, name, None) for name in cls.__dataclass_fields__}
+        problems = [problem for name, value in given.items() for problem in _problems_of(name, value)]
+        problems += _conflicts(given)
+        if problems:
+            raise ConfigError("sizes cannot be read", problems=problems)
+        if isinstance(given["buckets"], str):
+            given["buckets"] = [part.strip() for part in given["buckets"].split(",")]
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a size is named at all."""
+        return any(value is not None for value in (self.height, self.buckets, self.max_pixels))
+
+    @property
+    def sampling(self) -> ClipSampling:
+        """Which frames of a video are taken."""
+        return ClipSampling(self.fps, self.frame_interval, self.clip_position, self.short_clips == "repeat")
+
+
+class Buckets:
+    """The sizes that media are brought to.
+
+    Args:
+        settings: What the configuration says.
+        geometry: What the model takes.
+
+    Raises:
+        ConfigError: No size is set.
+        DataError: The model cannot take a size; the nearest one is named.
+    """
+
+    def __init__(self, settings: SizeSettings, geometry: MediaGeometry) -> None:
+        self._sampling, self._geometry = settings.sampling, geometry
+        self._own_length = settings.num_frames is None and settings.buckets is None
+        self.sizes = tuple(dict.fromkeys(_sizes(settings, geometry)))
+        for size in self.sizes:
+            geometry.check(size, key=f"{_KEY}.{_key_of(settings, size, geometry)}")
+        self._nearest = lru_cache(maxsize=2**16)(self._find_nearest)
+
+    def assign(self, header: MediaHeader, name: str = "medium") -> MediaSize:
+        """The bucket of a medium.
+
+        Raises:
+            DataError: It has fewer frames than every bucket, and short clips are not filled up; or its height and width
+                are out of all proportion.
+        """
+        size = self._nearest(header)
+        enlarged = max(size.height / header.height, size.width / header.width)
+        kept = size.height * size.width / enlarged**2 / (header.height * header.width)
+        if enlarged > MOST_ENLARGED or kept < 1 / MOST_CUT:
+            raise DataError(
+                f"{name} is {header.height}×{header.width}: of the size {size} nearest to it, it would be enlarged "
+                f"{enlarged:.3g} times and {kept:.1%} of it would be left",
+                way_out="Leave it out, or add a size that is nearer to it.",
+            )
+        frames = self._frames(header)
+        if size.frames > frames and not self._sampling.repeats_short:
+            raise too_short(name, frames, size.frames)
+        return size
+
+    def takes(self, size: MediaSize) -> bool:
+        """Whether features of this size are what the configuration asks for."""
+        planes = {(each.height, each.width) for each in self.sizes}
+        frames = {each.frames for each in self.sizes} | {1}
+        return (size.height, size.width) in planes and (self._own_length or size.frames in frames)
+
+    def _find_nearest(self, header: MediaHeader) -> MediaSize:
+        frames, candidates = self._frames(header), self._candidates(header)
+        least = min(size.frames for size in candidates)
+        filled = [size for size in candidates if size.frames <= max(frames, least)]
+        return min(filled, key=lambda size: self._distance(size, header))
+
+    def _candidates(self, header: MediaHeader) -> Sequence[MediaSize]:
+        if header.frames == 1:
+            return [MediaSize(1, size.height, size.width) for size in self.sizes]
+        if not self._own_length or not self._geometry.is_video:
+            return self.sizes
+        step = self._geometry.frame_step
+        own = (min(self._frames(header), LONGEST_CLIP) - 1) // step * step + 1
+        return [MediaSize(own, size.height, size.width) for size in self.sizes]
+
+    def _frames(self, header: MediaHeader) -> int:
+        return self._sampling.frames_of(header.frames, header.fps) if header.frames > 1 and header.fps > 0 else 1
+
+    @staticmethod
+    def _distance(size: MediaSize, header: MediaHeader) -> tuple[float, float, int]:
+        aspect = math.log(size.height / size.width) - math.log(header.height / header.width)
+        area = math.log(size.height * size.width) - math.log(header.height * header.width)
+        return round(abs(aspect), 6), round(abs(area), 6), -size.frames
+
+
+# --- the sizes that the configuration names --------------------------------------------------------------------------
+
+
+def _sizes(settings: SizeSettings, geometry: MediaGeometry) -> list[MediaSize]:
+    if settings.buckets:
+        return [_parse_bucket(text) for text in settings.buckets]
+    if settings.height is not None and settings.width is not None:
+        planes = [(settings.height, settings.width)]
+    elif settings.max_pixels is not None:
+        planes = _planes_of_area(settings.max_pixels, geometry.side_step)
+    else:
+        raise ConfigError(
+            "there is no size to bring the media to",
+            key=f"{_KEY}.height",
+            way_out="Give height and width, or buckets (480x832x81), or max_pixels.",
+        )
+    return [MediaSize(frames, height, width) for height, width in planes for frames in _frame_counts(settings)]
+
+
+def _frame_counts(settings: SizeSettings) -> Sequence[int]:
+    if settings.num_frames is None:
+        return (1,)
+    return (settings.num_frames,) if isinstance(settings.num_frames, int) else settings.num_frames
+
+
+def _planes_of_area(area: int, step: int) -> list[tuple[int, int]]:
+    """For each of the usual aspects a (height, width) within the area, near to it and to the aspect."""
+    return sorted({_plane_of_area(area, aspect, step) for aspect in ASPECTS})
+
+
+def _plane_of_area(area: int, aspect: float, step: int) -> tuple[int, int]:
+    rows, columns = math.sqrt(area * aspect) / step, math.sqrt(area / aspect) / step
+    near = [
+        (max(1, height) * step, max(1, width) * step)
+        for height in (math.floor(rows), math.ceil(rows))
+        for width in (math.floor(columns), math.ceil(columns))
+    ]
+    within = [(height, width) for height, width in near if height * width <= area] or [(step, step)]
+    return min(within, key=lambda plane: (abs(math.log(plane[0] / plane[1] / aspect)), -plane[0] * plane[1]))
+
+
+def _parse_bucket(text: str) -> MediaSize:
+    height, width, frames = _BUCKET.fullmatch(text.replace(" ", "")).groups()  # type: ignore[union-attr]
+    return MediaSize(int(frames or 1), int(height), int(width))
+
+
+def _key_of(settings: SizeSettings, size: MediaSize, geometry: MediaGeometry) -> str:
+    """The key to blame for a size that the model does not take."""
+    if settings.buckets:
+        return "buckets"
+    if size.frames != geometry.nearest(size).frames:
+        return "num_frames"
+    return "height" if settings.height is not None else "max_pixels"
+
+
+# --- what may stand there --------------------------------------------------------------------------------------------
+
+
+def _problems_of(name: str, value: Any) -> list[Problem]:
+    if value is None:
+        return []
+    words = {
+        "buckets": "a list of sizes such as 480x832x81 (height, width, frames) or 512x512",
+        "num_frames": "a whole number above 0, nor a list of them",
+        "fps": "a number above 0",
+        "clip_position": "start or middle",
+        "short_clips": "error or repeat",
+    }
+    if _IS_RIGHT[name](value):
+        return []
+    return [Problem(f"{value!r} is not {words.get(name, 'a whole number above 0')}", key=f"{_KEY}.{name}")]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_bucket_list(value: Any) -> bool:
+    parts = value.split(",") if isinstance(value, str) else value
+    return (
+        isinstance(parts, list | tuple)
+        and len(parts) > 0
+        and all(isinstance(part, str) and _BUCKET.fullmatch(part.replace(" ", "")) for part in parts)
+    )
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+_IS_RIGHT = {
+    "height": _is_count,
+    "width": _is_count,
+    "max_pixels": _is_count,
+    "frame_interval": _is_count,
+    "num_frames": lambda value: _is_count(value) or (isinstance(value, list | tuple) and all(map(_is_count, value))),
+    "buckets": _is_bucket_list,
+    "fps": _is_rate,
+    "clip_position": lambda value: value in ("start", "middle"),
+    "short_clips": lambda value: value in ("error", "repeat"),
+}
+
+
+def _conflicts(given: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    if (given["height"] is None) != (given["width"] is None):
+        absent = "height" if given["height"] is None else "width"
+        problems.append(Problem("only one side is given", key=f"{_KEY}.{absent}", way_out="Give height and width."))
+    if given["buckets"] is not None and (given["num_frames"] is not None or given["height"] is not None):
+        beside = "num_frames" if given["num_frames"] is not None else "height"
+        problems.append(Problem(f"is given beside {beside}", key=f"{_KEY}.buckets", way_out="Keep one of them."))
+    if given["max_pixels"] is not None and (given["height"] is not None or given["buckets"] is not None):
+        beside = "height" if given["height"] is not None else "buckets"
+        problems.append(Problem(f"is given beside {beside}", key=f"{_KEY}.max_pixels", way_out="Keep one of them."))
+    if given["fps"] is not None and given["frame_interval"] not in (None, 1):
+        problems.append(Problem("is given beside fps", key=f"{_KEY}.frame_interval", way_out="Keep one of them."))
+    return problems

@@ -1,0 +1,164 @@
+"""A file of features: safetensors, with the rows that it is about and the tensors' checksums in the header.
+
+It says all that must be known after a crash: which batches of the work are in it, which rows they had, which of them
+were skipped. It appears under its name whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.core.artifacts import fsync_path
+from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
+
+Verification = Literal["hash", "size"]
+
+_FACTS = "mindspeed_mm_features"
+"""The one entry of the header's metadata: the library orders several as it likes, and files must be reproducible."""
+
+
+class DamagedFile(DataError):
+    """A file of features that is cut, changed or none."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file says of its content."""
+
+    first_batch: int
+    last_batch: int
+    records: Sequence[FeatureRecord]
+    skipped: Sequence[SkippedRow]
+    checksums: Mapping[str, str]
+    """Tensor → SHA-256 of dtype, shape and bytes."""
+
+
+def write_feature_file(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    batches: tuple[int, int] = (0, 0),
+    records: Sequence[FeatureRecord] = (),
+    skipped: Sequence[SkippedRow] = (),
+) -> None:
+    """Write a file, forced to the disk, then give it its name.
+
+    Args:
+        path: The final name.
+        tensors: On the CPU, contiguous.
+        batches: First and last batch of the work that are in it.
+        records: The rows encoded; duplicates may point to tensors in an earlier file.
+        skipped: Rows of these batches that could not be used.
+
+    Raises:
+        OSError: The disk is full, or cannot be written.
+    """
+    checksums = {name: checksum(tensor) for name, tensor in sorted(tensors.items())}
+    facts = FileFacts(*batches, records, skipped, checksums)
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.touch()
+    mode = draft.stat().st_mode  # the library writes for the owner alone, whatever the umask
+    try:
+        safetensors.torch.save_file(dict(tensors), draft, metadata={_FACTS: _to_text(facts)})
+        draft.chmod(mode)
+        fsync_path(draft)
+        draft.replace(path)
+    except SafetensorError as error:
+        raise _os_error(error, path) from error
+    finally:
+        draft.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def read_facts(path: Path) -> tuple[FileFacts, dict[str, TensorFacts]]:
+    """What a file says of itself, and dtype and shape of its tensors. The tensors are not read.
+
+    Raises:
+        DamagedFile: It is missing, cut, or not of this kind.
+    """
+    try:
+        entries = read_header(path)
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {})[_FACTS]
+        facts = _from_text(text)
+    except ModelFolderError as error:
+        raise DamagedFile(error.problems[0].what, where=str(path)) from error
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise DamagedFile(f"is no file of features ({type(error).__name__}: {error})", where=str(path)) from error
+    shapes = {name: (dtype_name(entry.dtype), entry.shape) for name, entry in entries.items()}
+    if facts.checksums.keys() != shapes.keys():
+        raise DamagedFile("holds other tensors than its list says", where=str(path))
+    return facts, shapes
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file, mapped from the disk.
+
+    Raises:
+        DamagedFile: It is missing, cut or no safetensors file.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    except (SafetensorError, OSError) as error:
+        raise DamagedFile(str(error), where=str(path)) from error
+
+
+def check_file(path: Path, verification: Verification) -> None:
+    """Raise `DamagedFile` when a file is not what was written.
+
+    Args:
+        path: The file.
+        verification: `size` looks at the header, which must describe the file's bytes and carry its own checksum;
+            `hash` also reads every byte.
+    """
+    facts, _ = read_facts(path)
+    if verification == "size":
+        return
+    for name, tensor in read_tensors(path).items():
+        if checksum(tensor) != facts.checksums[name]:
+            raise DamagedFile(f"the bytes of '{name}' have changed", where=str(path))
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes, in 32 hex digits."""
+    digest = hashlib.sha256(f"{dtype_name(tensor.dtype)}{tuple(tensor.shape)}".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` → `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _to_text(facts: FileFacts) -> str:
+    """JSON, behind its own checksum."""
+    content = asdict(facts) | {"records": [record.to_json() for record in facts.records]}
+    text = json.dumps(content, ensure_ascii=False, sort_keys=True)
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]} {text}"
+
+
+def _from_text(text: str) -> FileFacts:
+    told, _, body = text.partition(" ")
+    if hashlib.sha256(body.encode()).hexdigest()[:32] != told:
+        raise ValueError("its list of rows has changed")
+    content: dict[str, Any] = json.loads(body)
+    records = [FeatureRecord.from_json(line) for line in content.pop("records")]
+    return FileFacts(**content | {"records": records, "skipped": [SkippedRow(**row) for row in content["skipped"]]})
+
+
+def _os_error(error: SafetensorError, path: Path) -> OSError:
+    """The library says `... (os error 28)`."""
+    number = str(error).rpartition("os error ")[2].rstrip(") ")
+    return OSError(int(number) if number.isdigit() else 5, str(error), str(path))

@@ -1,0 +1,149 @@
+"""The files of a feature set by name, and which batches of the work they hold.
+
+A finished batch is `work/batch-000012.safetensors`; batches that follow one another are put together into
+`shard-000000-000041.safetensors`, named by the first and the last. What is done can be read off the names alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.artifacts import make_writable_folder
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.data.feature_store.feature_file import DamagedFile, Verification, check_file
+
+_SHARD = re.compile(r"shard-(\d{6,})-(\d{6,})\.safetensors")
+_BATCH = re.compile(r"batch-(\d{6,})\.safetensors")
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """A shard, and the batches in it."""
+
+    first: int
+    last: int
+    path: Path
+
+    def __contains__(self, batch: int) -> bool:
+        return self.first <= batch <= self.last
+
+
+class FeatureFolder:
+    """The folder of a feature set.
+
+    Args:
+        path: `basic_parameters.features_dir`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.description = path / "features.json"
+        self.null_text = path / "null-text.safetensors"
+        self.index = path / "index.jsonl"
+        self.skipped = path / "skipped.jsonl"
+        self.work = path / "work"
+
+    @property
+    def is_finished(self) -> bool:
+        """The index is written last."""
+        return self.index.is_file()
+
+    def prepare(self) -> None:
+        """Make the folder, or go on in one.
+
+        Raises:
+            UsageError: It holds something else.
+            MachineError: It is a file, or cannot be written.
+        """
+        make_writable_folder(self.path)
+        foreign = [path.name for path in self.path.iterdir() if not path.name.startswith(".")]
+        if foreign and not self.description.is_file():
+            raise UsageError(
+                f"is no folder of features, and holds {', '.join(sorted(foreign)[:3])}",
+                where=str(self.path),
+                way_out="Name an empty folder, or one that does not exist.",
+            )
+
+    def clear(self) -> None:
+        """Take away a feature set, if one is there, and nothing else; what it was stays known until all is gone."""
+        if not self.description.is_file():
+            return
+        for path in (self.index, *self.files(), self.skipped, self.null_text):
+            path.unlink(missing_ok=True)
+        self._drop_leftovers()
+        self.drop_work()
+        self.description.unlink()
+
+    def drop_work(self) -> None:
+        """Take away the folder of unfinished work, which is empty when all is in shards."""
+        if self.work.is_dir() and not any(self.work.iterdir()):
+            self.work.rmdir()
+
+    def shard(self, first: int, last: int) -> Path:
+        """File of the batches `first` to `last`."""
+        return self.path / f"shard-{first:06}-{last:06}.safetensors"
+
+    def batch(self, number: int) -> Path:
+        """File of one batch."""
+        return self.work / f"batch-{number:06}.safetensors"
+
+    def shards(self) -> list[Span]:
+        """The shards there are, in order."""
+        return sorted(Span(int(found[1]), int(found[2]), path) for path, found in _matching(self.path, _SHARD))
+
+    def pending(self) -> dict[int, Path]:
+        """Batches that are finished and not in a shard yet."""
+        return {int(found[1]): path for path, found in _matching(self.work, _BATCH)}
+
+    def done(self) -> set[int]:
+        """Numbers of all finished batches."""
+        in_shards = {batch for span in self.shards() for batch in range(span.first, span.last + 1)}
+        return in_shards | self.pending().keys()
+
+    def files(self) -> list[Path]:
+        """Everything that holds tensors of rows."""
+        return [span.path for span in self.shards()] + [path for _, path in sorted(self.pending().items())]
+
+    def open_work(self) -> None:
+        """Make the folder of unfinished work; take away what a kill left: drafts, and batches that are in a shard.
+
+        The description comes first: a folder that holds anything without one is not ours.
+        """
+        self.work.mkdir(exist_ok=True)
+        self._drop_leftovers()
+
+    def _drop_leftovers(self) -> None:
+        shards = self.shards()
+        for path in [*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp")]:
+            path.unlink(missing_ok=True)
+        for number, path in self.pending().items():
+            if any(number in span for span in shards):
+                path.unlink(missing_ok=True)
+
+    def drop_damaged(self, verification: Verification, part: int = 0, parts: int = 1) -> list[DamagedFile]:
+        """Look at a share of the files, take away the damaged ones and say which: their batches are missing then.
+
+        Args:
+            verification: See `check_file`.
+            part: Which share.
+            parts: Number of shares, usually of ranks.
+        """
+        damaged = []
+        for path in self.files()[part::parts]:
+            try:
+                check_file(path, verification)
+            except DamagedFile as error:
+                damaged.append(error)
+                self.index.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+        return damaged
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        found = pattern.fullmatch(path.name)
+        if found:
+            yield path, found

@@ -1,0 +1,202 @@
+"""Reads a feature set: tensors are mapped from the disk, one map for each shard and process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.feature_store.description import Description, check_fits, read_description
+from mindspeed_mm.fsdp.data.feature_store.feature_file import (
+    DamagedFile,
+    check_file,
+    checksum,
+    read_facts,
+    read_tensors,
+)
+from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
+from mindspeed_mm.fsdp.data.feature_store.index import count_done, read_index
+from mindspeed_mm.fsdp.data.feature_store.legacy import LIST_FILE, LegacyFeatureStore
+from mindspeed_mm.fsdp.data.feature_store.provenance import Components
+from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, tensor_name
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+
+_KEY = "data.dataset_param.basic_parameters.features_dir"
+_MAKE_AGAIN = "Run mm extract again: it finds what is damaged and makes it again."
+
+
+class FeatureStore(Protocol):
+    """Features of rows, whatever the layout."""
+
+    folder: Path
+
+    @property
+    def records(self) -> Sequence[FeatureRecord]:
+        """In the order of the rows."""
+
+    @property
+    def model_folder(self) -> str:
+        """Where the encoders were; empty when nobody knows."""
+
+    @property
+    def components(self) -> Components | None:
+        """The encoders' files as they were; None when nobody knows."""
+
+    @property
+    def provenance(self) -> dict[str, dict[str, str]] | None:
+        """Component → file → SHA-256, wherever the folder lies; None when nobody knows."""
+
+    @property
+    def null_text(self) -> dict[str, torch.Tensor] | None:
+        """Features of the empty caption, unpadded, without a batch axis; None when there are none."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, caption_index: int) -> dict[str, torch.Tensor]:
+        """Features of a row with one of its captions, by batch key, without a batch axis: `latents`, unpadded text
+        features, conditions. They are mapped from the disk: copy before changing them."""
+
+
+def open_features(folder: Path, adapter: DiffusionAdapter) -> FeatureStore:
+    """Open a finished feature set, ours or of the older layout.
+
+    Args:
+        folder: `basic_parameters.features_dir`.
+        adapter: The configured family and model folder.
+
+    Raises:
+        DataError: There are no features, they are not finished, files are missing, or they are for another family, task
+            or kind of latents.
+    """
+    files = FeatureFolder(Path(folder))
+    if not files.description.is_file() and (files.path / LIST_FILE).is_file():
+        return LegacyFeatureStore(files.path, adapter)
+    if not files.description.is_file():
+        what = "holds no features" if files.path.is_dir() else "is not there"
+        raise DataError(what, where=str(files.path), key=_KEY, way_out="Run mm extract with this configuration first.")
+    description = read_description(files.description)
+    check_fits(description, adapter, files.path)
+    _check_complete(files, description)
+    return ShardedFeatureStore(files, description)
+
+
+class ShardedFeatureStore:
+    """A feature set in shards of safetensors. It may be handed to other processes: each opens the shards itself.
+
+    Args:
+        files: The folder.
+        description: Its `features.json`.
+    """
+
+    def __init__(self, files: FeatureFolder, description: Description) -> None:
+        self.folder, self.description = files.path, description
+        self.records: Sequence[FeatureRecord] = read_index(files.index)
+        self._null_text = files.null_text
+        self._owner, self._open = os.getpid(), dict[str, _OpenShard]()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}
+
+    @property
+    def model_folder(self) -> str:
+        """Where the encoders were."""
+        return self.description.model_folder
+
+    @property
+    def components(self) -> Components:
+        """The encoders' files as they were."""
+        return self.description.components
+
+    @property
+    def provenance(self) -> dict[str, dict[str, str]]:
+        """Component → file → SHA-256, wherever the folder lies."""
+        return {name: {file: mark.sha256 for file, mark in files.items()} for name, files in self.components.items()}
+
+    @cached_property
+    def null_text(self) -> dict[str, torch.Tensor]:
+        """Features of the empty caption, without a batch axis."""
+        check_file(self._null_text, "hash")
+        return read_tensors(self._null_text)
+
+    def read(self, index: int, caption_index: int) -> dict[str, torch.Tensor]:
+        """Features of row `index` with its caption `caption_index`, by batch key.
+
+        Raises:
+            DataError: A shard cannot be read, or its bytes have changed.
+        """
+        record = self.records[index]
+        found = {}
+        for stored in record.tensors:
+            name, _, caption = stored.partition("/")
+            if not caption or int(caption) == caption_index:
+                found[name] = self._tensor(record.shard, tensor_name(record.key, stored))
+        return found
+
+    def _tensor(self, shard: str, name: str) -> torch.Tensor:
+        if self._owner != os.getpid():  # after a fork: a map is cheap, a shared reader is a hazard
+            self._owner, self._open = os.getpid(), {}
+        path = self.folder / shard
+        try:
+            if shard not in self._open:
+                self._open[shard] = _OpenShard(path)
+            return self._open[shard].read(name)
+        except DamagedFile as error:
+            raise DataError(error.problems[0].what, where=str(path), key=_KEY, way_out=_MAKE_AGAIN) from error
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"'{name}' cannot be read: {error}", where=str(path), way_out=_MAKE_AGAIN) from error
+
+
+class _OpenShard:
+    """A shard mapped into this process. Each tensor is held against its checksum when it is read for the first time:
+    bytes that have changed would be trained on without a sign.
+
+    Raises:
+        DamagedFile: The file is missing, cut, or not of this kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unread = dict(read_facts(path)[0].checksums)
+        self._file = safe_open(path, "pt").__enter__()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of this name. Raises `DamagedFile` when its bytes are not what was written."""
+        tensor = self._file.get_tensor(name)
+        told = self._unread.pop(name, None)
+        if told is not None and checksum(tensor) != told:
+            self._unread[name] = told
+            raise DamagedFile(f"the bytes of '{name}' have changed", where=str(self._path))
+        return tensor
+
+
+def _check_complete(files: FeatureFolder, description: Description) -> None:
+    if not files.is_finished or description.contents is None:
+        encoded, skipped = count_done(files)
+        missing = description.rows - encoded - skipped
+        raise DataError(
+            f"features are not finished: {missing} of {description.rows} rows are missing",
+            where=str(files.path),
+            key=_KEY,
+            way_out="Run mm extract again: it goes on where it stopped.",
+        )
+    sizes = {span.path.name: span.path.stat().st_size for span in files.shards()}
+    for name, size in description.contents.shards.items():
+        if sizes.get(name) != size:
+            what = f"has {sizes[name]} bytes, {size} were written" if name in sizes else "is missing"
+            raise DataError(
+                what,
+                where=str(files.path / name),
+                key=_KEY,
+                way_out="Run mm extract again: it makes what is missing or damaged again.",
+            )
+    if not files.null_text.is_file():
+        raise DataError("is missing", where=str(files.null_text), key=_KEY, way_out="Run mm extract again.")

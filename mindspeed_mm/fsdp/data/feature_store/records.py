@@ -1,0 +1,65 @@
+"""What is known of a row of the data besides its tensors: one line of `index.jsonl`, or of `skipped.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from mindspeed_mm.core.media_geometry import MediaSize
+
+TensorFacts = tuple[str, tuple[int, ...]]
+"""dtype and shape, as JSON has them: `("float32", (16, 1, 8, 8))`."""
+
+
+@dataclass(frozen=True)
+class FeatureRecord:
+    """A row that was encoded."""
+
+    row: int
+    """Its number among the rows of the data, from 0."""
+    key: str
+    """`content_key` of the row: the tensors' prefix, and the sample's id in training."""
+    place: str
+    """Where the row stands, `rows.jsonl:3`."""
+    path: str
+    """Of its medium, as the row has it."""
+    captions: tuple[str, ...]
+    size: MediaSize
+    """In pixels, as encoded."""
+    shard: str = ""
+    """File that holds its tensors."""
+    tensors: Mapping[str, TensorFacts] = field(default_factory=dict)
+    """Name without the key → dtype and shape: `latents`, `prompt_embeds/0` …"""
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the index."""
+        return {**asdict(self), "size": [self.size.frames, self.size.height, self.size.width]}
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> FeatureRecord:
+        """What `to_json` gave.
+
+        Raises:
+            TypeError, ValueError, KeyError: It is not such a line.
+        """
+        tensors = {name: (str(dtype), tuple(shape)) for name, (dtype, shape) in line.get("tensors", {}).items()}
+        content = {entry.name: line[entry.name] for entry in fields(cls) if entry.name in line}
+        own = {"captions": tuple(line["captions"]), "size": MediaSize(*line["size"]), "tensors": tensors}
+        return cls(**{**content, **own})
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """A row that could not be used."""
+
+    row: int | None
+    """None: it could not even be read, so it has no number among the others."""
+    place: str
+    path: str
+    reason: str
+
+
+def tensor_name(key: str, name: str, caption: int | None = None) -> str:
+    """`<key>/<name>`, for features of a caption `<key>/<name>/<its number>`."""
+    return f"{key}/{name}" if caption is None else f"{key}/{name}/{caption}"

@@ -1,0 +1,113 @@
+"""Puts finished batches together into shards, in the order of the work.
+
+Which batches share a shard follows from their sizes alone, and a sample that is there twice is kept where it comes
+first: so the shards are the same to the bit however often the work was killed and by how many ranks it was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts, read_tensors, write_feature_file
+from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
+from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow
+
+SHARD_BYTES = 512 << 20
+"""A shard is closed when it has as many."""
+HEADER_BYTES = 16 << 20
+"""Or when its header has as many: it is parsed as a whole, and the format refuses more than 100 MB."""
+
+
+@dataclass
+class _Group:
+    """Batches of the shard that comes next."""
+
+    numbers: list[int] = field(default_factory=list)
+    total_bytes: int = 0
+    header_bytes: int = 0
+
+    def add(self, number: int, path: Path) -> None:
+        self.numbers.append(number)
+        self.total_bytes += path.stat().st_size
+        with path.open("rb") as file:
+            self.header_bytes += int.from_bytes(file.read(8), "little")
+
+
+class ShardBuilder:
+    """Compacts a feature set's batches; one process at a time.
+
+    Args:
+        folder: The feature set.
+        batches: How many batches the whole work has.
+        shard_bytes: Size of a shard.
+    """
+
+    def __init__(self, folder: FeatureFolder, batches: int, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._batches, self._shard_bytes = folder, batches, shard_bytes
+        self._first_batch: dict[str, int] = {}
+        """Key → the first batch that has it: there its tensors are kept."""
+        for span in folder.shards():
+            self._remember(read_facts(span.path)[0].records, span.first)
+        self._gaps = list(self._find_gaps())
+        self._group = _Group()
+
+    def compact(self) -> None:
+        """Make every shard whose batches are all there; their files go away once the shard has its name."""
+        while self._gaps and self._is_group_complete():
+            start, end = self._gaps.pop(0)
+            self._write(self._group.numbers)
+            start, self._group = self._group.numbers[-1] + 1, _Group()
+            if start <= end:
+                self._gaps.insert(0, (start, end))
+
+    def _find_gaps(self) -> Iterator[tuple[int, int]]:
+        """First and last batch of each stretch that is in no shard."""
+        start = 0
+        for span in self._folder.shards():
+            if start < span.first:
+                yield start, span.first - 1
+            start = span.last + 1
+        if start < self._batches:
+            yield start, self._batches - 1
+
+    def _is_group_complete(self) -> bool:
+        """Take batches into the next shard until it is full; False when one of them is missing."""
+        start, end = self._gaps[0]
+        group = self._group
+        while not self._is_full(group):
+            number = start + len(group.numbers)
+            if number > end:
+                return True
+            path = self._folder.batch(number)
+            if not path.exists():
+                return False
+            group.add(number, path)
+        return True
+
+    def _is_full(self, group: _Group) -> bool:
+        return group.total_bytes >= self._shard_bytes or group.header_bytes >= HEADER_BYTES
+
+    def _write(self, numbers: list[int]) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        records: list[FeatureRecord] = []
+        skipped: list[SkippedRow] = []
+        for number in numbers:
+            path = self._folder.batch(number)
+            facts, _ = read_facts(path)
+            self._remember(facts.records, number)
+            own = {record.key for record in facts.records if self._first_batch[record.key] == number}
+            tensors |= {name: value for name, value in read_tensors(path).items() if name.partition("/")[0] in own}
+            records += facts.records
+            skipped += facts.skipped
+        first, last = numbers[0], numbers[-1]
+        write_feature_file(self._folder.shard(first, last), tensors, (first, last), records, skipped)
+        for number in numbers:
+            self._folder.batch(number).unlink()
+
+    def _remember(self, records: Iterable[FeatureRecord], batch: int) -> None:
+        for record in records:
+            self._first_batch[record.key] = min(batch, self._first_batch.get(record.key, batch))

@@ -1,0 +1,1 @@
+"""Features that trade time for memory, applied to a model in place."""

@@ -1,0 +1,80 @@
+"""Recomputes modules in the backward pass instead of keeping what they computed (Chen et al. 2016, arXiv:1604.06174).
+
+A module's `forward` is replaced on the instance: nothing is wrapped, so no parameter changes its name, and hooks, those
+of sharding among them, stay outside of what is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+_CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+"""A second forward pass would write into a cache a second time; training needs none."""
+
+
+def recompute_modules(model: nn.Module, names: Iterable[str], *, use_reentrant: bool = False) -> None:
+    """Recompute these modules in the backward pass; call it before sharding.
+
+    Args:
+        model: Parameters on meta or real.
+        names: Modules, none inside another.
+        use_reentrant: Run a backward pass inside the backward pass, autograd's older way. Gradients of what several
+            modules take in, such as an embedding of the timestep, are then summed in another order.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = RecomputedForward(module, use_reentrant)
+
+
+class RecomputedForward:
+    """A module's `forward` that keeps its inputs only. Random numbers are drawn again as they were the first time.
+
+    Args:
+        module: Its own forward is called once more in the backward pass. Not in passes without gradients.
+        use_reentrant: See `recompute_modules`.
+    """
+
+    def __init__(self, module: nn.Module, use_reentrant: bool) -> None:
+        self._forward: Callable[..., Any] = module.forward  # bound: a deep copy of the module takes its own along
+        self._module = module
+        self._use_reentrant = use_reentrant
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the module, of the same types as without recomputation."""
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        kwargs |= {name: nothing for name, nothing in _CACHES.items() if name in kwargs}
+        # `checkpoint` looks for devices, and the re-entrant one for gradients, in positional tensors only, while
+        # diffusers' models call their blocks by keyword: dropout of an accelerator would not be drawn again.
+        leaves, structure = tree_flatten((args, kwargs))
+        if self._use_reentrant:
+            return self._reentrant(leaves, structure)
+
+        def run(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, structure)
+            return self._forward(*args, **kwargs)
+
+        return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True)
+
+    def _reentrant(self, leaves: list[Any], structure: Any) -> Any:
+        """Autograd sees one function from tensors to tensors; it must have an input that needs a gradient."""
+        shape: list[Any] = []
+
+        def run(_needs_gradient: torch.Tensor | None, *leaves: Any) -> tuple[Any, ...]:
+            args, kwargs = tree_unflatten(leaves, structure)
+            outputs, structure_of_outputs = tree_flatten(self._forward(*args, **kwargs))
+            shape[:] = [structure_of_outputs]
+            return tuple(outputs)
+
+        trains = any(parameter.requires_grad for parameter in self._module.parameters())
+        if not trains and not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            return tree_unflatten(list(run(None, *leaves)), shape[0])
+        needs_gradient = torch.empty(0, requires_grad=True) if trains else None
+        outputs = checkpoint(run, needs_gradient, *leaves, use_reentrant=True, preserve_rng_state=True)
+        return tree_unflatten(list(outputs), shape[0])

@@ -1,0 +1,1 @@
+"""What all generators share: the adapter that a family fills in, its encoders, its sampler."""

@@ -1,0 +1,272 @@
+"""What must be known of a family of denoising transformers to extract for it, train it and sample from it.
+
+diffusers has the models and the pipelines. A family is one subclass of `DiffusionAdapter`, registered with
+`@model_register.register("<id>")` in `models/<id>/modeling_<id>.py`, and a `card.yaml` beside it; nothing else in the
+package names it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+
+TextFeatures = dict[str, torch.Tensor]
+"""One caption's features by batch key, without the batch axis: `prompt_embeds` (L, D), `pooled_prompt_embeds` (D,)."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A setting of the transformer that another component of the folder fixes."""
+
+    setting: str
+    value: Any
+    """None: nothing is asked."""
+    source: str
+    """Where the value comes from, for messages."""
+
+
+class DiffusionAdapter(ABC):
+    """One family, seen through one model folder in diffusers' layout. Making one reads JSON files only.
+
+    Args:
+        folder: With `model_index.json`, `transformer/`, `vae/`, text encoders, tokenizers and `scheduler/`.
+        transformer: Settings of the transformer's configuration to change (`model.transformer` of the YAML).
+    """
+
+    transformer_class: ClassVar[str]
+    """Its class in diffusers."""
+    pipelines: ClassVar[Mapping[str, str]]
+    """Task (t2i, t2v, i2v …) → diffusers' pipeline class, which `model_index.json` names."""
+    blocks: ClassVar[tuple[str, ...]]
+    """Patterns of the transformer's repeated blocks in execution order: what is sharded and recomputed one by one."""
+    sample_plan: ClassVar[SamplePlan | None] = None
+    """Where forward is cut when a sample is spread over ranks; None: it cannot be."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Module patterns that LoRA adapts when the YAML names none."""
+    tokenizer: ClassVar[str]
+    """The tokenizer whose tokens the transformer reads one by one."""
+    most_text_tokens: ClassVar[int] = 512
+    """`max_sequence_length` of the pipelines."""
+
+    def __init__(self, folder: Path, transformer: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self._changes = dict(transformer or {})
+        self._configs: dict[str, dict[str, Any]] = {}
+
+    # --- the folder -------------------------------------------------------------------------------------------------
+
+    def component_config(self, name: str) -> dict[str, Any]:
+        """The JSON configuration of a component (`vae`, `scheduler` …), read once; empty when the folder lacks it.
+
+        Raises:
+            ModelFolderError: It is not JSON.
+        """
+        if name not in self._configs:
+            self._configs[name] = self._read_config(name)
+        return self._configs[name]
+
+    def _read_config(self, name: str) -> dict[str, Any]:
+        for file in ("config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+            path = self.folder / name / file
+            if path.is_file():
+                return read_json(path)
+        return {}
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """`model_index.json`: component → [library, class]."""
+        return read_json(self.folder / "model_index.json")
+
+    @cached_property
+    def task(self) -> str:
+        """What the folder's pipeline does: t2i, t2v, i2v …
+
+        Raises:
+            ModelFolderError: The pipeline is none of this family's.
+        """
+        name = self.index.get("_class_name")
+        for task, pipeline in self.pipelines.items():
+            if pipeline == name:
+                return task
+        raise ModelFolderError(
+            f"{name} is no pipeline of {self.transformer_class}",
+            where=str(self.folder / "model_index.json"),
+            key="_class_name",
+            way_out=f"It takes {', '.join(self.pipelines.values())}.",
+        )
+
+    @property
+    def transformer_folder(self) -> Path:
+        """Where the transformer's weights and configuration are."""
+        return self.folder / "transformer"
+
+    @cached_property
+    def transformer_config(self) -> dict[str, Any]:
+        """The transformer's configuration with the YAML's changes."""
+        return {**self.component_config("transformer"), **self._changes}
+
+    @property
+    def text_tokens(self) -> int:
+        """Length that captions are padded to, in training and in sampling: `most_text_tokens`, or what the tokenizer
+        says when that is less."""
+        longest = self.component_config(self.tokenizer).get("model_max_length")
+        return min(self.most_text_tokens, int(longest)) if longest else self.most_text_tokens
+
+    @property
+    @abstractmethod
+    def geometry(self) -> MediaGeometry:
+        """Sizes that the VAE and the transformer take."""
+
+    def requirements(self) -> list[Requirement]:
+        """What the other components ask of the transformer's configuration."""
+        return []
+
+    def check(self) -> None:
+        """Raise `ModelFolderError` when the pipeline is none of this family's, what sizes and noise levels follow from
+        is missing, or the parts do not fit together."""
+        _ = self.task
+        for name in ("vae", "scheduler"):
+            if name in self.index and not (self.folder / name).is_dir():
+                raise absent_component(self.folder / name)
+        where = str(self.transformer_folder / "config.json")
+        problems = [
+            Problem(f"{held}, but {need.source} asks for {need.value}", where=where, key=need.setting)
+            for need in self.requirements()
+            if need.value is not None and (held := self.transformer_config.get(need.setting, need.value)) != need.value
+        ]
+        if problems:
+            raise ModelFolderError("the transformer does not fit the folder's other parts", problems=problems)
+
+    # --- encoding: what is done once, or while training on raw media ------------------------------------------------
+
+    @abstractmethod
+    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+        """Features of captions, one entry each, without padding that training can add again.
+
+        Args:
+            pipeline: From `components.load_encoders`: the family's pipeline without its transformer.
+            captions: As they stand in the data; the empty one is what caption dropout and guidance use.
+        """
+
+    @abstractmethod
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Normalised latents: the mode of the VAE's posterior, (B, C, H, W) or (B, C, T, H, W), in the VAE's dtype.
+
+        Args:
+            pipeline: As above.
+            pixels: (B, 3, T, H, W) uint8 on any device; T is 1 for images.
+        """
+
+    def encode_conditions(self, pipeline: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What else a task is conditioned on, by batch key (i2v: `condition_latents`, `image_embeds`); (B, …) each."""
+        return {}
+
+    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
+        """Captions' features as batch entries, (B, …). Here: stacked, since all are equally long."""
+        return {key: torch.stack([each[key] for each in features]) for key in features[0]}
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Arguments of the transformer's forward.
+
+        Args:
+            noisy: Latents with noise, in the shape of `batch["latents"]`.
+            sigma: (B,) noise levels in 0..1, fp32 or fp64. What is made of them for the timestep keeps that precision.
+            batch: Text features and conditions, in the dtype that the transformer computes in.
+            guidance: `training.diffusion.guidance`, for transformers that take it as an input.
+        """
+
+    @abstractmethod
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """The transformer's output (called with `return_dict=False`) as a prediction of ε − x in the shape of latents.
+
+        Args:
+            output: What forward returned.
+            latent_shape: (B, C, H, W) or (B, C, T, H, W).
+        """
+
+    def init_weights(self, module: nn.Module) -> None:
+        """From scratch: set a module's own parameters that torch's `reset_parameters` does not know. A module that has
+        none of them is left alone. Most families have none."""
+        return
+
+    @abstractmethod
+    def forward_flops(self, latent_shape: tuple[int, ...], text_tokens: int) -> float:
+        """Floating-point operations of one sample's forward pass: a multiplication and an addition are two; attention
+        counts in full (non-causal).
+
+        Args:
+            latent_shape: (C, H, W) or (C, T, H, W).
+            text_tokens: Length of the text features.
+        """
+
+    def released_shift(self, tokens: int) -> float:
+        """The shift of noise levels that the folder's scheduler uses for a sample of so many tokens: by resolution when
+        it shifts dynamically, otherwise its `shift`, or UniPC's `flow_shift`."""
+        scheduler = self.component_config("scheduler")
+        if scheduler.get("use_dynamic_shifting"):
+            return self.resolution_shift(tokens)
+        return float(scheduler.get("flow_shift", scheduler.get("shift", 1.0)))
+
+    def resolution_shift(self, tokens: int) -> float:
+        """exp(μ), μ linear in the tokens through the scheduler's (base_image_seq_len, base_shift) and
+        (max_image_seq_len, max_shift); the defaults are FLUX.1's (Esser et al. 2024, section 5.3.2)."""
+        scheduler = self.component_config("scheduler")
+        few, many = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
+        low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
+        return math.exp(low + (high - low) / (many - few) * (tokens - few))
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """Keyword arguments of the family's pipeline for a batch, besides `prompt`, `generator` and `image`.
+
+        Args:
+            sampling: Steps, guidance, size.
+            prompts: As many as latents.
+            latents: (B, C, H, W) or (B, C, T, H, W) starting noise; the pipeline's own layout is made of it here.
+        """
+
+
+def absent_component(folder: Path) -> ModelFolderError:
+    """The error about a component that `model_index.json` lists and that has no folder."""
+    return ModelFolderError(
+        f"'{folder.name}' is listed in model_index.json, but its folder is not there",
+        where=str(folder),
+        way_out="Copy the model folder again.",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object out of a model folder. Raises `ModelFolderError` when it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFolderError("is not there", where=str(path), way_out="Copy the model folder again.") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(
+            f"is not valid JSON: {error}", where=str(path), way_out="Copy the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelFolderError("is not a table of settings", where=str(path), way_out="Copy the file again.")
+    return content

@@ -1,0 +1,180 @@
+"""The parts of a generator's folder around its transformer: VAE, text and image encoders, tokenizers, scheduler.
+
+A folder is data: classes come from diffusers and transformers only, weights from safetensors only, and a weight that is
+missing is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_files
+from mindspeed_mm.core.errors import MachineError, ModelFolderError
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, absent_component
+from mindspeed_mm.fsdp.models.model_folder import check_links, read_config
+from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+_MODULES = ("diffusers", "transformers", "mindspeed_mm.fsdp.models.diffusion.identity_vae")
+"""What `model_index.json` may name as the home of a class."""
+_SETTINGS = (".json", ".txt", ".model", ".jinja")
+"""Files that decide what a component does, beside its weights."""
+
+
+def load_encoders(adapter: DiffusionAdapter, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The folder's diffusers pipeline without its transformer: frozen, in evaluation mode, on a device.
+
+    Args:
+        adapter: Of the folder.
+        device: Of the encoders.
+        dtype: What they compute in; as each is stored when None.
+
+    Raises:
+        MachineError: diffusers is not installed.
+        ModelFolderError: A component is missing, damaged, incomplete, pickled, or of a class from elsewhere.
+    """
+    parts = {name: load_component(adapter, name, dtype) for name in component_names(adapter)}
+    for part in parts.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval().to(device)
+    return _pipeline(adapter, parts)
+
+
+def load_pipeline(adapter: DiffusionAdapter, transformer: nn.Module, encoders: Any) -> Any:
+    """The whole pipeline: a live transformer with the components that `load_encoders` loaded, which are shared."""
+    scheduler = type(encoders.scheduler).from_config(encoders.scheduler.config)  # it counts steps: not to be shared
+    return _pipeline(adapter, encoders.components | {"transformer": transformer, "scheduler": scheduler})
+
+
+def encoder_files(adapter: DiffusionAdapter) -> dict[str, list[Path]]:
+    """Component → the files that decide what it encodes: all components but transformer and scheduler.
+
+    Raises:
+        ModelFolderError: A component's weights are missing or pickled.
+    """
+    return {name: _files(adapter.folder / name) for name in component_names(adapter) if name != "scheduler"}
+
+
+def component_names(adapter: DiffusionAdapter) -> list[str]:
+    """The components that the folder has, but for its transformer."""
+    return [
+        name
+        for name, entry in adapter.index.items()
+        if _is_component(entry) and entry[0] is not None and not name.startswith("transformer")
+    ]
+
+
+def load_component(adapter: DiffusionAdapter, name: str, dtype: torch.dtype | None = None) -> Any:
+    """One component of the folder, on the CPU.
+
+    Raises:
+        ModelFolderError: As `load_encoders`.
+    """
+    folder = adapter.folder / name
+    component = _component_class(adapter, name)
+    if not folder.is_dir():
+        raise absent_component(folder)
+    check_links(folder)
+    try:
+        with quiet("transformers", "diffusers"):
+            if issubclass(component, nn.Module):
+                return _load_module(component, folder, dtype)
+            return component.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelFolderError(
+            f"{component.__name__} cannot be loaded: {first_line}",
+            where=str(folder),
+            way_out="Compare the folder with the original model's.",
+        ) from error
+
+
+def _load_module(component: Any, folder: Path, dtype: torch.dtype | None) -> Any:
+    from transformers import PreTrainedModel  # seconds to import
+
+    read_config(folder)
+    stored = [entry.dtype for entry in find_entries(folder).values() if entry.dtype.is_floating_point]
+    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    name = "dtype" if issubclass(component, PreTrainedModel) else "torch_dtype"
+    module, report = component.from_pretrained(
+        str(folder), **options, **{name: dtype or (stored[0] if stored else torch.float32)}
+    )
+    missing = sorted(map(str, [*(report.get("missing_keys") or ()), *(report.get("mismatched_keys") or ())]))
+    if missing:
+        raise ModelFolderError(
+            f"{len(missing)} weights are missing or of another shape: {', '.join(missing[:3])} …",
+            where=str(folder),
+            way_out="Copy the weights that belong to this config.json.",
+        )
+    return module
+
+
+def diffusers_class(name: str) -> Any:
+    """A class of diffusers by name.
+
+    Raises:
+        MachineError: diffusers is not installed.
+        ModelFolderError: It has no such class.
+    """
+    ensure_torchvision()
+    try:
+        import diffusers  # an extra, and seconds to import
+    except ImportError as error:
+        raise MachineError(
+            f"diffusers cannot be imported: {error}", way_out="Install it: pip install 'mindspeed-mm[diffusion]'."
+        ) from error
+    found = getattr(diffusers, name, None)
+    if not isinstance(found, type):
+        raise ModelFolderError(
+            f"diffusers {diffusers.__version__} has no class {name}", way_out="Install a newer diffusers."
+        )
+    return found
+
+
+def _component_class(adapter: DiffusionAdapter, name: str) -> Any:
+    library, class_name = adapter.index[name]
+    where = str(adapter.folder / "model_index.json")
+    if library not in _MODULES:
+        raise ModelFolderError(
+            f"the class {class_name} comes from '{library}', whose code is not run",
+            where=where,
+            key=name,
+            way_out=f"Components are classes of {' and '.join(_MODULES[:2])}.",
+        )
+    if library == "diffusers":
+        return diffusers_class(class_name)
+    ensure_torchvision()
+    found = getattr(importlib.import_module(library), class_name, None)
+    if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
+        raise ModelFolderError(f"{library} has no class {class_name}", where=where, key=name)
+    return found
+
+
+def _pipeline(adapter: DiffusionAdapter, parts: dict[str, Any]) -> Any:
+    """The pipeline of these parts; those that the folder lists as absent are None."""
+    pipeline_class = diffusers_class(adapter.pipelines[adapter.task])
+    known = inspect.signature(pipeline_class.__init__).parameters
+    absent = {name: None for name, entry in adapter.index.items() if _is_component(entry) and name in known}
+    settings = {key: value for key, value in adapter.index.items() if not _is_component(value) and key in known}
+    with quiet("diffusers"):
+        pipeline = pipeline_class(**{**settings, **absent, **parts})
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _is_component(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise absent_component(folder)
+    settings = [path for path in folder.iterdir() if path.suffix in _SETTINGS and ".index." not in path.name]
+    has_weights = (folder / "config.json").is_file()  # tokenizers and image processors have none
+    return sorted(settings) + (weight_files(folder) if has_weights else [])

@@ -1,0 +1,78 @@
+"""Tells model folders in diffusers' layout, and finds the adapter of the family that one belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, read_json
+from mindspeed_mm.fsdp.params.cards import transformer_ids
+from mindspeed_mm.fsdp.utils.register import model_register
+
+INDEX = "model_index.json"
+
+
+def is_diffusion_folder(folder: str | Path | None) -> bool:
+    """Whether a folder is in diffusers' layout."""
+    return folder is not None and (Path(folder) / INDEX).is_file()
+
+
+def find_adapter(
+    folder: str | Path, model_id: str | None = None, transformer: Mapping[str, Any] | None = None
+) -> DiffusionAdapter:
+    """The adapter for a folder: of the registered id, or of the family whose transformer the folder holds.
+
+    Args:
+        folder: In diffusers' layout.
+        model_id: `model.model_id`; None: found by the class that `model_index.json` names.
+        transformer: `model.transformer`: settings of the transformer's configuration to change.
+
+    Raises:
+        ModelFolderError: The folder is in another layout, no family here has its transformer, or its parts do not fit
+            together.
+        ConfigError: The id is not a generator's.
+    """
+    path = Path(folder)
+    if not is_diffusion_folder(path):
+        raise ModelFolderError(
+            f"holds no {INDEX}",
+            where=str(path),
+            key="model.model_name_or_path",
+            way_out="Name a folder in diffusers' layout: the one with transformer/, vae/ and scheduler/.",
+        )
+    if model_id is None:
+        model_id = _id_of(path, read_json(path / INDEX))
+    entry = model_register.get(model_id)
+    if not _is_adapter(entry):
+        raise ConfigError(
+            f"'{model_id}' is not a generator, but the folder is one",
+            where=str(path),
+            key="model.model_id",
+            way_out=f"Leave model_id out, or name one of {', '.join(sorted(set(transformer_ids().values())))}.",
+        )
+    adapter = entry(path, transformer)
+    adapter.check()
+    return adapter
+
+
+def _id_of(path: Path, index: Mapping[str, Any]) -> str:
+    entry = index.get("transformer")
+    name = str(entry[1]) if isinstance(entry, list) and len(entry) == 2 else "no transformer"
+    outside = {entry.transformer_class: key for key, entry in model_register.loaded().items() if _is_adapter(entry)}
+    ids = outside | transformer_ids()
+    if name not in ids:
+        raise ModelFolderError(
+            f"the transformer is {name}, which no family here has",
+            where=str(path / INDEX),
+            key="transformer",
+            way_out=f"{did_you_mean(name, ids)}Known: {', '.join(sorted(ids))}. "
+            "Others are added by a plugin: name it in training.plugin.",
+        )
+    return ids[name]
+
+
+def _is_adapter(entry: Any) -> bool:
+    return isinstance(entry, type) and issubclass(entry, DiffusionAdapter)

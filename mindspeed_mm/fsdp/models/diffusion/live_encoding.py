@@ -1,0 +1,54 @@
+"""Encodes media and captions while training, where no features were extracted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
+
+_CAPTIONS_KEPT = 256
+"""Features of the captions seen last are kept: the empty one comes all the time."""
+
+
+class LiveEncoder:
+    """Raw batches → what `mm extract` would have stored of them.
+
+    Samples are encoded one by one: what comes out does not depend on the batch that one is in.
+
+    Args:
+        adapter: The family.
+        pipeline: From `components.load_encoders`; on its device.
+    """
+
+    def __init__(self, adapter: DiffusionAdapter, pipeline: Any) -> None:
+        self._adapter, self._pipeline = adapter, pipeline
+        self._texts: OrderedDict[str, TextFeatures] = OrderedDict()
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Batch:
+        """`latents`, text features and conditions, on the host.
+
+        Args:
+            batch: `pixels` (B, 3, T, H, W) uint8 and `captions`.
+        """
+        clips = batch["pixels"].split(1)
+        latents = [self._adapter.encode_media(self._pipeline, clip).cpu() for clip in clips]
+        conditions = [self._adapter.encode_conditions(self._pipeline, clip) for clip in clips]
+        return {
+            "latents": torch.cat(latents),
+            **{key: torch.cat([each[key].cpu() for each in conditions]) for key in conditions[0]},
+            **self._adapter.pad_text([self._text(caption) for caption in batch["captions"]]),
+        }
+
+    def _text(self, caption: str) -> TextFeatures:
+        if caption not in self._texts:
+            (features,) = self._adapter.encode_text(self._pipeline, [caption])
+            self._texts[caption] = {key: value.cpu() for key, value in features.items()}
+        self._texts.move_to_end(caption)
+        if len(self._texts) > _CAPTIONS_KEPT:
+            self._texts.popitem(last=False)
+        return self._texts[caption]

@@ -1,0 +1,186 @@
+"""Prompts to generate from: from the configuration, the command line, or a file that is used to its last line."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.readers import open_reader, parse_row
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+
+FIELDS = ("prompt", "image", "negative_prompt", "seed")
+"""Fields of a row of JSON."""
+ROW_SUFFIXES = (".jsonl", ".json")
+LINE_SUFFIXES = (".txt", "")
+SHOWN_PROBLEMS = 10
+_SLUG_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What somebody wants to see."""
+
+    number: int
+    """Line of its file or place in the list, from 0; with the seed it decides the noise."""
+    text: str
+    """May be empty: what the model makes without a caption."""
+    place: str
+    """`prompts.txt:7`."""
+    image: Path | None = None
+    """The picture that a video goes on from."""
+    negative_prompt: str | None = None
+    """None: that of the settings."""
+    seed: int | None = None
+    """Stands for the seed of the settings and the number: rows with the same one share their noise."""
+
+    @property
+    def slug(self) -> str:
+        """The words as a part of a file name."""
+        text = unicodedata.normalize("NFKC", self.text).lower()
+        words = "".join(character if character.isalnum() else " " for character in text).split()
+        return "-".join(words)[:_SLUG_CHARACTERS].strip("-") or "empty"
+
+
+def prompts_of(sampling: SamplingArguments, key: str = "training.sampling") -> list[Prompt]:
+    """The prompts that a configuration names: the list, then the file's, whose numbers go on from the list's.
+
+    Raises:
+        DataError: The file is missing or bad.
+    """
+    listed = [Prompt(number, text, f"{key}.prompts[{number}]") for number, text in enumerate(sampling.prompts)]
+    if sampling.prompts_file is None:
+        return listed
+    return [*listed, *read_prompts(Path(sampling.prompts_file), first_number=len(listed))]
+
+
+def read_prompts(path: Path, *, media_dir: Path | None = None, first_number: int = 0) -> list[Prompt]:
+    """Every prompt of a file.
+
+    `.txt`: one a line. Each line counts, an empty one too: it is the empty prompt. White space around a line goes.
+    `.jsonl`, `.json`: objects with `prompt` and, if wanted, `image`, `negative_prompt`, `seed`. Lines end with LF or
+    CRLF; a byte-order mark is skipped.
+
+    Args:
+        path: The file.
+        media_dir: Where relative images start, and what they may not leave; by default the folder of the file.
+        first_number: Number of the first line.
+
+    Raises:
+        DataError: Naming the file, or the bad rows (the first ten).
+    """
+    if not path.is_file():
+        raise DataError("there is no such file", where=str(path), way_out="Give a file with one prompt a line.")
+    if path.suffix in ROW_SUFFIXES:
+        return _read_rows(path, MediaLoader(media_dir or path.absolute().parent), first_number)
+    if path.suffix in LINE_SUFFIXES:
+        return _read_lines(path, first_number)
+    raise DataError(
+        f"'{path.suffix}' files are not read as prompts",
+        where=str(path),
+        way_out="Give a .txt file with one prompt a line, or a .jsonl file of objects with 'prompt'.",
+    )
+
+
+def empty_note(prompts: Sequence[Prompt]) -> str:
+    """What to tell somebody whose prompts are partly empty; nothing when none is."""
+    places = [prompt.place for prompt in prompts if not prompt.text]
+    if not places:
+        return ""
+    shown = ", ".join(places[:3]) + (" …" if len(places) > 3 else "")
+    count = "1 prompt is" if len(places) == 1 else f"{len(places)} prompts are"
+    return f"{count} empty ({shown}): sampled without a caption"
+
+
+def _read_lines(path: Path, first_number: int) -> list[Prompt]:
+    text = _decode(path)
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    if lines[-1] == "":
+        lines.pop()  # the end of the last line begins no other
+    if not lines:
+        raise DataError("the file is empty", where=str(path), way_out="Write one prompt a line.")
+    if _is_row(lines[0]):
+        raise DataError(
+            "the lines are JSON objects, not prompts", where=f"{path.name}:1", way_out="Rename the file to .jsonl."
+        )
+    return [
+        Prompt(first_number + number, line.strip(), f"{path.name}:{number + 1}") for number, line in enumerate(lines)
+    ]
+
+
+def _decode(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"byte {error.start} is not UTF-8 (0x{data[error.start]:02x})",
+            where=f"{path.name}:{line}",
+            way_out="Save the file as UTF-8.",
+        ) from error
+    if "\0" in text:
+        raise DataError(
+            "the file holds NUL bytes: it is not text", where=str(path), way_out="Give a file with one prompt a line."
+        )
+    return text.removeprefix("\ufeff")
+
+
+def _is_row(line: str) -> bool:
+    if not line.lstrip().startswith("{"):
+        return False
+    try:
+        return "prompt" in parse_row(line.encode(), "")
+    except DataError:
+        return False
+
+
+def _read_rows(path: Path, media: MediaLoader, first_number: int) -> list[Prompt]:
+    reader = open_reader(path)
+    prompts: list[Prompt] = []
+    problems: list[Problem] = []
+    for index in range(len(reader)):
+        place = reader.place(index)
+        try:
+            prompts.append(_prompt(reader.read(index), first_number + place.row - 1, str(place), media))
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        headline = f"{path}: {len(problems)} of {len(reader)} rows are bad"
+        raise DataError(headline, problems=problems[:SHOWN_PROBLEMS])
+    return prompts
+
+
+def _prompt(row: Mapping[str, Any], number: int, place: str, media: MediaLoader) -> Prompt:
+    for name in row:
+        if name not in FIELDS:
+            way_out = f"{did_you_mean(name, FIELDS)}A row has {', '.join(FIELDS)}."
+            raise DataError(f"'{name}' is no field of a prompt", where=place, key=name, way_out=way_out)
+    if "prompt" not in row:
+        raise DataError(f"no 'prompt': the row has {sorted(row)}", where=place, key="prompt")
+    text, negative, seed = row["prompt"], row.get("negative_prompt"), row.get("seed")
+    if not isinstance(text, str):
+        raise DataError(f"{text!r} is not text", where=place, key="prompt")
+    if not isinstance(negative, str | None):
+        raise DataError(f"{negative!r} is not text", where=place, key="negative_prompt")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
+        raise DataError(f"{seed!r} is not a whole number from 0 to 2^63 - 1", where=place, key="seed")
+    image = None if row.get("image") is None else _image(row["image"], place, media)
+    return Prompt(number, text.strip(), place, image, negative, seed)
+
+
+def _image(item: Any, place: str, media: MediaLoader) -> Path:
+    """The path of a picture that is there and may be opened; it is decoded when its turn comes."""
+    if not isinstance(item, str) or not item:
+        raise DataError(f"{item!r} is no path of a picture", where=place, key="image")
+    try:
+        media.open(item).close()
+    except DataError as error:
+        problem = error.problems[0]
+        raise DataError(problem.what, where=place, key="image", way_out=problem.way_out) from error
+    return Path(media.dataset_dir, item).resolve()

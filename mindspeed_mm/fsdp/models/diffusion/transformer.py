@@ -1,0 +1,108 @@
+"""Builds the denoising transformer of a generator's folder without weights, and says where its weights lie."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.models.attention_choice import set_attention_backend
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter, is_diffusion_folder
+from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.model_folder import check_links, read_config, require_folder
+from mindspeed_mm.fsdp.params.cards import model_modules
+from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.params.model_args import ModelArguments
+
+
+def is_generator(model_args: ModelArguments) -> bool:
+    """Whether the configuration names an image or video generator: by its id, or else by its folder. (A plugin may read
+    such a folder by a class of its own; a built-in language model cannot.)"""
+    is_folder = is_diffusion_folder(model_args.model_name_or_path)
+    if model_args.model_id is None or (is_folder and model_args.model_id in model_modules()):
+        return is_folder
+    entry = model_register.get(model_args.model_id)
+    return isinstance(entry, type) and issubclass(entry, DiffusionAdapter)
+
+
+def build_transformer(
+    model_args: ModelArguments, overrides: Mapping[str, Any], param_dtype: torch.dtype | None
+) -> nn.Module:
+    """The transformer with parameters on the meta device and real buffers; it bears its adapter as `_mm_adapter`.
+
+    All parameters have one dtype, as FSDP asks: what diffusers would keep in fp32 beside bf16 is fp32 anyway, since
+    masters are.
+
+    Args:
+        model_args: The `model` section.
+        overrides: Settings of the transformer's configuration to change, beside `model.transformer`.
+        param_dtype: What the plan computes in.
+
+    Raises:
+        ConfigError: The transformer has no such setting, or diffusers no such attention kernel.
+        ModelFolderError: The folder cannot be understood, or its parts do not fit together.
+        MachineError: diffusers, or the attention kernel asked for, is not installed.
+    """
+    changes = {**(model_args.transformer or {}), **overrides}
+    adapter = find_adapter(require_folder(model_args.model_name_or_path), model_args.model_id, changes)
+    model_class = diffusers_class(adapter.transformer_class)
+    _check_config(adapter, model_class, changes)
+    try:
+        with parameters_on_meta(), quiet("diffusers"):
+            model = model_class.from_config(dict(adapter.transformer_config))
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError) as error:
+        raise ModelFolderError(
+            f"diffusers cannot build the transformer: {' '.join(str(error).split())}",
+            where=str(adapter.transformer_folder / "config.json"),
+            key="model.transformer" if changes else "",
+            way_out="Compare the settings with the original model's config.json.",
+        ) from error
+    set_attention_backend(model, model_args.attn_implementation, param_dtype=param_dtype)
+    model._mm_adapter = adapter
+    return model
+
+
+def transformer_weights(folder: Path) -> Path:
+    """Where a transformer's weights lie: `transformer/` of a folder in diffusers' layout, else the folder itself."""
+    weights = folder / "transformer" if is_diffusion_folder(folder) else folder
+    if weights.is_dir():
+        check_links(weights)
+    return weights
+
+
+def _check_config(adapter: DiffusionAdapter, model_class: type, changes: Mapping[str, Any]) -> None:
+    where = adapter.transformer_folder / "config.json"
+    config = read_config(adapter.transformer_folder)
+    if config.get("_class_name", adapter.transformer_class) != adapter.transformer_class:
+        raise ModelFolderError(
+            f"describes a {config['_class_name']}, not a {adapter.transformer_class}",
+            where=str(where),
+            key="_class_name",
+            way_out="Name the model_id of this folder's model, or leave model_id out.",
+        )
+    known = set(inspect.signature(model_class).parameters)
+    for name in changes:
+        if name not in known:
+            raise ConfigError(
+                f"{adapter.transformer_class} has no such setting",
+                key=f"model.transformer.{name}",
+                way_out=f"{did_you_mean(name, known)}It has {', '.join(sorted(known))}.",
+            )
+    if unknown := [name for name in config if name not in known and not name.startswith("_")]:
+        raise ModelFolderError(
+            f"{', '.join(unknown)}: the installed diffusers knows no such setting of {adapter.transformer_class}",
+            where=str(where),
+            key=unknown[0],
+            way_out="Install the diffusers that the folder was made for, or remove the setting.",
+        )

@@ -1,0 +1,229 @@
+"""Wan2.1 (text to video, image to video) as diffusers has it: latents with a time axis, text without a mask, time in
+0..1000."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.register import model_register
+
+_PIPELINE_STEP = 16
+"""The pipelines refuse other heights and widths than its multiples."""
+
+
+@model_register.register("wan2_1")
+class WanAdapter(DiffusionAdapter):
+    """Wan2.1 1.3B and 14B."""
+
+    transformer_class = "WanTransformer3DModel"
+    pipelines = {"t2v": "WanPipeline", "i2v": "WanImageToVideoPipeline"}
+    blocks = ("blocks.{*}",)
+    sample_plan = SamplePlan(module_inputs={"blocks.0": 1}, module_outputs={"rope": 1})
+    lora_targets = tuple(f"blocks.{{*}}.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
+    tokenizer = "tokenizer"
+
+    @cached_property
+    def geometry(self) -> MediaGeometry:
+        """The VAE's ratios, the transformer's patches, and the pipelines' own rule for sides."""
+        vae = self.component_config("vae")
+        ratio = int(vae.get("scale_factor_spatial", 8))
+        patch = tuple(self.transformer_config.get("patch_size", (1, 2, 2)))
+        return MediaGeometry(
+            spatial_ratio=ratio,
+            temporal_ratio=int(vae.get("scale_factor_temporal", 4)),
+            patch=(patch[0], patch[1], patch[2]),
+            latent_channels=int(vae.get("z_dim", 16)),
+            is_video=True,
+            spatial_step=math.lcm(_PIPELINE_STEP, *(ratio * side for side in patch[1:])),
+        )
+
+    @property
+    def text_tokens(self) -> int:
+        """Beside image features the transformer takes the last 512 tokens for text, whatever the tokenizer says."""
+        return self.most_text_tokens if self._takes_image_embeds else super().text_tokens
+
+    @property
+    def _takes_image_embeds(self) -> bool:
+        return self.transformer_config.get("image_dim") is not None
+
+    @property
+    def _input_channels(self) -> int:
+        """i2v: noise, a mask of one channel a frame, and the condition."""
+        channels = self.geometry.latent_channels
+        return channels if self.task == "t2v" else 2 * channels + self.geometry.temporal_ratio
+
+    def requirements(self) -> list[Requirement]:
+        """Channels of the VAE, widths of the encoders."""
+        image_encoder = self.component_config("image_encoder")
+        image_width = image_encoder.get("hidden_size") if self._takes_image_embeds else None
+        return [
+            Requirement("in_channels", self._input_channels, f"vae: z_dim, for {self.task}"),
+            Requirement("out_channels", self.geometry.latent_channels, "vae: z_dim"),
+            Requirement("text_dim", self.component_config("text_encoder").get("d_model"), "text_encoder"),
+            Requirement("image_dim", image_width, "image_encoder"),
+        ]
+
+    def check(self) -> None:
+        """Also refuses Wan2.2's folders of two transformers, and of one that takes a timestep for each token."""
+        super().check()
+        for key in ("transformer_2", "expand_timesteps"):
+            if self.index.get(key) not in (None, False, [None, None]):
+                raise ModelFolderError(
+                    "is set: this is a Wan2.2 pipeline, and 'wan2_1' trains Wan2.1",
+                    where=str(self.folder / "model_index.json"),
+                    key=key,
+                    way_out="Name a folder of Wan2.1.",
+                )
+
+    # --- encoding ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+        """`prompt_embeds` (L, D) by UMT5, L the caption's own tokens: the pipelines pad with zeros, `pad_text` too."""
+        embeds, _ = pipeline.encode_prompt(
+            prompt=list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+        )
+        return [{"prompt_embeds": each[: _used_rows(each)].clone()} for each in embeds]
+
+    @torch.no_grad()
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(z − mean) / std by channel, from the VAE's configuration."""
+        return _normalised_latents(pipeline.vae, model_range(pixels))
+
+    @torch.no_grad()
+    def encode_conditions(self, pipeline: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """i2v: `condition_latents`, the first frame followed by grey; `image_embeds` (B, N, D), CLIP's last but one
+        layer for that frame, when the transformer takes them."""
+        if self.task == "t2v":
+            return {}
+        video = model_range(pixels)
+        video[:, :, 1:] = 0.0
+        conditions = {"condition_latents": _normalised_latents(pipeline.vae, video)}
+        if self._takes_image_embeds:
+            images = as_pil(pixels[:, :, 0])
+            conditions["image_embeds"] = pipeline.encode_image(images, pipeline.image_encoder.device)
+        return conditions
+
+    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
+        """`prompt_embeds` (B, `text_tokens`, D), zeros behind each caption; no mask, the model takes none."""
+        rows = [each["prompt_embeds"] for each in features]
+        padded = rows[0].new_zeros(len(rows), self.text_tokens, rows[0].shape[-1])
+        for row, embeds in enumerate(rows):
+            padded[row, : len(embeds)] = embeds
+        return {"prompt_embeds": padded}
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Time is 1000 σ; for i2v the mask and the condition stand behind the noisy channels."""
+        hidden = noisy
+        if "condition_latents" in batch:
+            condition = batch["condition_latents"].to(noisy.dtype)
+            hidden = torch.cat([noisy, self._first_frame_mask(noisy), condition], dim=1)
+        inputs = {
+            "hidden_states": hidden,
+            "timestep": 1000 * sigma,
+            "encoder_hidden_states": batch["prompt_embeds"],
+        }
+        if "image_embeds" in batch:
+            inputs["encoder_hidden_states_image"] = batch["image_embeds"]
+        return inputs
+
+    def _first_frame_mask(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """(B, frames of a latent frame, T, H, W): one where frames are given."""
+        B, _, *size = latents_BCTHW.shape
+        mask = latents_BCTHW.new_zeros(B, self.geometry.temporal_ratio, *size)
+        mask[:, :, 0] = 1
+        return mask
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """As it is."""
+        return output[0]
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Modulation tables are N(0, 1/width), position embeddings zero, as in diffusers' constructors."""
+        table = module._parameters.get("scale_shift_table")
+        if table is not None:
+            table.normal_(std=table.shape[-1] ** -0.5)
+        positions = module._parameters.get("pos_embed")
+        if positions is not None:
+            positions.zero_()
+
+    def forward_flops(self, latent_shape: tuple[int, ...], text_tokens: int) -> float:
+        """Matrix products, convolution and attention. Left out: norms, activations, rotations."""
+        config = self.transformer_config
+        width = config["attention_head_dim"] * config["num_attention_heads"]
+        tokens, patch = self.geometry.tokens(latent_shape), math.prod(self.geometry.patch)
+        image_tokens = self._image_tokens if self._takes_image_embeds else 0
+        read = text_tokens + image_tokens  # what cross-attention reads
+        block = (
+            2.0 * width**2 * (6 * tokens + 2 * text_tokens)
+            + 4.0 * image_tokens * width * (config.get("added_kv_proj_dim") or 0)
+            + 4.0 * width * tokens * (tokens + read)
+            + 4.0 * width * tokens * config["ffn_dim"]
+        )
+        image_dim = config.get("image_dim") or 0
+        ends = 2.0 * (
+            tokens * patch * width * (self._input_channels + self.geometry.latent_channels)
+            + text_tokens * width * (config["text_dim"] + width)
+            + image_tokens * image_dim * (image_dim + width)
+            + width * (config.get("freq_dim", 256) + 7 * width)
+        )
+        return config["num_layers"] * block + ends
+
+    @property
+    def _image_tokens(self) -> int:
+        vision = self.component_config("image_encoder")
+        return (vision.get("image_size", 224) // vision.get("patch_size", 14)) ** 2 + 1
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """Classifier-free guidance; sizes follow from the latents."""
+        ratio = self.geometry.spatial_ratio
+        return {
+            "height": latents.shape[-2] * ratio,
+            "width": latents.shape[-1] * ratio,
+            "num_frames": self._asked_frames(latents.shape[-3]),
+            "num_inference_steps": sampling.num_inference_steps,
+            "guidance_scale": sampling.guidance_scale,
+            "negative_prompt": [sampling.negative_prompt] * len(prompts),
+            "latents": latents,
+            "max_sequence_length": self.text_tokens,
+            "output_type": "np",
+        }
+
+    def _asked_frames(self, latent_frames: int) -> int:
+        """The pipelines round to a multiple of the temporal ratio plus one, and with ratio 1 add one to any number."""
+        ratio = self.geometry.temporal_ratio
+        return (latent_frames - 1) * ratio + (ratio > 1)
+
+
+def _normalised_latents(vae: Any, video: torch.Tensor) -> torch.Tensor:
+    latents = vae.encode(video.to(vae.device, vae.dtype)).latent_dist.mode()
+    mean, std = (
+        torch.tensor(numbers, device=latents.device).view(1, -1, 1, 1, 1)
+        for numbers in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return ((latents.float() - mean) / std).to(latents.dtype)
+
+
+def _used_rows(embeds_LD: torch.Tensor) -> int:
+    """Rows before the zeros that the pipeline padded with."""
+    used = embeds_LD.ne(0).any(dim=-1).nonzero()
+    return int(used[-1]) + 1 if len(used) else 0

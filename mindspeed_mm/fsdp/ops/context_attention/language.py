@@ -1,0 +1,82 @@
+"""The attention function `mm_context`, registered with transformers: attention over a spread sequence where the call
+brings a share of one, and `mm_varlen` where it does not.
+
+Shapes: B rows, H heads, K key-value heads, T tokens of this rank, D head width, Dv width of values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mindspeed_mm.fsdp.ops.attention import AttentionError, varlen_attention, varlen_mask
+from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
+
+CONTEXT_ATTENTION_NAME = "mm_context"
+"""Never with "flash" in it: transformers would look for a kernel of that name."""
+
+
+def register_context_attention() -> str:
+    """Register `mm_context` with transformers and return the name, for `set_attn_implementation`. May be called
+    again."""
+    # transformers takes a second to import, and whoever builds a model has it already.
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(CONTEXT_ATTENTION_NAME, attend_to_share)
+    AttentionMaskInterface.register(CONTEXT_ATTENTION_NAME, varlen_mask)
+    return CONTEXT_ATTENTION_NAME
+
+
+def attend_to_share(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    mm_context: ContextShare | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, with the signature that transformers calls.
+
+    Args:
+        module: The attention module; its `is_causal` counts when the argument is not given.
+        query: (B, H, T, D).
+        key: (B, K, T, D).
+        value: (B, K, T, Dv).
+        attention_mask: From `varlen_mask`; documents are the layout's.
+        mm_context: The share; None where the sequence is whole on this rank.
+        others: As `varlen_attention` takes them.
+
+    Returns:
+        (B, T, H, Dv), and None in the place of the attention weights.
+
+    Raises:
+        AttentionError: The layer asks for more than exact causal or full attention.
+    """
+    if mm_context is None:
+        return varlen_attention(module, query, key, value, attention_mask, **others)
+    check_layer(attention_mask, mm_context, others)
+    given = others.get("is_causal")
+    causal = getattr(module, "is_causal", True) if given is None else given
+    tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return mm_context.attend(*tensors, causal=causal, scale=others.get("scaling")), None
+
+
+def check_layer(attention_mask: Tensor | None, share: ContextShare, others: dict[str, Any]) -> None:
+    """Raise `AttentionError` for what a spread sequence cannot do: masks, dropout, sinks, softcap, narrower windows."""
+    window = others.get("sliding_window")
+    asked = {
+        "a mask of its own": attention_mask is not None and attention_mask.numel() > 0,
+        "dropout": bool(others.get("dropout")),
+        "sinks": others.get("s_aux") is not None,
+        "a softcap": others.get("softcap") is not None,
+        f"a window of {window} tokens": window is not None and window < share.layout.longest_document,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise AttentionError(
+                f"a layer asks for attention with {what}, which a sequence spread over ranks does not have",
+                key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
+                way_out="Set both sizes to 1.",
+            )

@@ -1,0 +1,146 @@
+"""The attention layer of a spread sequence: Ulysses outside, the ring inside, each only where it has ranks.
+
+Shapes: B rows, T own queries, S own keys, H heads, K key-value heads, D head width, Dv width of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER, kernel_for
+from mindspeed_mm.fsdp.ops.context_attention.layout import LayoutError, Rectangle, SequenceLayout, plan_rectangles
+from mindspeed_mm.fsdp.ops.context_attention.ring import RingCall, ring_attention
+from mindspeed_mm.fsdp.ops.context_attention.ulysses import gather_heads, scatter_heads, share_heads
+
+
+@dataclass(frozen=True, eq=False)
+class ContextGroups:
+    """The ranks that share a sequence. A group of None has one rank."""
+
+    ring: dist.ProcessGroup | None = None
+    """Ranks that pass keys and values round."""
+    ulysses: dist.ProcessGroup | None = None
+    """Ranks that exchange heads."""
+    everyone: dist.ProcessGroup | None = None
+    """Both together, ring rank by ring rank."""
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks of the ring."""
+        return 1 if self.ring is None else self.ring.size()
+
+    @property
+    def ring_rank(self) -> int:
+        """Place in the ring."""
+        return 0 if self.ring is None else self.ring.rank()
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that exchange heads."""
+        return 1 if self.ulysses is None else self.ulysses.size()
+
+    @property
+    def ulysses_rank(self) -> int:
+        """Place among them."""
+        return 0 if self.ulysses is None else self.ulysses.rank()
+
+
+def context_attention(
+    q_BTHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    groups: ContextGroups,
+    queries: SequenceLayout,
+    keys: SequenceLayout | None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Exact attention of own queries to the keys of all ranks, (B, T, H, Dv).
+
+    Gradients of parameters on this rank are those of its own tokens: summed over the ranks they are the whole.
+
+    Args:
+        q_BTHD: Queries of own tokens, in the order of `queries`.
+        k_BSKD: Keys of own tokens; K divides H.
+        v_BSKD: Values.
+        groups: Who shares the sequence.
+        queries: Where the queries lie.
+        keys: Where the keys lie; the same object for self-attention. None: every rank holds all keys (the text of a
+            cross-attention), and nobody communicates.
+        causal: A token sees itself and those before it in its document.
+        scale: Factor on the scores; default 1 / √D.
+        key_mask: (B, keys of all ranks) bool, the same on all ranks; False hides a key from everyone.
+
+    Raises:
+        LayoutError: A tensor does not have the tokens that its layout gives this rank.
+    """
+    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    if keys is None:
+        return _attend_to_all(q_BTHD, k_BSKD, v_BSKD, scale, key_mask)
+    check_lengths(q_BTHD, queries, groups)
+    check_lengths(k_BSKD, keys, groups)
+    if groups.ulysses_size == 1:
+        return _attend_on_ring(q_BTHD, k_BSKD, v_BSKD, groups, queries, keys, causal, scale, key_mask)
+    assert groups.ulysses is not None
+    shares = share_heads(q_BTHD.shape[2], k_BSKD.shape[2], groups.ulysses_size)
+    query_lengths, key_lengths = (layout.piece_lengths(groups.ring_rank) for layout in (queries, keys))
+    q = scatter_heads(q_BTHD, query_lengths, shares.query, groups.ulysses)
+    kv = scatter_heads(torch.cat([k_BSKD, v_BSKD], dim=-1), key_lengths, shares.key, groups.ulysses)
+    if (places := shares.key_of_query(groups.ulysses_rank)) is not None:
+        kv = kv[:, :, places]
+    k, v = kv.split([k_BSKD.shape[-1], v_BSKD.shape[-1]], dim=-1)
+    out = _attend_on_ring(q, k, v, groups, queries, keys, causal, scale, key_mask)
+    return gather_heads(out, query_lengths, shares.query, groups.ulysses)
+
+
+def check_lengths(x_BTHD: Tensor, layout: SequenceLayout, groups: ContextGroups) -> None:
+    """Raise `LayoutError` unless a tensor has as many tokens as its layout gives this rank."""
+    expected = layout.piece_lengths(groups.ring_rank)[groups.ulysses_rank]
+    if x_BTHD.shape[1] != expected:
+        raise LayoutError(
+            f"{x_BTHD.shape[1]} tokens came to attention, but the layout gives this rank {expected} of {layout.length}",
+            way_out="Every input along the sequence has to be cut by the same layout.",
+        )
+
+
+def _attend_on_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: ContextGroups,
+    queries: SequenceLayout,
+    keys: SequenceLayout,
+    causal: bool,
+    scale: float,
+    key_mask: Tensor | None,
+) -> Tensor:
+    biases = None
+    if key_mask is not None:
+        biases = [_bias(key_mask[:, _tokens_of(keys, source)], q.dtype) for source in range(keys.ring_size)]
+    rectangles = plan_rectangles(queries, keys, groups.ring_rank, causal)
+    kernel = kernel_for(q, v, masked=key_mask is not None)
+    call = RingCall(rectangles, keys.ring_lengths(), biases, kernel, scale, groups.ring)
+    return ring_attention(q, k, v, call)
+
+
+def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None) -> Tensor:
+    rectangles = [[Rectangle(0, q.shape[1], 0, k.shape[1], False)] if q.shape[1] and k.shape[1] else []]
+    biases = None if key_mask is None else [_bias(key_mask, q.dtype)]
+    kernel = kernel_for(q, v, masked=key_mask is not None)
+    return ring_attention(q, k, v, RingCall(rectangles, [k.shape[1]], biases, kernel, scale))
+
+
+def _tokens_of(layout: SequenceLayout, ring_rank: int) -> list[int]:
+    return [token for piece in layout.pieces[ring_rank] for interval in piece for token in range(*interval)]
+
+
+def _bias(mask_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, 1, 1, S): 0 for a key that is seen, −∞ for one that is not."""
+    zeros = torch.zeros(mask_BS.shape, dtype=dtype, device=mask_BS.device)
+    return zeros.masked_fill(~mask_BS, NEVER)[:, None, None]

@@ -1,0 +1,250 @@
+"""What an export writes: a whole model, adapters, a generator, or its transformer alone. Nothing is read before it is
+written: memory holds one file at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.keymap import natural_order
+from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.fsdp.checkpoint.adapters import write_adapters
+from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
+from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
+from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout
+from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
+from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
+from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+from mindspeed_mm.fsdp.models.lora import apply_lora
+from mindspeed_mm.fsdp.models.lora_names import LoraReport, adapter_weight, is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.tasks.export_source import ExportSource
+
+ContentKind = Literal["model", "adapters", "generator", "transformer"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What will be written."""
+
+    kind: ContentKind
+    tensors: int
+    size_bytes: int
+    """Of the weights."""
+    other_bytes: int
+    """Of components that are copied; small files do not count."""
+    write: Callable[[Path], object]
+    """Writes everything into a folder that exists."""
+
+
+@contextmanager
+def open_contents(
+    source: ExportSource,
+    reader: DcpTensors,
+    *,
+    dtype: torch.dtype | None,
+    merge: bool,
+    transformer_only: bool,
+    max_shard_bytes: int,
+) -> Iterator[Contents]:
+    """Find out what is to be written; inside, it can be.
+
+    Args:
+        source: Where the checkpoint and the rest come from.
+        reader: Of the checkpoint.
+        dtype: None: as the model that the run started from has each tensor; adapters as they were trained.
+        merge: Of a run that trained adapters, write the whole model.
+        transformer_only: Of a generator, leave the other components out.
+        max_shard_bytes: Largest size of one file.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model.
+        ModelFolderError: The model folder does not fit.
+        UsageError: `transformer_only` where there is no generator.
+    """
+    is_generator = is_diffusion_folder(source.model_folder)
+    if transformer_only and not is_generator:
+        raise UsageError(
+            "the model is no generator",
+            where=str(source.model_folder),
+            key="--transformer-only",
+            way_out="Leave it out.",
+        )
+    has_adapters = any(map(is_adapter_weight, reader.lazy()))
+    if has_adapters and not merge:
+        yield _adapter_contents(source, reader, dtype)
+        return
+    weights = transformer_weights(source.model_folder)
+    outline = ModelHub.build(outline_arguments(source))
+    with _merged(source, reader, outline, dtype) if has_adapters else _as_trained(source, reader, outline) as tensors:
+        rule = DtypeRule.of_source(weights, dtype)
+        if is_generator:
+            yield _generator_contents(source, outline, tensors, rule, transformer_only, max_shard_bytes)
+        else:
+            yield _model_contents(source, tensors, rule, dtype, max_shard_bytes)
+
+
+def _model_contents(
+    source: ExportSource,
+    tensors: Mapping[str, LazyTensor],
+    rule: DtypeRule,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> Contents:
+    def write(draft: Path) -> None:
+        copy_assets(source.model_folder, draft, dtype)
+        write_weights(tensors, draft, rule, max_shard_bytes)
+
+    return Contents("model", len(tensors), _size_bytes(tensors, rule), 0, write)
+
+
+def _generator_contents(
+    source: ExportSource,
+    outline: Any,
+    tensors: Mapping[str, LazyTensor],
+    rule: DtypeRule,
+    transformer_only: bool,
+    max_shard_bytes: int,
+) -> Contents:
+    def write(draft: Path) -> None:
+        if not transformer_only:
+            copy_components(source.model_folder, draft)
+        write_transformer(outline._mm_adapter, tensors, draft, rule, max_shard_bytes)
+
+    kind: ContentKind = "transformer" if transformer_only else "generator"
+    others = 0 if transformer_only else components_bytes(source.model_folder)
+    return Contents(kind, len(tensors), _size_bytes(tensors, rule), others, write)
+
+
+def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dtype | None) -> Contents:
+    outline = _adapted_outline(source)
+    tensors = reader.matched_to(outline)
+    size_bytes = _size_bytes(tensors, DtypeRule({}, dtype))
+    base = base_weights_folder(source)
+    return Contents(
+        "adapters",
+        len(tensors),
+        size_bytes,
+        0,
+        lambda draft: write_adapters(outline, tensors, draft, base, dtype=dtype),
+    )
+
+
+def _size_bytes(tensors: Mapping[str, LazyTensor], rule: DtypeRule) -> int:
+    return sum(torch.Size(t.shape).numel() * rule(key, t.dtype).itemsize for key, t in tensors.items())
+
+
+# --- tensors of a whole model -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _as_trained(source: ExportSource, reader: DcpTensors, outline: nn.Module) -> Iterator[dict[str, LazyTensor]]:
+    """The checkpoint's tensors under the keys of the folder that the run started from, compared with the model."""
+    weights = transformer_weights(source.model_folder)
+    stored = reader.matched_to(outline)
+    yield _complete(outline, dict(stored), remember_layout(outline, weights), weights)
+
+
+@contextmanager
+def _merged(
+    source: ExportSource, reader: DcpTensors, outline: nn.Module, dtype: torch.dtype | None
+) -> Iterator[dict[str, LazyTensor]]:
+    """The base model's tensors with the adapters added: W + alpha / rank · B·A."""
+    adapted = _adapted_outline(source)
+    trained = reader.matched_to(adapted)
+    base = base_weights_folder(source)
+    recorded = source.checkpoint.context.get("base_weights")
+    if recorded is not None and recorded != base_weights_mark(base):
+        raise ModelFolderError(
+            "holds other weights than those that the adapters were trained on",
+            where=str(base),
+            way_out="Name the folder that the run started from: --model FOLDER.",
+        )
+    lora = lora_of(adapted)
+    assert lora is not None
+    weights = transformer_weights(base)
+    with open_weights(weights) as stored:
+        tensors = folder_tensors(outline, stored)
+        expected = remember_layout(outline, weights)
+        for layer in lora.targets:
+            tensors[f"{layer}.weight"] = _merge(tensors[f"{layer}.weight"], trained, layer, lora, dtype)
+        tensors |= {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
+        yield _complete(outline, tensors, expected, weights)
+
+
+def _merge(
+    base: LazyTensor, trained: Mapping[str, LazyTensor], layer: str, lora: LoraReport, dtype: torch.dtype | None
+) -> LazyTensor:
+    """Added up in the widest of the dtypes that are read and written: what is written is rounded once."""
+    sides = [trained[adapter_weight(layer, side)] for side in ("A", "B")]
+    widest = reduce(torch.promote_types, (base.dtype, *(side.dtype for side in sides), dtype or base.dtype))
+
+    def added(read: list[torch.Tensor]) -> torch.Tensor:
+        weight, a, b = (tensor.to(widest) for tensor in read)
+        return weight + lora.scale * (b @ a)
+
+    return Computed([base, *sides], added, base.shape, widest)
+
+
+def _complete(
+    outline: nn.Module, tensors: Mapping[str, LazyTensor], expected: set[str], weights: Path
+) -> dict[str, LazyTensor]:
+    made = hub_tensors(outline, tensors)
+    if lacking := sorted(expected - made.keys(), key=natural_order):
+        raise ModelFolderError(
+            f"{len(lacking)} of the weights in {weights} would be missing from the export. Among them:",
+            problems=[Problem("is not made", key=key) for key in lacking[:5]],
+        )
+    return made
+
+
+# --- the model's outline ----------------------------------------------------------------------------------------------
+
+
+def outline_arguments(source: ExportSource, *, freeze: bool = False) -> ModelArguments:
+    """The `model` section of the run, changed so that only the outline of the model is built, on any machine."""
+    changes: dict[str, Any] = {
+        "model_name_or_path": str(source.model_folder),
+        "attn_implementation": None if is_diffusion_folder(source.model_folder) else "eager",
+        "train_from_scratch": True,
+        **({} if freeze else {"freeze": []}),
+    }
+    if source.arguments is None:
+        return ModelArguments.model_validate(changes)
+    return source.arguments.model.model_copy(update=changes)
+
+
+def _adapted_outline(source: ExportSource) -> nn.Module:
+    model = ModelHub.build(outline_arguments(source, freeze=True))
+    targets = model._mm_adapter.lora_targets if hasattr(model, "_mm_adapter") else ()  # type: ignore[union-attr]
+    apply_lora(model, _lora_arguments(source), default_targets=targets)  # type: ignore[arg-type]
+    return model
+
+
+def _lora_arguments(source: ExportSource) -> LoraArguments:
+    if source.arguments is not None:
+        return source.arguments.training.lora
+    section = source.checkpoint.context.get("config", {}).get("training", {}).get("lora")
+    if not section:
+        raise CheckpointError(
+            "holds adapters and does not say of which kind", where=str(source.checkpoint.path), way_out="Name its run."
+        )
+    return LoraArguments.model_validate(section)
+
+
+def base_weights_folder(source: ExportSource) -> Path:
+    """Where the weights are that the adapters stand on: where `training.load` says, or in the model folder."""
+    load = source.arguments.training.load if source.arguments is not None and not source.is_told else None
+    return told_weights(load) or source.model_folder

@@ -1,0 +1,215 @@
+"""The work of `mm extract`: rows dealt into batches of one size, decoded ahead by threads, encoded one batch at a time.
+
+Which rows share a batch follows from their sizes and their order alone, so that work that was interrupted goes on with
+the same batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
+from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
+from mindspeed_mm.fsdp.utils.quiet import quiet
+
+PIXELS_AT_ONCE = 4 << 20
+"""Pixels that are encoded together when no batch size is given: four pictures of 1024 × 1024, or one clip."""
+MOST_AT_ONCE = 64
+_DECODED_BYTES = 1 << 30
+"""Most memory for decoded media that wait to be encoded."""
+_BATCHES_AHEAD = 2
+_CAPTIONS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class WorkBatch:
+    """Rows that are encoded together, and are lost together when the process is killed."""
+
+    number: int
+    rows: tuple[int, ...]
+    size: MediaSize
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Memory for its pixels."""
+        return 3 * self.size.frames * self.size.height * self.size.width * len(self.rows)
+
+
+@dataclass
+class DecodedBatch:
+    """A batch whose media were read: the rows that could be, with their pixels, and the others."""
+
+    number: int
+    records: list[FeatureRecord] = field(default_factory=list)
+    pixels: list[torch.Tensor] = field(default_factory=list)
+    """(3, T, H, W) uint8 each."""
+    skipped: list[SkippedRow] = field(default_factory=list)
+
+
+def plan_batches(sizes: Sequence[MediaSize], batch_size: int | None = None) -> list[WorkBatch]:
+    """Deal rows into batches of one size each, ordered by their first row.
+
+    Args:
+        sizes: Of each row.
+        batch_size: Rows of a batch; None: as many as `PIXELS_AT_ONCE` allows.
+    """
+    filling: dict[MediaSize, list[int]] = {}
+    groups: list[tuple[MediaSize, list[int]]] = []
+    for row, size in enumerate(sizes):
+        group = filling.get(size)
+        if group is None:
+            group = filling[size] = []
+            groups.append((size, group))
+        group.append(row)
+        if len(group) == (batch_size or _rows_at_once(size)):
+            del filling[size]
+    return [WorkBatch(number, tuple(rows), size) for number, (size, rows) in enumerate(groups)]
+
+
+def _rows_at_once(size: MediaSize) -> int:
+    return max(1, min(MOST_AT_ONCE, PIXELS_AT_ONCE // (size.frames * size.height * size.width)))
+
+
+def rows_fingerprint(source: RawSource) -> str:
+    """Of everything that decides what is encoded, but for the bytes of the media themselves."""
+    digest = hashlib.sha256()
+    for row, size in zip(source.rows, source.sizes, strict=True):
+        digest.update(repr((row.media, row.captions, sorted(row.extras.items()), str(size))).encode())
+    return digest.hexdigest()
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def decoded_ahead(source: RawSource, batches: Sequence[WorkBatch], threads: int) -> Iterator[Iterator[DecodedBatch]]:
+    """The batches in order, the next ones decoded while one is used. Decoders run outside the interpreter's lock."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+    try:
+        yield _decode(source, batches, pool, threads)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+Job = tuple[WorkBatch, list["Future[tuple[FeatureRecord, torch.Tensor] | SkippedRow]"]]
+
+
+def _decode(
+    source: RawSource, batches: Sequence[WorkBatch], pool: ThreadPoolExecutor, threads: int
+) -> Iterator[DecodedBatch]:
+    waiting: deque[Job] = deque()
+    todo = deque(batches)
+    while todo or waiting:
+        while todo and _has_room([batch for batch, _ in waiting], todo[0], threads):
+            batch = todo.popleft()
+            waiting.append((batch, [pool.submit(_decode_row, source, row) for row in batch.rows]))
+        yield _gather(*waiting.popleft())
+
+
+def _has_room(waiting: Sequence[WorkBatch], following: WorkBatch, threads: int) -> bool:
+    """Enough ahead to keep every thread busy, not so much that memory fills."""
+    rows = sum(len(batch.rows) for batch in waiting)
+    decoded_bytes = sum(batch.decoded_bytes for batch in waiting) + following.decoded_bytes
+    is_short = len(waiting) <= _BATCHES_AHEAD or rows <= 2 * threads
+    return is_short and (len(waiting) < 2 or decoded_bytes <= _DECODED_BYTES)
+
+
+def _decode_row(source: RawSource, index: int) -> tuple[FeatureRecord, torch.Tensor] | SkippedRow:
+    place, path = str(source.place(index)), ""
+    try:
+        row = source.rows[index]
+        path = row.name
+        item = source.item(index, 0)
+    except DataError as error:
+        return SkippedRow(index, place, path, str(error))
+    record = FeatureRecord(index, item["sample_id"], place, path, row.captions, source.sizes[index])
+    return record, item["pixels"]
+
+
+def _gather(batch: WorkBatch, jobs: Iterable[Future[tuple[FeatureRecord, torch.Tensor] | SkippedRow]]) -> DecodedBatch:
+    decoded = DecodedBatch(batch.number)
+    for job in jobs:
+        result = job.result()
+        if isinstance(result, SkippedRow):
+            decoded.skipped.append(result)
+        else:
+            decoded.records.append(result[0])
+            decoded.pixels.append(result[1])
+    return decoded
+
+
+# --- encoding --------------------------------------------------------------------------------------------------------
+
+
+class BatchEncoder:
+    """Decoded batches → tensors by their names in a feature set, on the host.
+
+    What comes out is a function of the batch alone, so that work that was interrupted ends with the same bits. The
+    captions of a batch are encoded together, each once; nothing is kept from one batch to the next.
+
+    Args:
+        adapter: The family.
+        pipeline: From `components.load_encoders`.
+        device: Where the encoders are.
+    """
+
+    def __init__(self, adapter: DiffusionAdapter, pipeline: Any, device: torch.device) -> None:
+        self._adapter, self._pipeline, self._device = adapter, pipeline, device
+
+    @torch.no_grad()
+    def __call__(self, batch: DecodedBatch) -> dict[str, torch.Tensor]:
+        """Encode a batch. Rows whose latents are not finite are moved to its skipped ones."""
+        if not batch.records:
+            return {}
+        media = self._encode_media(torch.stack(batch.pixels).to(self._device))
+        usable = _take_usable(batch, media["latents"])
+        texts = self.encode_captions([caption for record in batch.records for caption in record.captions])
+        tensors: dict[str, torch.Tensor] = {}
+        for record, at in zip(batch.records, usable, strict=True):
+            if tensor_name(record.key, "latents") in tensors:
+                continue  # the same row twice in a batch
+            tensors |= {tensor_name(record.key, name): values[at] for name, values in media.items()}
+            for number, caption in enumerate(record.captions):
+                tensors |= {tensor_name(record.key, name, number): v.clone() for name, v in texts[caption].items()}
+        return tensors
+
+    def encode_captions(self, captions: Sequence[str]) -> dict[str, TextFeatures]:
+        """Caption → its features, without padding and batch axis."""
+        texts: dict[str, TextFeatures] = {}
+        distinct = list(dict.fromkeys(captions))
+        with torch.no_grad(), quiet("transformers", "diffusers"):
+            for start in range(0, len(distinct), _CAPTIONS_AT_ONCE):
+                some = distinct[start : start + _CAPTIONS_AT_ONCE]
+                for caption, features in zip(some, self._adapter.encode_text(self._pipeline, some), strict=True):
+                    texts[caption] = {name: value.cpu().contiguous() for name, value in features.items()}
+        return texts
+
+    def _encode_media(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Latents and conditions, (B, …) each."""
+        media = {"latents": self._adapter.encode_media(self._pipeline, pixels)}
+        media |= self._adapter.encode_conditions(self._pipeline, pixels)
+        return {name: values.cpu().contiguous() for name, values in media.items()}
+
+
+def _take_usable(batch: DecodedBatch, latents: torch.Tensor) -> list[int]:
+    """Where in the batch the rows stand whose latents are finite; the others are moved to the skipped ones."""
+    finite = torch.isfinite(latents).flatten(1).all(dim=1).tolist()
+    usable = [at for at, is_finite in enumerate(finite) if is_finite]
+    batch.skipped += [
+        SkippedRow(record.row, record.place, record.path, "its latents are not finite: try another --dtype")
+        for record, is_finite in zip(batch.records, finite, strict=True)
+        if not is_finite
+    ]
+    batch.records = [batch.records[at] for at in usable]
+    return usable

@@ -1,0 +1,73 @@
+"""What a person sees of an extraction that takes more than a moment: a bar on a terminal, elsewhere a line at times."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TextIO
+
+from mindspeed_mm.fsdp.train.progress import bar, clock
+
+_QUIET_S = 5.0
+_LIVE_EVERY_S = 0.2
+_LINE_EVERY_S = 15.0
+
+
+class ExtractionProgress:
+    """Speaks on rank 0, of its own share.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        stream: Where people look.
+    """
+
+    def __init__(self, rank: int, world_size: int, stream: TextIO) -> None:
+        self._stream, self._speaks = stream, rank == 0
+        self._live = self._stream.isatty() and "NO_COLOR" not in os.environ
+        self._share = f" of rank 0 (of {world_size})" if world_size > 1 else ""
+        self._bar_stands = False
+        self.begin(0)
+
+    def begin(self, total: int) -> None:
+        """The work starts now.
+
+        Args:
+            total: Samples of this rank.
+        """
+        self._total, self.done = total, 0
+        self._began = self._told = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """A line of prose."""
+        if self._speaks:
+            self._clear()
+            print(text, file=self._stream, flush=True)
+
+    def advance(self, samples: int) -> None:
+        """So many samples more are through."""
+        self.done += samples
+        now = time.monotonic()
+        every = _LIVE_EVERY_S if self._live else _LINE_EVERY_S if self._told > self._began else 0.0
+        if self._speaks and now - self._began >= _QUIET_S and now - self._told >= every:
+            self._told = now
+            self._tell(now - self._began)
+
+    def end(self) -> None:
+        """Take the bar away."""
+        self._clear()
+
+    def _tell(self, seconds: float) -> None:
+        rate = self.done / seconds
+        left_s = (self._total - self.done) / rate if rate else 0.0
+        if self._live:
+            self._bar_stands = True
+            print(f"{bar(self.done, self._total, left_s)}  {rate:.1f} samples/s", end="", file=self._stream, flush=True)
+        else:
+            told = f"{self.done}/{self._total} samples{self._share}  {rate:.1f} samples/s  {clock(left_s)} left"
+            print(told, file=self._stream, flush=True)
+
+    def _clear(self) -> None:
+        if self._bar_stands:
+            print("\r\033[K", end="", file=self._stream, flush=True)
+            self._bar_stands = False

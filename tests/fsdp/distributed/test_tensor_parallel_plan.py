@@ -1,0 +1,277 @@
+"""Plans of tensor parallelism as data: what each model's is, what is refused, what is communicated."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
+from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel, vocabulary_ranks
+from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks
+from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
+from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import Rule, Style, resolve_tensor_plan
+from mindspeed_mm.fsdp.distributed.tensor_parallel_sequence import sequence_stretches
+from mindspeed_mm.fsdp.distributed.tensor_parallel_sizes import (
+    check_split_sizes,
+    check_tensor_parallel_size,
+    tensor_parallel_problems,
+)
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.params.parallel_args import TpPlan
+from tests.fsdp.distributed.tensor_parallel_step import NORMS, SEQUENCE, Case, build, label_loss, samples_of
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
+from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
+
+QWEN3_8B = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, nn.Module]:
+    root = tmp_path_factory.mktemp("models")
+    folders = {
+        "text": make_tiny_qwen3(root / "text"),
+        "vlm": make_tiny_qwen3_vl(root / "vlm"),
+        "flux": make_tiny_flux(root / "flux"),
+        "wan": make_tiny_wan(root / "wan", task="i2v"),
+    }
+    return {kind: ModelHub.build(ModelArguments(model_name_or_path=str(folder))) for kind, folder in folders.items()}
+
+
+def plan_of(model: nn.Module, **tp_plan: list[str]) -> dict[str, Rule]:
+    return resolve_tensor_plan(model, TpPlan.model_validate(tp_plan)).rules
+
+
+def test_text_decoder(models):
+    rules = plan_of(models["text"])
+    assert rules["model.embed_tokens"] == Rule(Style.EMBEDDING)
+    assert rules["lm_head"] == Rule(Style.HEAD)
+    assert rules["model.layers.1.self_attn.k_proj"] == Rule(Style.COLUMN)
+    assert rules["model.layers.1.self_attn.k_norm"] == Rule(Style.OWN_PART)
+    assert rules["model.layers.1.mlp.down_proj"] == Rule(Style.ROW)
+    assert len(rules) == 2 + 2 * 9
+
+
+def test_both_halves_of_a_vision_language_model(models):
+    rules = plan_of(models["vlm"])
+    assert rules["model.visual.blocks.0.attn.qkv"] == Rule(Style.COLUMN, (1, 1, 1))
+    assert rules["model.visual.blocks.0.attn.proj"] == Rule(Style.ROW)
+    assert rules["model.visual.blocks.1.mlp.linear_fc1"] == Rule(Style.COLUMN)
+    assert rules["model.visual.merger.linear_fc2"] == Rule(Style.ROW)
+    assert rules["model.visual.deepstack_merger_list.0.linear_fc1"] == Rule(Style.COLUMN)
+    assert rules["model.language_model.layers.0.self_attn.q_norm"] == Rule(Style.OWN_PART)
+    # Tied to the head, which the class's plan names alone.
+    assert rules["model.language_model.embed_tokens"] == Rule(Style.EMBEDDING)
+
+
+def test_generators(models):
+    flux, wan = plan_of(models["flux"]), plan_of(models["wan"])
+    width = models["flux"].config.num_attention_heads * models["flux"].config.attention_head_dim
+    assert flux["single_transformer_blocks.0.proj_out"] == Rule(Style.ROW, (width, 4 * width))
+    assert flux["transformer_blocks.0.attn.norm_added_k"] == Rule(Style.OWN_PART)
+    assert "single_transformer_blocks.0.norm.linear" not in flux
+    assert wan["blocks.0.attn2.to_out.0"] == wan["blocks.0.ffn.net.2"] == Rule(Style.ROW)
+    assert wan["blocks.1.attn1.norm_k"] == wan["blocks.1.attn2.norm_added_k"] == Rule(Style.WIDE_NORM)
+
+
+def test_layers_named_in_the_configuration_are_all(models):
+    rules = plan_of(models["text"], colwise_parallel=["*.up_proj", "*.gate_proj"], rowwise_parallel=["*.down_proj"])
+    assert {name.rpartition(".")[2] for name in rules} == {"gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("tp_plan", "message"),
+    [
+        ({"colwise_parallel": ["*.wq"]}, "matches no module"),
+        ({"colwise_parallel": ["model.norm"], "rowwise_parallel": ["*.o_proj"]}, "no linear layer"),
+        ({"colwise_parallel": ["*.q_proj"]}, "no layer near it by input features"),
+        ({"rowwise_parallel": ["*.o_proj"]}, "no layer near it by output features"),
+        ({"colwise_parallel": ["*.o_proj"], "rowwise_parallel": ["*.o_proj"]}, "in colwise_parallel and in rowwise"),
+        ({"sequence_parallel": ["*.o_proj"]}, "is split as rowwise"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(tp_plan, message, models):
+    with pytest.raises(ConfigError, match=message):
+        plan_of(models["text"], **tp_plan)
+
+
+def test_model_without_a_plan_is_refused():
+    with pytest.raises(ConfigError, match="knows no plan"):
+        plan_of(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_norm_over_several_heads_is_refused(models):
+    decoder = copy.deepcopy(models["text"])
+    decoder.model.layers[0].self_attn.q_norm.weight = nn.Parameter(torch.ones(64))
+    with pytest.raises(ConfigError, match="norms 64 features, which is not one head"):
+        plan_of(decoder)
+
+
+def test_stretches_of_the_sequence(models):
+    text = resolve_tensor_plan(models["text"], TpPlan.model_validate({"sequence_parallel": [*NORMS, "model.norm"]}))
+    assert [s.modules for s in sequence_stretches(models["text"], text)] == [
+        ("model.layers.0", "model.layers.1", "model.norm")
+    ]
+    # Features of the vision tower are added between the decoder's blocks.
+    vlm = resolve_tensor_plan(models["vlm"], TpPlan.model_validate(SEQUENCE["tp_plan"]))
+    assert [s.modules for s in sequence_stretches(models["vlm"], vlm)] == [
+        ("model.language_model.layers.0",),
+        ("model.language_model.layers.1",),
+    ]
+
+
+def test_norm_left_out_of_the_sequence_is_refused(models):
+    plan = resolve_tensor_plan(models["text"], TpPlan.model_validate({"sequence_parallel": NORMS[:1]}))
+    with pytest.raises(ConfigError, match=r"layers\.0\.post_attention_layernorm.*runs on a slice of the sequence too"):
+        sequence_stretches(models["text"], plan)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (3, r"3 does not divide the 32 attention heads.*Nearest sizes that divide all that is split: 1, 2, 4"),
+        (16, r"16 does not divide the 8 key-value heads.*: 2, 4, 8\."),
+    ],
+)
+def test_sizes_that_do_not_divide(size, message):
+    with pytest.raises(ConfigError, match=message):
+        check_tensor_parallel_size(QWEN3_8B, size)
+
+
+def test_sizes_of_a_composite_configuration():
+    assert tensor_parallel_problems({"text_config": QWEN3_8B}, 8) == []
+    (problem,) = tensor_parallel_problems({"text_config": QWEN3_8B | {"vocab_size": 151937}}, 2)
+    assert "2 does not divide the 151937 tokens in the vocabulary (text_config.vocab_size)" in problem.what
+
+
+def test_sizes_of_both_halves_once_they_are_built(models):
+    plan = resolve_tensor_plan(models["vlm"], TpPlan())
+    check_split_sizes(models["vlm"], plan, 2)
+    with pytest.raises(ConfigError) as caught:
+        check_split_sizes(models["vlm"], plan, 4)
+    texts = [problem.what for problem in caught.value.problems]
+    assert "4 does not divide the 2 num_heads of model.visual.blocks.0.attn" in texts
+    assert "4 does not divide the 2 heads of model.language_model.layers.0.self_attn.k_proj" in texts
+    assert len(texts) == 3  # of keys, of values, of the tower: not of every layer
+
+
+class Counted:
+    """Counts collectives and their elements, by the shapes of what is reduced."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self._reduce = dist.all_reduce
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(tensor.numel())
+        return self._reduce(tensor, *args, **kwargs)
+
+
+def on_two_ranks(folder: str) -> dict[str, Any]:
+    return {
+        "reductions": counted_step(folder),
+        "tokens": tokens_in_norms(folder),
+        "loss": loss_of_parts(),
+        "uneven": refused_at_three_heads(folder),
+    }
+
+
+def counted_step(folder: str) -> dict[str, Any]:
+    built = build(Case("text"), folder)
+    samples, batched = samples_of("text", built.model, ())
+    batch = batched(samples)
+    counted = Counted()
+    with mock.patch.object(dist, "all_reduce", counted):
+        loss = label_loss(built)(built.model, batch)
+        forward = len(counted.calls)
+        loss.backward()
+    destroy_parallel_state()
+    size = batch["input_ids"].numel() * 32
+    return {"forward": counted.calls[:forward].count(size), "backward": counted.calls[forward:].count(size)}
+
+
+def tokens_in_norms(folder: str) -> list[int]:
+    built = build(Case("text", SEQUENCE), folder)
+    seen: list[int] = []
+    norm = built.model.get_submodule("model.layers.1.input_layernorm")
+    norm.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape[1]))
+    samples, batched = samples_of("text", built.model, ())
+    batch = batched(samples)
+    label_loss(built)(built.model, batch)
+    destroy_parallel_state()
+    return [batch["input_ids"].shape[1], *seen]
+
+
+def loss_of_parts() -> dict[str, torch.Tensor]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ranks = TensorRanks(mesh)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 10, generator=generator, dtype=torch.float64) * 30
+    targets = torch.randint(0, 10, (7,), generator=generator)
+    weights = torch.rand(7, generator=generator, dtype=torch.float64)
+    own = logits.chunk(2, dim=1)[ranks.rank].clone().requires_grad_()
+    losses = vocabulary_cross_entropy(own, targets, ranks)
+    (losses * weights).sum().backward()
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole, targets, reduction="none")
+    (expected * weights).sum().backward()
+    empty = vocabulary_cross_entropy(own[:0], targets[:0], ranks)
+    assert own.grad is not None and whole.grad is not None
+    return {
+        "loss": (losses - expected).abs().max(),
+        "gradient": (own.grad - whole.grad.chunk(2, dim=1)[ranks.rank]).abs().max(),
+        "empty": empty.sum(),
+    }
+
+
+def refused_at_three_heads(folder: str) -> str:
+    model = ModelHub.build(ModelArguments(model_name_or_path=folder), overrides={"num_key_value_heads": 1})
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    try:
+        apply_tensor_parallel(model, TpPlan(), mesh)
+    except ConfigError as error:
+        return str(error) + str(vocabulary_ranks(model))
+    return "split"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = make_tiny_qwen3(tmp_path_factory.mktemp("models") / "text")
+    return run_ranks(2, on_two_ranks, str(folder))[0]
+
+
+def test_one_reduction_a_layer_half_and_direction(two_ranks):
+    """Queries, keys and values share one, as gate and up do. The embedding has one forward, the head's is smaller."""
+    assert two_ranks["reductions"] == {"forward": 2 * 2 + 1, "backward": 2 * 2}
+
+
+def test_norms_see_half_of_an_odd_row(two_ranks):
+    tokens, seen = two_ranks["tokens"]
+    assert (tokens % 2, seen) == (1, tokens // 2 + 1)
+
+
+def test_loss_of_parts_of_the_vocabulary(two_ranks):
+    assert two_ranks["loss"]["loss"] < 1e-13
+    assert two_ranks["loss"]["gradient"] < 1e-13
+    assert two_ranks["loss"]["empty"] == 0
+
+
+def test_heads_are_checked_before_anything_is_split(two_ranks):
+    assert "2 does not divide the 1 heads of model.layers.0.self_attn.k_proj" in two_ranks["uneven"]
+    assert two_ranks["uneven"].endswith("None")

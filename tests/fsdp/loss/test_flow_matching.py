@@ -1,0 +1,240 @@
+"""The objective of generators against the papers' formulas, written out by hand in fp64."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching, noise_of
+from mindspeed_mm.fsdp.loss.noise_levels import draw_sigma, loss_weight, shift_sigma
+from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
+
+SHAPE = (2, 4, 6)
+
+
+class Denoiser(nn.Module):
+    """A model whose output depends on everything that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor, text: torch.Tensor, return_dict: bool) -> tuple[Any]:
+        assert return_dict is False
+        return (self.scale * x + time.reshape(-1, 1, 1, 1) * text.mean(dim=(1, 2)).reshape(-1, 1, 1, 1),)
+
+
+class Adapter:
+    geometry = MediaGeometry(1, 1, (1, 2, 2), 2, is_video=False)
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Any, guidance: float) -> dict[str, Any]:
+        return {"x": noisy, "time": 1000 * sigma, "text": batch["prompt_embeds"]}
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        assert output[0].shape == latent_shape
+        return output[0]
+
+    def released_shift(self, tokens: int) -> float:
+        return 3.0
+
+    def resolution_shift(self, tokens: int) -> float:
+        return 1.0 + tokens / 6
+
+
+def batch(*names: str, epochs: list[int] | None = None) -> dict[str, Any]:
+    made = [torch.Generator().manual_seed(sum(name.encode())) for name in names]
+    return {
+        "sample_ids": list(names),
+        "epochs": epochs or [0] * len(names),
+        "latents": torch.stack([torch.randn(SHAPE, generator=g) for g in made]),
+        "prompt_embeds": torch.stack([torch.randn((3, 5), generator=g) for g in made]),
+    }  # fmt: skip
+
+
+def objective(seed: int = 11, dtype: torch.dtype = torch.float64, **arguments: Any) -> FlowMatching:
+    null_text = {"prompt_embeds": torch.zeros(3, 5)}
+    return FlowMatching(
+        Adapter(),
+        DiffusionArguments(**arguments),
+        seed=seed,
+        compute_dtype=dtype,
+        null_text=null_text,  # type: ignore[arg-type]
+    )
+
+
+def by_hand(model: Denoiser, given: dict[str, Any], made: dict[str, Any], weight: Any = lambda sigma: 1.0) -> float:
+    """Σ w(σ) mean((f((1−σ)x + σε, 1000σ) − (ε − x))²), one sample after the other, in numpy."""
+    total = 0.0
+    for row in range(len(given["sample_ids"])):
+        x = given["latents"][row].double().numpy()
+        noise = made["_noise"][row].double().numpy()
+        sigma = float(made["_sigma"][row])
+        noisy = (1 - sigma) * x + sigma * noise
+        output = model.scale.item() * noisy + 1000 * sigma * given["prompt_embeds"][row].double().numpy().mean()
+        total += weight(sigma) * ((output - (noise - x)) ** 2).mean()
+    return total
+
+
+@pytest.mark.parametrize("weighting", ["none", "sigma_sqrt", "cosmap", "bell"])
+@pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode", "beta"])
+def test_loss_is_the_formula(weighting: str, density: str) -> None:
+    loss = objective(loss_weighting=weighting, timestep_density=density, shift=2.5)
+    given, model = batch("a", "b", "c"), Denoiser()
+    made = loss.prepare(given)
+    expected = by_hand(model, given, made, lambda sigma: loss_weight(weighting, sigma))
+    assert loss.terms(model, made)["loss"].item() == pytest.approx(expected, rel=1e-12)
+    assert loss.count([made]) == {"loss": 3}
+
+
+def test_weights_by_name_have_the_published_values() -> None:
+    assert loss_weight("sigma_sqrt", 0.5) == pytest.approx(4.0)
+    assert loss_weight("cosmap", 0.5) == pytest.approx(2 / (math.pi * 0.5))
+    levels = (np.arange(100_000) + 0.5) / 100_000
+    assert np.mean([loss_weight("bell", s) for s in levels]) == pytest.approx(1.0, rel=1e-6)
+    assert loss_weight("bell", 0.0) == pytest.approx(0.0, abs=1e-12)
+    assert loss_weight("none", 0.1) == 1.0
+
+
+def test_shift_has_the_published_values() -> None:
+    assert shift_sigma(0.5, 3.0) == pytest.approx(0.75)
+    assert shift_sigma(0.4, 1.0) == pytest.approx(0.4)
+    assert [shift_sigma(end, 5.0) for end in (0.0, 1.0)] == [0.0, 1.0]
+
+
+MOMENTS = {
+    "uniform": (0.5, 1 / 12),
+    "beta": (1.5 / 2.5, 1.5 / (2.5**2 * 3.5)),
+    "logit_normal": (0.5, 0.0434),  # by quadrature of sigmoid(N(0, 1))
+    "mode": (0.5, 0.0274),  # by quadrature at s = 1.29
+}
+
+
+@pytest.mark.parametrize("density", MOMENTS)
+def test_densities_have_their_moments(density: str) -> None:
+    random = np.random.default_rng(5)
+    arguments = DiffusionArguments(timestep_density=density)  # type: ignore[arg-type]
+    drawn = np.array([draw_sigma(arguments, random) for _ in range(20_000)])
+    mean, variance = MOMENTS[density]
+    if density in ("logit_normal", "mode"):
+        grid = (np.arange(200_000) + 0.5) / 200_000
+        if density == "mode":
+            values = 1 - grid - 1.29 * (np.cos(np.pi * grid / 2) ** 2 - 1 + grid)
+        else:
+            normal = torch.distributions.Normal(0.0, 1.0).icdf(torch.from_numpy(grid)).numpy()
+            values = 1 / (1 + np.exp(-normal))
+        mean, variance = values.mean(), values.var()
+    assert drawn.mean() == pytest.approx(mean, abs=0.01)
+    assert drawn.var() == pytest.approx(variance, rel=0.04)
+    assert drawn.min() >= 0 and drawn.max() <= 1
+
+
+def test_a_samples_noise_depends_on_seed_epoch_and_id_alone() -> None:
+    loss = objective(caption_dropout=0.5)
+    together, apart = loss.prepare(batch("a", "b", "c")), loss.prepare(batch("c"))
+    for key in ("_noise", "_sigma", "prompt_embeds"):
+        assert torch.equal(together[key][2:], apart[key])
+    for other in (objective(seed=12, caption_dropout=0.5).prepare(batch("c")), loss.prepare(batch("c", epochs=[1]))):
+        assert not torch.equal(other["_noise"], apart["_noise"])
+        assert other["_sigma"] != apart["_sigma"]
+
+
+def test_validation_repeats_itself_and_keeps_captions() -> None:
+    loss = objective(caption_dropout=0.99)
+    first = loss.prepare(batch("a", "b", epochs=[0, 0]), training=False)
+    later = loss.prepare(batch("a", "b", epochs=[7, 9]), training=False)
+    assert torch.equal(first["_noise"], later["_noise"])
+    assert torch.equal(first["_sigma"], later["_sigma"])
+    assert torch.equal(first["prompt_embeds"], batch("a", "b")["prompt_embeds"])
+
+
+def test_captions_are_dropped_at_the_rate_asked_for() -> None:
+    loss = objective(caption_dropout=0.3)
+    names = [f"sample {n}" for n in range(2000)]
+    assert np.mean([loss.draw(name, 0).drops_caption for name in names]) == pytest.approx(0.3, abs=0.03)
+    made = loss.prepare(batch(*names[:40]))
+    empty = (made["prompt_embeds"] == 0).all(dim=(1, 2))
+    assert empty.tolist() == [loss.draw(name, 0).drops_caption for name in names[:40]]
+    assert 0 < int(empty.sum()) < 40
+
+
+def test_dropout_does_not_move_noise_levels() -> None:
+    plain, dropping = objective().prepare(batch("a", "b")), objective(caption_dropout=0.9).prepare(batch("a", "b"))
+    assert torch.equal(plain["_sigma"], dropping["_sigma"])
+    assert torch.equal(plain["_noise"], dropping["_noise"])
+
+
+def test_dropout_without_an_empty_caption_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no empty caption"):
+        FlowMatching(Adapter(), DiffusionArguments(caption_dropout=0.1), seed=0)  # type: ignore[arg-type]
+    validates_on_raw = FlowMatching(
+        Adapter(),  # type: ignore[arg-type]
+        DiffusionArguments(caption_dropout=1.0),
+        seed=0,
+        encode=lambda raw: raw,
+    )
+    with pytest.raises(ConfigError, match="no empty caption"):
+        validates_on_raw.prepare(batch("a"))
+    validates_on_raw.prepare(batch("a"), training=False)
+
+
+def test_blank_rows_count_for_nothing() -> None:
+    loss, model = objective(), Denoiser()
+    whole = loss.prepare(batch("a", "b"))
+    filled = loss.prepare(batch("a", "b", "b") | {"blank_rows": 1})
+    assert loss.terms(model, filled)["loss"].item() == pytest.approx(loss.terms(model, whole)["loss"].item(), rel=1e-14)
+    assert loss.count([filled]) == loss.count([whole]) == {"loss": 2}
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(2.0, 2.0), (None, 3.0), ("resolution", 2.0)])
+def test_shift_is_the_one_asked_for(shift: Any, expected: float) -> None:
+    assert objective(shift=shift).shift(SHAPE) == expected  # 2 × 3 tokens
+
+
+def test_raw_media_are_encoded_with_the_captions_that_were_kept() -> None:
+    seen: list[str] = []
+
+    def encode(raw: dict[str, Any]) -> dict[str, Any]:
+        seen.extend(raw["captions"])
+        return {key: batch("a", "b")[key] for key in ("latents", "prompt_embeds")}
+
+    loss = FlowMatching(
+        Adapter(),
+        DiffusionArguments(caption_dropout=0.5),
+        seed=11,
+        compute_dtype=torch.float64,
+        encode=encode,  # type: ignore[arg-type]
+    )
+    raw = {"sample_ids": ["a", "b"], "epochs": [0, 0], "pixels": torch.zeros(2, 3, 1, 4, 6), "captions": ["x", "y"]}
+    made = loss.prepare(raw)
+    dropped = [loss.draw(name, 0).drops_caption for name in ("a", "b")]
+    assert seen == ["" if drops else caption for caption, drops in zip(("x", "y"), dropped, strict=True)]
+    assert torch.equal(made["_noise"], objective().prepare(batch("a", "b"))["_noise"])
+    assert "pixels" not in made and "captions" not in made
+
+
+def test_timesteps_stay_exact_while_the_model_computes_in_bf16() -> None:
+    seen = SimpleNamespace()
+
+    class Watching(Adapter):
+        def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Any, guidance: float) -> dict[str, Any]:
+            seen.noisy, seen.sigma, seen.text = noisy.dtype, sigma.dtype, batch["prompt_embeds"].dtype
+            return super().inputs(noisy, sigma, batch, guidance)
+
+    loss = FlowMatching(Watching(), DiffusionArguments(), seed=0, compute_dtype=torch.bfloat16)  # type: ignore[arg-type]
+    value = loss.terms(Denoiser(), loss.prepare(batch("a")))["loss"]
+    assert (seen.noisy, seen.sigma, seen.text) == (torch.bfloat16, torch.float32, torch.bfloat16)
+    assert value.dtype == torch.float32
+
+
+def test_noise_is_standard_normal_and_repeats_itself() -> None:
+    noise = noise_of(123, (50_000,))
+    assert abs(float(noise.mean())) < 0.02 and float(noise.std()) == pytest.approx(1.0, abs=0.02)
+    assert torch.equal(noise, noise_of(123, (50_000,))) and not torch.equal(noise, noise_of(124, (50_000,)))

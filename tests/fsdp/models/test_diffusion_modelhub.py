@@ -1,0 +1,256 @@
+"""The model hub on folders of generators: what it builds, loads, initialises and refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, MachineError, MMError, ModelFolderError
+from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.models.attention_choice import attention_name
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+
+CPU = torch.device("cpu")
+KINDS = ["flux", "t2v", "i2v"]
+
+
+def arguments(folder: Path, **changes: Any) -> ModelArguments:
+    return ModelArguments(model_name_or_path=str(folder), **changes)
+
+
+def loaded(folder: Path, source: Path | None = None, **changes: Any) -> nn.Module:
+    given = arguments(folder, **changes)
+    model = ModelHub.build(given)
+    ModelHub.load_weights(model, given, seed=3, device=CPU, folder=source)
+    return model
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+
+
+def assert_equal_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == weights.keys()
+    assert all(torch.equal(parameters[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_builds_on_meta_in_one_dtype(generators: dict[str, Path], kind: str) -> None:
+    model = ModelHub.build(arguments(generators[kind]), param_dtype=torch.bfloat16)
+    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert model._mm_adapter.folder == generators[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [("flux", ["transformer_blocks.0", "single_transformer_blocks.0"]), ("t2v", ["blocks.0", "blocks.1"])],
+)
+def test_blocks_are_the_adapters(generators: dict[str, Path], kind: str, blocks: list[str]) -> None:
+    spec = resolve_spec(ModelHub.build(arguments(generators[kind])))
+    assert spec.blocks == spec.shard_modules == blocks
+    assert (spec.head, spec.towers, spec.tie_groups) == ("", [], [])
+
+
+@pytest.mark.parametrize(("kind", "count"), [("flux", 11), ("i2v", 16)])
+def test_lora_targets_are_linear_layers(generators: dict[str, Path], kind: str, count: int) -> None:
+    model = ModelHub.build(arguments(generators[kind]))
+    modules = dict(model.named_modules())
+    found = resolve_patterns(model._mm_adapter.lora_targets, modules, key="")
+    assert len(found) == count
+    assert all(isinstance(modules[name], nn.Linear) for name in found)
+
+
+def test_a_frozen_part_is_kept_in_the_computing_dtype(generators: dict[str, Path]) -> None:
+    given = arguments(generators["t2v"], freeze=["condition_embedder"])
+    model = ModelHub.build(given, param_dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        is_frozen = name.startswith("condition_embedder")
+        assert parameter.requires_grad is not is_frozen
+        assert parameter.dtype == (torch.bfloat16 if is_frozen else torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loads_what_the_folder_holds(generators: dict[str, Path], kind: str) -> None:
+    model = loaded(generators[kind])
+    assert_equal_weights(model, stored(generators[kind]))
+    assert not any(buffer.is_meta or buffer.isnan().any() for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("inside", ["", "transformer"])
+def test_loads_another_folders_transformer(generators: dict[str, Path], tmp_path: Path, inside: str) -> None:
+    other = Path(shutil.copytree(generators["flux"], tmp_path / "other"))
+    weights = {name: tensor + 1 for name, tensor in stored(other).items()}
+    save_file(weights, other / "transformer/diffusion_pytorch_model.safetensors")
+    assert_equal_weights(loaded(generators["flux"], other / inside), weights)
+
+
+def test_loads_shards_beside_a_variant(copied_generator: Callable[[str], Path]) -> None:
+    folder = copied_generator("flux")
+    weights, inner = stored(folder), folder / "transformer"
+    whole, names = inner / "diffusion_pytorch_model.safetensors", sorted(weights)
+    shutil.copy(whole, inner / "diffusion_pytorch_model.fp16.safetensors")
+    assert_equal_weights(loaded(folder), weights)
+    whole.unlink()
+    parts = {f"diffusion_pytorch_model-{i + 1:05}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for file, keys in parts.items():
+        save_file({key: weights[key] for key in keys}, inner / file)
+    index = {"metadata": {}, "weight_map": {key: file for file, keys in parts.items() for key in keys}}
+    (inner / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    assert_equal_weights(loaded(folder), weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_scratch_is_as_the_constructor_does_it(generators: dict[str, Path], kind: str) -> None:
+    model = loaded(generators[kind], train_from_scratch=True)
+    torch.manual_seed(0)
+    reference = dict(type(model).from_config(model.config).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.std().item() == pytest.approx(reference[name].std().item(), rel=0.5, abs=1e-6), name
+        assert parameter.mean().item() == pytest.approx(reference[name].mean().item(), abs=0.2), name
+    again = dict(loaded(generators[kind], train_from_scratch=True).named_parameters())
+    assert all(torch.equal(parameter, again[name]) for name, parameter in model.named_parameters())
+
+
+def test_settings_of_the_transformer_can_be_changed(generators: dict[str, Path]) -> None:
+    given = arguments(generators["t2v"], transformer={"num_layers": 3}, train_from_scratch=True)
+    model = ModelHub.build(given, overrides={"ffn_dim": 48})
+    assert len(model.blocks) == 3
+    assert model.blocks[0].ffn.net[0].proj.out_features == 48
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend"), [(None, "native"), ("sdpa", "native"), ("eager", "_native_math"), ("flex", "flex")]
+)
+def test_attention_is_set_on_this_model_alone(generators: dict[str, Path], asked: str | None, backend: str) -> None:
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    before = _AttentionBackendRegistry.get_active_backend()[0]
+    model = ModelHub.build(arguments(generators["flux"], attn_implementation=asked))
+    assert {block.attn.processor._attention_backend.value for block in model.transformer_blocks} == {backend}
+    assert attention_name(model) == {"flex": "flex_attention", None: "sdpa"}.get(asked, asked)
+    assert _AttentionBackendRegistry.get_active_backend()[0] == before
+
+
+def _write_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+def _bad_json(folder: Path) -> None:
+    (folder / "transformer/config.json").write_text("{")
+
+
+def _no_transformer(folder: Path) -> None:
+    shutil.rmtree(folder / "transformer")
+
+
+def _pointer(folder: Path) -> None:
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+
+
+def _cut(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-100])
+
+
+def _other_shape(folder: Path) -> None:
+    save_file(load_file(folder / WEIGHTS) | {"proj_out.bias": torch.zeros(3)}, folder / WEIGHTS)
+
+
+def _missing_key(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    weights.pop("x_embedder.weight")
+    save_file(weights, folder / WEIGHTS)
+
+
+def _only_pickled(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "transformer/diffusion_pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def _other_class(folder: Path) -> None:
+    _write_json(folder / "transformer/config.json", _class_name="WanTransformer3DModel")
+
+
+def _unknown_setting(folder: Path) -> None:
+    _write_json(folder / "transformer/config.json", window_size=[3, 3])
+
+
+def _quantised(folder: Path) -> None:
+    _write_json(folder / "transformer/config.json", quantization_config={"quant_method": "bitsandbytes"})
+
+
+def _impossible(folder: Path) -> None:
+    _write_json(folder / "transformer/config.json", num_attention_heads="many")
+
+
+def _unknown_pipeline(folder: Path) -> None:
+    _write_json(folder / "model_index.json", _class_name="FluxFillPipeline")
+
+
+def _unknown_family(folder: Path) -> None:
+    _write_json(folder / "model_index.json", transformer=["diffusers", "FluxTransformer3DModel"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_bad_json, r"transformer/config\.json.*is not valid JSON"),
+        (_no_transformer, r"transformer' is not a folder"),
+        (_pointer, r"Git LFS pointer"),
+        (_cut, r"safetensors"),
+        (_other_shape, r"proj_out\.bias .*shape \(3,\)"),
+        (_missing_key, r"x_embedder\.weight  missing"),
+        (_only_pickled, r"only pickled weights.*from diffusers import"),
+        (_other_class, r"describes a WanTransformer3DModel"),
+        (_unknown_setting, r"window_size.*knows no such setting"),
+        (_quantised, r"quantised \(bitsandbytes\)"),
+        (_impossible, r"cannot build the transformer"),
+        (_unknown_pipeline, r"FluxFillPipeline is no pipeline of FluxTransformer2DModel"),
+        (_unknown_family, r"Did you mean 'FluxTransformer2DModel'"),
+    ],
+)
+def test_a_bad_folder_is_one_clear_error(
+    copied_generator: Callable[[str], Path], damage: Callable[[Path], None], message: str
+) -> None:
+    folder = copied_generator("flux")
+    damage(folder)
+    with pytest.raises(ModelFolderError, match=message):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"transformer": {"num_layer": 2}}, ConfigError, r"model\.transformer\.num_layer .*Did you mean 'num_layers'"),
+        ({"attn_implementation": "native-sparse"}, ConfigError, r"model\.attn_implementation .*no attention kernel"),
+        ({"attn_implementation": "flash_attention_2"}, MachineError, r"does not run on a CPU"),
+        ({"model_id": "qwen3_vl"}, ConfigError, r"'qwen3_vl' is not a generator, but the folder is one"),
+        ({"model_id": "wan2_1"}, ModelFolderError, r"FluxPipeline is no pipeline of WanTransformer3DModel"),
+        ({"freeze": ["text_blocks.{*}"]}, ConfigError, r"text_blocks"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_error(
+    generators: dict[str, Path], changes: dict[str, Any], error: type[MMError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ModelHub.build(arguments(generators["flux"], **changes))
+
+
+def test_a_generators_id_asks_for_a_generators_folder(folders: dict[str, Path]) -> None:
+    with pytest.raises(ModelFolderError, match=r"holds no model_index\.json"):
+        ModelHub.build(arguments(folders["text"], model_id="flux"))
