@@ -47,7 +47,7 @@ class Kind:
 
 
 PICTURES = Kind("pictures", "flux", 8, 512, (1, 120, 160), {"height": 96, "width": 96})
-CLIPS = Kind("clips", "wan", 4, 256, (12, 72, 96), {"height": 64, "width": 64, "num_frames": 9})
+CLIPS = Kind("clips", "wan", 4, 96, (12, 72, 96), {"height": 64, "width": 64, "num_frames": 9})
 KINDS = {kind.name: kind for kind in (PICTURES, CLIPS)}
 
 PICTURE_VAE: dict[str, Any] = {
@@ -62,7 +62,7 @@ PICTURE_VAE: dict[str, Any] = {
     "use_post_quant_conv": False,
     "mid_block_add_attention": False,
 }
-CLIP_VAE: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
+CLIP_VAE: dict[str, Any] = {"base_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
 TEXT: dict[str, Any] = {"d_model": TEXT_WIDTH, "d_ff": 512, "d_kv": 64, "num_layers": 4, "num_heads": 4}
 
 

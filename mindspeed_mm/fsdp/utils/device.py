@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.utils.host_memory import keep_freed_memory
 
 
 def get_device_type() -> str:
@@ -33,9 +34,11 @@ def current_device() -> torch.device:
 
 
 def set_local_device(local_rank: int) -> torch.device:
-    """Bind this process to accelerator `local_rank` of its host, and return it."""
+    """Bind this process to accelerator `local_rank` of its host, and return it; on a CPU, keep memory at hand."""
     if get_device_type() != "cpu":
         torch.accelerator.set_device_index(local_rank)
+    else:
+        keep_freed_memory()
     return current_device()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -242,16 +244,14 @@ def test_no_frames_no_frame_rate_and_a_damaged_frame(tmp_path: Path) -> None:
 
 
 def test_timestamps_that_run_backwards_are_refused() -> None:
-    class Frame:
-        def __init__(self, time: float) -> None:
-            self.time, self.rotation = time, 0
-
-        def to_image(self) -> Image.Image:
-            return Image.new("RGB", (4, 4))
+    def frame(time_ms: int) -> av.VideoFrame:
+        picture = av.VideoFrame(4, 4, "rgb24")
+        picture.pts, picture.time_base = time_ms, Fraction(1, 1000)
+        return picture
 
     shown = video._Shown(5, np.asarray)
     with pytest.raises(DataError, match="run backwards"):
-        video._play(iter(map(Frame, (0.0, 0.1, 0.05))), np.arange(5) / 10, 0.0, 0.1, shown, "a.mp4")
+        video._play(iter(map(frame, (0, 100, 50))), np.arange(5) / 10, 0.0, 0.1, shown, "a.mp4")
 
 
 def test_a_file_in_memory(tmp_path: Path) -> None:

@@ -139,7 +139,10 @@ class _Shown:
     """The clip as far as it is known; a picture is shaped once, however often it is shown."""
 
     def __init__(self, frames: int, shape: Callable[[Image.Image], np.ndarray]) -> None:
+        from av.video.reformatter import VideoReformatter  # here for the reason that `_opened` gives
+
         self.asked, self._shape = frames, shape
+        self._reformatter = VideoReformatter()  # a frame of its own accord would set up a conversion anew each time
         self._clip_CTHW: np.ndarray | None = None
         self._last: tuple[Any, np.ndarray] | None = None
         self.count = 0
@@ -147,7 +150,8 @@ class _Shown:
     def add(self, frame: Any) -> None:
         """Show a frame once more."""
         if self._last is None or self._last[0] is not frame:
-            self._last = frame, self._shape(_upright(frame)).transpose(2, 0, 1)
+            frame_rgb = self._reformatter.reformat(frame, format="rgb24")
+            self._last = frame, self._shape(_upright(frame_rgb, _quarter_turns(frame))).transpose(2, 0, 1)
         picture_CHW = self._last[1]
         if self._clip_CTHW is None:
             channels, height, width = picture_CHW.shape
@@ -326,8 +330,8 @@ def _quarter_turns(frame: Any) -> int:
     return round(getattr(frame, "rotation", 0) / 90) % 4
 
 
-def _upright(frame: Any) -> Image.Image:
-    image: Image.Image = frame.to_image()
+def _upright(frame_rgb: Any, quarter_turns: int) -> Image.Image:
+    image: Image.Image = frame_rgb.to_image()
     turns = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
-    turn = turns[_quarter_turns(frame)]
+    turn = turns[quarter_turns]
     return image if turn is None else image.transpose(turn)
