@@ -144,25 +144,16 @@ def find_decoder(model: nn.Module) -> Any:
     )
 
 
-def context_problems(config: Any, longest: int | None = None) -> list[Problem]:
-    """What in a decoder's configuration a spread sequence cannot do. Pure; it needs attributes only.
-
-    Args:
-        config: Of the decoder.
-        longest: Tokens of the longest document, when it is known: a window of so many is none.
-    """
+def context_problems(config: Any) -> list[Problem]:
+    """What in a decoder's configuration a spread sequence cannot do. Pure; it needs attributes only."""
     problems = []
     kinds = set(getattr(config, "layer_types", None) or ())
     if others := kinds - {"full_attention", "sliding_attention"}:
-        problems.append(f"layers of type {', '.join(sorted(others))}: only full attention goes over ranks")
-    window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in kinds and window is not None and longest is not None and window < longest:
-        problems.append(f"sliding_window is {window}, documents have up to {longest} tokens")
+        problems.append(f"layers of type {', '.join(sorted(others))}: only softmax attention goes over ranks")
     if dropout := getattr(config, "attention_dropout", 0.0):
         problems.append(f"attention_dropout is {dropout}: it would be drawn differently on each rank")
-    for name in ("attn_logit_softcapping", "attention_chunk_size"):
-        if (value := getattr(config, name, None)) is not None:
-            problems.append(f"{name} is {value}: attention across ranks has none")
+    if (chunk := getattr(config, "attention_chunk_size", None)) is not None:
+        problems.append(f"attention_chunk_size is {chunk}: attention across ranks has no chunks")
     return [Problem(what, key=_KEYS, way_out="Set both sizes to 1.") for what in problems]
 
 

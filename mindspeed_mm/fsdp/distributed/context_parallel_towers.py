@@ -21,7 +21,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def apply_to_tower(tower: nn.Module) -> bool:
-    """Let a tower work on a share of the patches when the call brings `mm_context`; call it before sharding.
+    """Let a tower work on a share of the patches when the call brings `mm_context`, the share of a text or the ranks
+    themselves; call it before sharding.
 
     Returns:
         False: the tower is of another shape and was left as it is, to be computed whole on every rank.
@@ -34,7 +35,8 @@ def apply_to_tower(tower: nn.Module) -> bool:
     tower.set_attn_implementation(register_context_attention())  # type: ignore[operator]
     patches = SpreadPatches(side * side)
     for number, block in enumerate(blocks):
-        block.register_forward_pre_hook(partial(patches.before_block, number == 0), with_kwargs=True)
+        before = partial(patches.before_block, number == 0)
+        block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)  # others work on own patches
     for each in (merger, *(getattr(tower, "deepstack_merger_list", None) or ())):
         each.register_forward_hook(patches.after_merger)
     return True
@@ -58,7 +60,8 @@ class SpreadPatches:
     def before_block(self, is_first: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Own patches, rotations and borders instead of all."""
         if is_first:
-            self._begin(kwargs.get(CONTEXT_KEY), len(args[0]))
+            told = kwargs.get(CONTEXT_KEY)
+            self._begin(told.groups if isinstance(told, ContextShare) else told, len(args[0]))
         if self._features is None:
             # The text's share means nothing here.
             return args, {key: value for key, value in kwargs.items() if key != CONTEXT_KEY}
@@ -74,12 +77,12 @@ class SpreadPatches:
         """Features of all patches. Each rank reads those among its own text, so gradients are summed."""
         return own if self._features is None else self._features.gather(own, 0, sum_gradients=True)
 
-    def _begin(self, text: ContextShare | None, patches: int) -> None:
+    def _begin(self, groups: ContextGroups | None, patches: int) -> None:
         self._shares, self._rotations, self._features = [], (None, None), None
-        if text is not None:
-            layout = build_layout(patches // self._unit, text.groups.ring_size, text.groups.ulysses_size)
+        if groups is not None:
+            layout = build_layout(patches // self._unit, groups.ring_size, groups.ulysses_size)
             # Towers cannot do with no patch: images smaller than that are computed whole on every rank.
-            self._features = None if layout.leaves_ranks_empty else ContextShare(text.groups, layout)
+            self._features = None if layout.leaves_ranks_empty else ContextShare(groups, layout)
 
     def _share_for(self, groups: ContextGroups, borders: Tensor) -> tuple[ContextShare, Tensor]:
         for known, share, own_borders in self._shares:

@@ -13,8 +13,19 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, apply_context_parallel
+from mindspeed_mm.fsdp.distributed.encoder_groups import on_tower_mesh, unsummed_towers
+from mindspeed_mm.fsdp.distributed.encoder_media import SharedMedia, share_media
+from mindspeed_mm.fsdp.distributed.expert_parallel import apply_expert_parallel, shard_experts
+from mindspeed_mm.fsdp.distributed.expert_parallel_plan import (
+    ExpertPlan,
+    check_inside,
+    is_spread,
+    padding_warnings,
+    undivided,
+)
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
     Unit,
+    build_expert_options,
     is_below,
     plan_units,
     replicate_modules,
@@ -26,6 +37,7 @@ from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
+from mindspeed_mm.fsdp.params.encoder_sizes import EncoderSizes, resolve_encoder_sizes
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
 
 __all__ = ["ParallelApplier", "set_gradient_sync"]
@@ -41,6 +53,7 @@ class ParallelApplier:
         tie_groups: Names of modules that share a parameter.
         towers: Names of towers, whose patches context parallelism spreads as well.
         gather_logits: Under tensor parallelism, let the output head return the whole vocabulary on every rank.
+        expert_copies: Under expert parallelism, copies of busy experts that a rank may hold.
     """
 
     def __init__(
@@ -51,16 +64,24 @@ class ParallelApplier:
         tie_groups: Sequence[Sequence[str]] = (),
         towers: Collection[str] = (),
         gather_logits: bool = False,
+        expert_copies: int = 0,
     ) -> None:
         self._parallel = parallel_args
         self._plan = parallel_args.fsdp_plan
         self._shard_modules = shard_modules
         self._tie_groups = tie_groups
-        self._towers, self._gather_logits = towers, gather_logits
+        self._towers, self._gather_logits = sorted(towers), gather_logits
         self.tensor_plan: TensorPlan | None = None
         """How layers were split over ranks, if they were."""
+        self.experts: ExpertPlan | None = None
+        """How experts were spread over ranks, if they were."""
+        self.warnings: list[str] = []
+        """Sentences for the user about what the plan costs."""
         self.context: ContextParallel | None = None
         """What the training step must know of sequences spread over ranks, if they are."""
+        self.media: dict[str, SharedMedia] = {}
+        """Towers that encode the media of other ranks."""
+        self._encoder: EncoderSizes | None = None
         self._units: list[Unit] = []
         self._model_shards_itself = False
 
@@ -72,28 +93,28 @@ class ParallelApplier:
         return model
 
     def pre_fully_shard_apply(self, model: nn.Module) -> None:
-        """Steps before sharding, each on one-device modules: tensor, then context parallelism.
+        """Steps before sharding, each on one-device modules: tensor, then context parallelism, then towers that are
+        laid out otherwise.
 
         Raises:
             ConfigError: The plan does not fit the model, or asks for what this version does not have: sharding alone
                 would train another model than the plan says.
         """
         parallel = self._parallel
-        for key in ("pipeline_parallel_size", "expert_parallel_size"):
-            if (size := getattr(parallel, key)) > 1:
-                raise ConfigError(f"{size} is not supported yet, only 1", key=f"parallel.{key}")
+        if (stages := parallel.pipeline_parallel_size) > 1:
+            raise ConfigError(f"{stages} is not supported yet, only 1", key="parallel.pipeline_parallel_size")
         state = get_parallel_state()
+        self._encoder = resolve_encoder_sizes(parallel, state.sizes.dp)
         if parallel.tensor_parallel_size > 1:
-            if state.is_cp_enable():
-                raise ConfigError(
-                    f"{parallel.tensor_parallel_size}, together with ring or ulysses attention, is not supported yet",
-                    key="parallel.tensor_parallel_size",
-                    way_out="Set one of them to 1.",
-                )
             mesh = state.get_tp_device_mesh()
-            self.tensor_plan = apply_tensor_parallel(model, parallel.tp_plan, mesh, gather_logits=self._gather_logits)
+            self.tensor_plan = apply_tensor_parallel(
+                model, parallel.tp_plan, mesh, gather_logits=self._gather_logits, whole=self._whole_towers()
+            )
         if parallel.ring_attention_size * parallel.ulysses_parallel_size > 1:
-            self.context = apply_context_parallel(model, state, self._towers)
+            follow = self._encoder is None or self._encoder.parts == 1
+            self.context = apply_context_parallel(model, state, self._towers if follow else ())
+        if self._encoder is not None:
+            self.media = share_media(model, self._towers, self._encoder, state)
 
     def fully_shard_apply(self, model: nn.Module) -> None:
         """Shard parameters, gradients and optimizer state; gradients are summed.
@@ -102,6 +123,8 @@ class ParallelApplier:
         """
         own_hook = getattr(model, "fully_shard", None)
         self._model_shards_itself = own_hook is not None and own_hook(self._plan)
+        if self._model_shards_itself and self._whole_towers():
+            raise unsummed_towers(f"{type(model).__name__} shards itself")
         if not self._model_shards_itself:
             self._shard(model)
         sum_gradients(model)
@@ -130,8 +153,14 @@ class ParallelApplier:
         if trained_whole and state.sizes.world > 1:
             replicate_modules(map(model.get_submodule, trained_whole), state.build_copies_device_mesh())
         self._units = plan_units(self._module_names(model), self._tie_groups, ignored)
+        if whole_towers := self._whole_towers():
+            self._units = on_tower_mesh(model, self._units, whole_towers, ignored, state)
         ignored_params = {p for name in ignored for p in model.get_submodule(name).parameters()}
         shard_units(model, self._units, self._plan, mesh, ignored_params)
+
+    def _whole_towers(self) -> Sequence[str]:
+        """Towers that are not split although the decoder is: ranks that split it encode different media."""
+        return self._towers if self._encoder is not None and self._encoder.copies > 1 else ()
 
     def _module_names(self, model: nn.Module) -> Sequence[str]:
         if not self._plan.apply_modules:

@@ -138,8 +138,7 @@ def assemble(
 
 def check_spread_sequences(model: nn.Module, arguments: Arguments) -> None:
     """Raise `ConfigError` for what a language model cannot do with sequences spread over ranks."""
-    longest = arguments.data.dataset_param.basic_parameters.cutoff_len
-    problems = context_problems(find_decoder(model).config, longest)
+    problems = context_problems(find_decoder(model).config)
     if arguments.features.loss_cfg.loss_type == "raw":
         problems.append(
             Problem(

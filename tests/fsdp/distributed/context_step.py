@@ -3,16 +3,22 @@ parallelism. Loss and head are the engine's own; weights are fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from transformers import (
     AutoConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3ForCausalLM,
@@ -52,12 +58,65 @@ CLASSES: dict[str, Any] = {
     "qwen3": Qwen3ForCausalLM,
     "qwen3_vl": Qwen3VLForConditionalGeneration,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "gemma2": Gemma2ForCausalLM,
+    "gpt_oss": GptOssForCausalLM,
 }
+TEXT_SIZES = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "sliding_window": 4, "pad_token_id": 0,
+}  # fmt: skip
 
 
-def load(folder: str) -> nn.Module:
-    model_class = CLASSES[AutoConfig.from_pretrained(folder).model_type]
-    return model_class.from_pretrained(folder, dtype=torch.float64, attn_implementation=register_attention()).train()
+def load(folder: str, attention: str | None = None) -> nn.Module:
+    """The model; `attention` is the name of an implementation, by default this package's."""
+    config = AutoConfig.from_pretrained(folder)
+    name = attention or register_attention()
+    if config.model_type == "gemma2":
+        name = "eager"  # nothing else has a softcap
+    model = CLASSES[config.model_type].from_pretrained(folder, dtype=torch.float64, attn_implementation=name).train()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped matrix products have no fp64
+    return model
+
+
+def make_tiny_softcap(folder: Path) -> Path:
+    """A Gemma 2 with a softcap that bends, a window of four tokens in its first layer, none in its second."""
+    config = Gemma2Config(**TEXT_SIZES, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)
+    return save(Gemma2ForCausalLM(config), folder)
+
+
+def make_tiny_sinks(folder: Path) -> Path:
+    """A gpt-oss with sinks, a window of four tokens in its first layer, none in its second, and four experts."""
+    config = GptOssConfig(**TEXT_SIZES, num_local_experts=4, num_experts_per_tok=2, eos_token_id=1)
+    return save(GptOssForCausalLM(config), folder)
+
+
+def save(model: Any, folder: Path) -> Path:
+    """In fp64, with weights large enough for scores to matter."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    model.double().save_pretrained(folder)
+    return folder
+
+
+def softmax_unless_double(scores: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kw: Any) -> Any:
+    """Written-out attention rounds to fp32, which would be all that could be seen in fp64."""
+    return torch.softmax(scores, *args, dtype=None if scores.dtype == torch.float64 else dtype, **kw)
+
+
+def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+
+
+@contextmanager
+def nothing_rounded() -> Iterator[None]:
+    with (
+        mock.patch.object(F, "softmax", softmax_unless_double),
+        mock.patch.object(torch.Tensor, "float", float_unless_double),
+    ):
+        yield
 
 
 def make_tiny_windows(folder: Path, other: Path) -> Path:
@@ -136,14 +195,22 @@ def pack(samples: Sequence[Sample], config: Any) -> dict[str, Any]:
     return row
 
 
-def plain_step(folder: str, packed: bool, *, per_sample: bool = False, lengths: Sequence[int] = LENGTHS) -> StepRecord:
+def plain_step(
+    folder: str,
+    packed: bool,
+    *,
+    per_sample: bool = False,
+    lengths: Sequence[int] = LENGTHS,
+    attention: str | None = None,
+) -> StepRecord:
     """One process, nothing spread."""
-    model = load(folder)
+    model = load(folder, attention)
     objective = TokenCrossEntropy(model, LabelledRowsHead(model.lm_head), per_sample=per_sample)
     batches = [objective.prepare(batch) for batch in make_batches(model.config, packed, 2, lengths)]
     divisor = objective.count(batches)["loss"]
-    loss = torch.stack([objective.terms(model, batch)["loss"] for batch in batches]).sum() / divisor
-    loss.backward()
+    with nothing_rounded():
+        loss = torch.stack([objective.terms(model, batch)["loss"] for batch in batches]).sum() / divisor
+        loss.backward()
     return record_step(model, loss.detach(), grad_norm(model.parameters()))
 
 
@@ -174,7 +241,7 @@ def spread_step(
     prepared = [objective.prepare(batch) for batch in make_batches(model.config, packed, 2, lengths)]
     divisor = objective.count(prepared)["loss"]
     losses = torch.zeros((), dtype=torch.float64)
-    with fault(context):
+    with fault(context), nothing_rounded():
         for batch in prepared[state.data_rank :: state.data_size]:
             loss = objective.terms(model, context.split(batch))["loss"] / divisor
             loss.backward()

@@ -1,24 +1,37 @@
-"""Tensor and context parallelism through the trainer equal one process, in fp64: a vision-language model on uneven
-rows, and generators, alone and with sharding, accumulation, recompute and adapters."""
+"""Tensor and context parallelism through the trainer equal one process, in fp64: a vision-language model and one with
+experts on uneven rows, and generators; alone, together, and with sharding, accumulation, recompute and adapters."""
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.distributed import tensor_parallel, tensor_parallel_forward, torch_parallelize
+from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks
+from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
+from tests.fsdp.distributed.tensor_parallel_step import make_tiny_qwen3_moe
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, StepRecord, compare_steps
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
-from tests.helpers.tiny_run import make_tiny_run
+from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 TOLERANCE = 1e-9
 GLOBAL_BATCH = 8
 TP = "parallel.tensor_parallel_size=2"
 RING, ULYSSES = "parallel.ring_attention_size=2", "parallel.ulysses_parallel_size=2"
+DECODER = '"*.layers.{*}.input_layernorm", "*.layers.{*}.post_attention_layernorm"'
+TOWER = '"*.visual.blocks.{*}.norm1", "*.visual.blocks.{*}.norm2"'
+SEQUENCE = f"parallel.tp_plan.sequence_parallel=[{DECODER}]"
+SEQUENCE_EVERYWHERE = f"parallel.tp_plan.sequence_parallel=[{DECODER}, {TOWER}]"
+RECOMPUTE = "features.recompute=true"
 
 CASES = {  # name → (model, ranks, data ranks, accumulation, overrides)
     "vlm tp2": ("vlm", 2, 1, 2, (TP,)),
@@ -32,6 +45,9 @@ CASES = {  # name → (model, ranks, data ranks, accumulation, overrides)
     "vlm fsdp2 × ring2": ("vlm", 4, 2, 2, (RING,)),
     "vlm ring2 × ulysses2": ("vlm", 4, 1, 2, (RING, ULYSSES)),
     "flux fsdp2 × ulysses2": ("flux", 4, 2, 1, (ULYSSES,)),
+    "vlm tp2 × ring2, sequence": ("vlm", 4, 1, 2, (TP, RING, SEQUENCE_EVERYWHERE)),
+    "flux tp2 × ulysses2": ("flux", 4, 1, 1, (TP, ULYSSES)),
+    "moe tp2 × ring2": ("moe", 4, 1, 2, (TP, RING)),
 }
 SLOW = {
     "t2v fsdp2 × tp2": ("t2v", 4, 2, 1, (TP,)),
@@ -41,8 +57,34 @@ SLOW = {
     "vlm lora tp2": ("vlm lora", 2, 1, 1, (TP,)),
     "vlm lora ring2": ("vlm lora", 2, 1, 1, (RING,)),
     "flux lora ulysses2": ("flux lora", 2, 1, 1, (ULYSSES,)),
+    "vlm tp2, sequence in tower and decoder": ("vlm", 2, 1, 2, (TP, SEQUENCE_EVERYWHERE)),
+    "vlm tp2 × ring2": ("vlm", 4, 1, 1, (TP, RING)),
+    "vlm tp2 × ring2, one row at a time": ("vlm", 4, 1, 8, (TP, RING, SEQUENCE)),
+    "vlm tp2 × ulysses2": ("vlm", 4, 1, 2, (TP, ULYSSES)),
+    "vlm tp2 × ulysses2, sequence, recompute": ("vlm", 4, 1, 1, (TP, ULYSSES, SEQUENCE_EVERYWHERE, RECOMPUTE)),
+    "vlm lora tp2 × ring2, sequence": ("vlm lora", 4, 1, 1, (TP, RING, SEQUENCE)),
+    "flux tp2 × ring2, recompute": ("flux", 4, 1, 2, (TP, RING, RECOMPUTE)),
+    "t2v tp2 × ring2": ("t2v", 4, 1, 2, (TP, RING)),
+    "t2v tp2 × ulysses2": ("t2v", 4, 1, 1, (TP, ULYSSES)),
+    "moe tp2": ("moe", 2, 1, 2, (TP,)),
+    "moe tp2, recompute": ("moe", 2, 1, 1, (TP, RECOMPUTE)),
+    "moe ring2": ("moe", 2, 1, 1, (RING,)),
+    "moe tp2 × ulysses2": ("moe", 4, 1, 1, (TP, ULYSSES)),
+    "moe fsdp2 × tp2": ("moe", 4, 2, 1, (TP,)),
+    "vlm fsdp2 × tp2 × ring2, sequence": ("vlm", 8, 2, 1, (TP, RING, SEQUENCE_EVERYWHERE)),
+    "vlm tp2 × ring2 × ulysses2": ("vlm", 8, 1, 1, (TP, RING, ULYSSES)),
+    "vlm hsdp × tp2 × ulysses2": ("vlm", 8, 2, 1, (TP, ULYSSES, "parallel.fully_shard_parallel_size=2")),
+    "moe fsdp2 × tp2 × ring2": ("moe", 8, 2, 1, (TP, RING)),
+    "flux fsdp2 × tp2 × ulysses2": ("flux", 8, 2, 1, (TP, ULYSSES)),
+    "t2v fsdp2 × tp2 × ring2": ("t2v", 8, 2, 1, (TP, RING)),
 }
-FAULTS = {"gradients averaged over ranks": "vlm fsdp2 × ring2", "rank's own denominator": "vlm fsdp2 × tp2"}
+FAULTS = {
+    "gradients averaged over ranks": "vlm fsdp2 × ring2",
+    "rank's own denominator": "vlm fsdp2 × tp2",
+    "gradients of norms not summed over tensor ranks": "vlm tp2 × ring2, sequence",
+    "a token lost at a context border": "vlm tp2 × ring2, sequence",
+    "experts' gradients summed over tensor ranks": "moe tp2 × ring2",
+}
 
 FP64 = {
     "parallel": {"fsdp_plan": {"param_dtype": "fp64"}},
@@ -54,8 +96,21 @@ FP64 = {
 def yamls(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, str], ...]:
     folder = tmp_path_factory.mktemp("plans")
     made = {"vlm": make_tiny_run(folder / "vlm", **FP64)}
+    made["moe"] = make_tiny_moe_run(folder / "moe")
     made |= {family: make_tiny_generator_run(folder / family, family, **FP64) for family in ("flux", "t2v")}
     return tuple((name, str(path)) for name, path in made.items())
+
+
+def make_tiny_moe_run(folder: Path) -> Path:
+    """A run of a text decoder with four experts a layer, two a token."""
+    folder.mkdir()
+    make_tiny_qwen3_moe(folder / "model")
+    with make_rows(folder).open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    for row in rows:
+        row["images"], row["messages"][0]["content"] = [], "What is it like?"
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return make_tiny_run(folder, **FP64)
 
 
 def run_of(model: str, yamls: dict[str, str], data_ranks: int, accumulation: int, *words: str) -> tuple[str, list[str]]:
@@ -78,8 +133,45 @@ def run_cases(ranks: int, yamls: dict[str, str], slow: bool) -> dict[str, list[S
         for fault, name in FAULTS.items():
             if not slow and cases[name][1] == ranks:
                 model, _, data_ranks, accumulation, words = cases[name]
-                measured[fault] = train_steps(*run_of(model, yamls, data_ranks, accumulation, *words), fault)
+                with OWN_FAULTS.get(fault, nullcontext)():
+                    measured[fault] = train_steps(*run_of(model, yamls, data_ranks, accumulation, *words), fault)
     return measured
+
+
+def norms_not_summed() -> Any:
+    return mock.patch.object(tensor_parallel_forward, "sum_gradient", lambda parameter, ranks: parameter)
+
+
+def border_token_lost() -> Any:
+    """The first of a rank's tokens twice, its last not at all."""
+    real = ContextShare.positions_on
+
+    def off_by_one(self: ContextShare, device: torch.device) -> torch.Tensor:
+        own = real(self, device)
+        return torch.cat([own[:1], own[:-1]])
+
+    return mock.patch.object(ContextShare, "positions_on", off_by_one)
+
+
+def experts_summed() -> Any:
+    """As if each tensor rank computed a part of what experts return."""
+    real = tensor_parallel.apply_tensor_parallel
+
+    def with_experts(model: torch.nn.Module, tp_plan: Any, mesh: Any, **more: Any) -> Any:
+        plan, ranks = real(model, tp_plan, mesh, **more), TensorRanks(mesh)
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                module.forward = tensor_parallel_forward.LocalForward(module, ranks)
+        return plan
+
+    return mock.patch.object(torch_parallelize, "apply_tensor_parallel", with_experts)
+
+
+OWN_FAULTS = {
+    "gradients of norms not summed over tensor ranks": norms_not_summed,
+    "a token lost at a context border": border_token_lost,
+    "experts' gradients summed over tensor ranks": experts_summed,
+}
 
 
 def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +181,7 @@ def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def results_of(ranks: int, yamls: tuple[tuple[str, str], ...], slow: bool = False) -> list[dict[str, list[StepRecord]]]:
-    return run_ranks(ranks, run_cases, ranks, dict(yamls), slow, timeout_s=400)
+    return run_ranks(ranks, run_cases, ranks, dict(yamls), slow, timeout_s=600)
 
 
 def check(name: str, yamls: tuple[tuple[str, str], ...], slow: bool) -> None:
@@ -112,6 +204,7 @@ def test_more_plans_equal_one_process(name: str, yamls: tuple[tuple[str, str], .
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault: str, yamls: tuple[tuple[str, str], ...]) -> None:
-    measured = results_of(CASES[FAULTS[fault]][1], yamls)[0][fault]
+    model, ranks, *_ = CASES[FAULTS[fault]]
+    measured = results_of(ranks, yamls)[0][fault]
     with pytest.raises(ParityError):
-        compare_steps(results_of(1, yamls)[0]["vlm"], measured, TOLERANCE)
+        compare_steps(results_of(1, yamls)[0][model], measured, TOLERANCE)

@@ -1,5 +1,6 @@
 """The attention function `mm_context`, registered with transformers: attention over a spread sequence where the call
-brings a share of one, and `mm_varlen` where it does not.
+brings a share of one, and `mm_varlen` where it does not. Plain layers go through ring and Ulysses; those with windows,
+sinks or a softcap gather the keys.
 
 Shapes: B rows, H heads, K key-value heads, T tokens of this rank, D head width, Dv width of values.
 """
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mindspeed_mm.fsdp.ops.attention import AttentionError, varlen_attention, varlen_mask
+from mindspeed_mm.fsdp.ops.context_attention.gathered import AttentionRule, gathered_attention
 from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
 
 CONTEXT_ATTENTION_NAME = "mm_context"
@@ -52,26 +54,37 @@ def attend_to_share(
         (B, T, H, Dv), and None in the place of the attention weights.
 
     Raises:
-        AttentionError: The layer asks for more than exact causal or full attention.
+        AttentionError: The layer asks for something that depends on more than the scores of a document.
     """
     if mm_context is None:
         return varlen_attention(module, query, key, value, attention_mask, **others)
-    check_layer(attention_mask, mm_context, others)
-    given = others.get("is_causal")
-    causal = getattr(module, "is_causal", True) if given is None else given
-    tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return mm_context.attend(*tensors, causal=causal, scale=others.get("scaling")), None
+    rule = rule_of(module, query, attention_mask, mm_context, others)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if rule.is_plain:
+        return mm_context.attend(q, k, v, causal=rule.causal, scale=rule.scale), None
+    return gathered_attention(q, k, v, mm_context, rule), None
 
 
-def check_layer(attention_mask: Tensor | None, share: ContextShare, others: dict[str, Any]) -> None:
-    """Raise `AttentionError` for what a spread sequence cannot do: masks, dropout, sinks, softcap, narrower windows."""
-    window = others.get("sliding_window")
+def rule_of(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    share: ContextShare,
+    others: dict[str, Any],
+) -> AttentionRule:
+    """What a layer computes; a window that no document is longer than is none.
+
+    Raises:
+        AttentionError: It asks for a mask of its own, dropout, or a window that goes both ways.
+    """
+    causal = getattr(module, "is_causal", True) if others.get("is_causal") is None else others["is_causal"]
+    window, scale = others.get("sliding_window"), others.get("scaling")
+    if window is not None and window >= share.layout.longest_document:
+        window = None
     asked = {
         "a mask of its own": attention_mask is not None and attention_mask.numel() > 0,
         "dropout": bool(others.get("dropout")),
-        "sinks": others.get("s_aux") is not None,
-        "a softcap": others.get("softcap") is not None,
-        f"a window of {window} tokens": window is not None and window < share.layout.longest_document,
+        f"a window of {window} tokens to both sides": window is not None and not causal,
     }
     for what, is_asked in asked.items():
         if is_asked:
@@ -80,3 +93,5 @@ def check_layer(attention_mask: Tensor | None, share: ContextShare, others: dict
                 key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
                 way_out="Set both sizes to 1.",
             )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return AttentionRule(causal, scale, window, others.get("s_aux"), others.get("softcap"))

@@ -31,11 +31,11 @@ class Segment(NamedTuple):
     start: int
     stop: int
     local: int
-    """Where it begins among the tokens of its ring rank."""
+    """Where it begins among the tokens of the rank that it was asked for."""
 
     @property
     def span(self) -> Interval:
-        """Its place among the tokens of its ring rank."""
+        """Its place among them."""
         return self.local, self.local + self.stop - self.start
 
 
@@ -106,10 +106,13 @@ class SequenceLayout:
         """Places in the sequence of the tokens that a rank holds, in its order."""
         return [token for interval in self.pieces[ring_rank][ulysses_rank] for token in range(*interval)]
 
-    def segments(self, ring_rank: int) -> list[Segment]:
-        """The intervals of a ring rank, cut at document borders, with their places among its tokens."""
+    def segments(self, ring_rank: int, ulysses_rank: int | None = None) -> list[Segment]:
+        """The intervals of a ring rank, or of one of its ulysses ranks, cut at document borders, with their places
+        among its tokens."""
         found, local, document = [], 0, 0
-        for start, stop in merge_intervals(chain.from_iterable(self.pieces[ring_rank])):
+        pieces = self.pieces[ring_rank]
+        held = chain.from_iterable(pieces) if ulysses_rank is None else pieces[ulysses_rank]
+        for start, stop in merge_intervals(held):
             if start < self.borders[document]:
                 document = 0
             while start < stop:
