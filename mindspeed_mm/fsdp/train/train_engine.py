@@ -59,6 +59,10 @@ class Hook:
     def on_train_begin(self, engine: TrainEngine) -> None:
         """Before the first step."""
 
+    def on_gradients(self, engine: TrainEngine, norm: torch.Tensor) -> None:
+        """Between the backward passes of a step and its update: gradients are whole and not clipped, `norm` is
+        theirs."""
+
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """After each optimizer step."""
 
@@ -178,6 +182,8 @@ class TrainEngine:
         with explained_out_of_memory(prepared, self.iteration + 1, self.rank):
             local_losses = self.forward_backward([self._own(b) for b in prepared], tally.denominators)
             norm = grad_norm(self.model.parameters())
+            for hook in self.hooks:
+                hook.on_gradients(self, norm)
             losses, grad_norm_value = self._read_together(local_losses, norm)
             finite = all(map(math.isfinite, (*losses.values(), grad_norm_value)))
             if finite:

@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -79,12 +79,14 @@ class Trainer:
     Args:
         config: The configuration.
         options: What the command line adds.
+        hooks: Called around steps after those of the run itself.
     """
 
-    def __init__(self, config: ResolvedConfig, options: TrainOptions | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, options: TrainOptions | None = None, hooks: Sequence[Hook] = ()) -> None:
         self.config = config
         self.arguments: Arguments = config.arguments
         self.options = options or TrainOptions()
+        self.hooks = tuple(hooks)
         self.run_id = f"{config.path.stem}-{uuid.uuid4().hex[:8]}"
         self.generator: GeneratorParts | None = None
         self.iteration = 0
@@ -131,7 +133,7 @@ class Trainer:
         loader = self._build_loader(train_set, state)
         objective = self._build_objective(assembled, train_set, validation_set)
         engine = self._build_engine(assembled, objective, optimizer, ema, total_steps, state)
-        engine.hooks = self._build_hooks(assembled, record, resume, loader, validation_set)
+        engine.hooks = [*self._build_hooks(assembled, record, resume, loader, validation_set), *self.hooks]
         self._introduce(assembled, loader, engine)
         if self.options.dry_run:
             self.progress.note("dry run: everything was built, nothing was run")

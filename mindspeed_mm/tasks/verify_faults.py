@@ -1,0 +1,275 @@
+"""Faults to plant, each by swapping one function: `mm verify --inject FAULT` must notice every one of them.
+
+The table answers `--help` without torch; what a fault swaps is imported when it is planted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What decides whether a fault can show."""
+
+    sizes: ParallelSizes
+    is_generator: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake."""
+
+    what: str
+    """What goes wrong, for `--help`."""
+    shows_in: Callable[[PlannedRun], bool]
+    needs: str
+    """The plan in which it shows, for the message when it cannot."""
+    plant: Callable[[], Any]
+    """A context manager: inside, the mistake is made."""
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """While inside, the fault is in the code of this process; nothing happens for None."""
+    if name is None:
+        yield
+        return
+    with find_fault(name).plant():
+        yield
+
+
+def find_fault(name: str) -> Fault:
+    """The fault of a name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in FAULTS:
+        raise ConfigError(
+            f"'{name}' is no fault", key="--inject", way_out=f"{did_you_mean(name, FAULTS)}Faults: {', '.join(FAULTS)}."
+        )
+    return FAULTS[name]
+
+
+def check_fault(name: str, planned: PlannedRun) -> None:
+    """Raise `ConfigError` for a fault that is unknown, or that nobody could see under this plan."""
+    fault = find_fault(name)
+    if not fault.shows_in(planned):
+        raise ConfigError(
+            f"'{name}' ({fault.what}) cannot show under this plan", key="--inject", way_out=f"It needs {fault.needs}."
+        )
+
+
+@contextmanager
+def swapped(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """While inside, an attribute of a module or class is another one."""
+    own = vars(owner)[name]
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+# --- sums over ranks --------------------------------------------------------------------------------------------------
+
+
+def _dropped_all_reduce() -> Any:
+    from mindspeed_mm.fsdp.distributed import torch_parallelize
+    from mindspeed_mm.fsdp.distributed.fully_shard_parallel import fsdp_modules, sum_gradients
+
+    def sum_without_copies(model: Any) -> None:
+        sum_gradients(model)
+        for module in fsdp_modules(model):
+            _leave_copies_alone(module)
+
+    return swapped(torch_parallelize, "sum_gradients", sum_without_copies)
+
+
+def _leave_copies_alone(module: Any) -> None:
+    """Sharding never sums this module's gradients over copies, whatever it is told of the next backward pass."""
+    tell = module.set_requires_gradient_sync
+
+    def told(enabled: bool, *, recurse: bool = True) -> None:
+        tell(enabled, recurse=recurse)
+        module.set_requires_all_reduce(False, recurse=False)
+
+    module.set_requires_gradient_sync = told
+    module.set_requires_all_reduce(False, recurse=False)
+
+
+def _averaged_gradients() -> Any:
+    from mindspeed_mm.fsdp.distributed import torch_parallelize
+
+    return swapped(torch_parallelize, "sum_gradients", lambda model: None)
+
+
+def _wrong_divisor() -> Any:
+    from mindspeed_mm.fsdp.train.tally import Tally
+
+    summed = Tally.summed_over
+
+    def with_own_counts(tally: Tally, *args: Any, **kwargs: Any) -> Tally:
+        return replace(summed(tally, *args, **kwargs), counts=tally.counts)
+
+    return swapped(Tally, "summed_over", with_own_counts)
+
+
+def _averaged_micro_batches() -> Any:
+    from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
+
+    plain = PlainForwardBackward.__call__
+
+    def averaged(self: Any, micro_batches: Any, denominators: Any) -> Any:
+        return plain(self, micro_batches, {name: n * len(micro_batches) for name, n in denominators.items()})
+
+    return swapped(PlainForwardBackward, "__call__", averaged)
+
+
+def _local_clip_norm() -> Any:
+    import torch
+
+    from mindspeed_mm.fsdp.train import train_engine
+
+    def norm_of_shards(parameters: Any) -> torch.Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        own = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+        return torch.stack([g.norm() for g in own]).norm()
+
+    return swapped(train_engine, "grad_norm", norm_of_shards)
+
+
+# --- tensor and context parallelism -----------------------------------------------------------------------------------
+
+
+def _missing_norm_sum() -> Any:
+    from mindspeed_mm.fsdp.distributed import tensor_parallel_forward
+
+    return swapped(tensor_parallel_forward, "sum_gradient", lambda parameter, ranks: parameter)
+
+
+def _dropped_tensor_sum() -> Any:
+    from mindspeed_mm.fsdp.distributed import tensor_parallel_forward
+
+    return swapped(tensor_parallel_forward, "sum_over_ranks", lambda tensor, ranks: tensor)
+
+
+def _lost_border_token() -> Any:
+    import torch
+
+    from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
+
+    attend = ContextShare.attend
+
+    def forgetful(share: Any, queries: Any, keys: Any, values: Any, **how: Any) -> Any:
+        rest = values[:, 1:]
+        return attend(share, queries, keys, torch.cat([torch.zeros_like(values[:, :1]), rest], dim=1), **how)
+
+    return swapped(ContextShare, "attend", forgetful)
+
+
+# --- labels and resuming ----------------------------------------------------------------------------------------------
+
+
+def _labels_off_by_one() -> Any:
+    from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
+
+    prepare = TokenCrossEntropy.prepare
+
+    def shifted(self: Any, batch: Any, **how: Any) -> Any:
+        prepared = prepare(self, batch, **how)
+        return prepared | {"_targets": prepared["_targets"].roll(1)}
+
+    return swapped(TokenCrossEntropy, "prepare", shifted)
+
+
+def _lost_optimizer_state() -> Any:
+    from mindspeed_mm.fsdp.train.resume import ResumePoint
+
+    load = ResumePoint.load
+
+    def forgetful(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return load(replace(self, with_optimizer=False), *args, **kwargs)
+
+    return swapped(ResumePoint, "load", forgetful)
+
+
+def _copies(planned: PlannedRun) -> bool:
+    return planned.sizes.dp_replicate > 1
+
+
+def _shares_parameters(planned: PlannedRun) -> bool:
+    return planned.sizes.fsdp * planned.sizes.dp_replicate > 1
+
+
+FAULTS: dict[str, Fault] = {
+    "dropped-all-reduce": Fault(
+        "gradients are not summed over copies of the model",
+        _copies,
+        "copies: parallel.fully_shard_parallel_size=1, or less than the data ranks",
+        _dropped_all_reduce,
+    ),
+    "averaged-gradients": Fault(
+        "gradients are averaged over data ranks, not summed",
+        _shares_parameters,
+        "more than one data or context rank: --nproc 2, data_parallel_size left out",
+        _averaged_gradients,
+    ),
+    "wrong-divisor": Fault(
+        "every rank divides its loss by what it counts itself",
+        lambda planned: planned.sizes.dp > 1,
+        "more than one data rank: --nproc 2, data_parallel_size left out",
+        _wrong_divisor,
+    ),
+    "averaged-micro-batches": Fault(
+        "accumulated gradients are averaged over micro-batches",
+        lambda planned: planned.sizes.pp == 1,
+        "parallel.pipeline_parallel_size=1",
+        _averaged_micro_batches,
+    ),
+    "local-clip-norm": Fault(
+        "the clip norm is that of a rank's own shards",
+        lambda planned: planned.sizes.fsdp * planned.sizes.tp * planned.sizes.pp > 1,
+        "parameters in parts: sharding (parallel.fully_shard_parallel_size=auto), tensor or pipeline parallelism",
+        _local_clip_norm,
+    ),
+    "missing-norm-sum": Fault(
+        "the gradient of a replicated norm is not summed over tensor ranks",
+        lambda planned: planned.sizes.tp > 1,
+        "parallel.tensor_parallel_size=2",
+        _missing_norm_sum,
+    ),
+    "dropped-tensor-sum": Fault(
+        "the parts of a split layer's output are not summed over tensor ranks",
+        lambda planned: planned.sizes.tp > 1,
+        "parallel.tensor_parallel_size=2",
+        _dropped_tensor_sum,
+    ),
+    "lost-border-token": Fault(
+        "attention forgets the first token of each rank's share of a sequence",
+        lambda planned: planned.sizes.cp > 1,
+        "parallel.ring_attention_size=2 or parallel.ulysses_parallel_size=2",
+        _lost_border_token,
+    ),
+    "labels-off-by-one": Fault(
+        "each label is that of the position beside it",
+        lambda planned: not planned.is_generator,
+        "a language model",
+        _labels_off_by_one,
+    ),
+    "lost-optimizer-state": Fault(
+        "a resumed run starts with fresh optimizer state",
+        lambda planned: True,
+        "nothing",
+        _lost_optimizer_state,
+    ),
+}
+"""Name → fault."""
