@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,9 +52,10 @@ def command(
     code 75. Rows that cannot be used are skipped and listed in skipped.jsonl; more than a tenth of them are an error,
     unless max_bad_fraction says otherwise.
     """
+    from mindspeed_mm.fsdp.train.launched import starts_ranks
     from mindspeed_mm.tasks import extract, train  # torch: the help does without
 
-    if nproc > 1 and "RANK" not in os.environ:
+    if starts_ranks(nproc):
         given = {"--out": out, "--batch-size": batch_size, "--dtype": dtype, "--verify": verify}
         words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         words += ["--overwrite"] * overwrite + ["--json"] * as_json

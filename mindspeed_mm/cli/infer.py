@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -119,9 +118,10 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
     if len(options["images"]) > 1:
         raise UsageError("a video goes on from one picture", key="--image", way_out="Give one.")
     settings = {name: options[name] for name in SETTINGS if options[name] is not None} | read_size(options["size"])
+    from mindspeed_mm.fsdp.train.launched import starts_ranks
     from mindspeed_mm.tasks import generate, train  # torch: the help does without
 
-    if options["nproc"] > 1 and "RANK" not in os.environ:
+    if starts_ranks(options["nproc"]):
         return generate.run_ranks(options["nproc"], ["infer", *words_of(context)])
     request = generate.GenerateRequest(
         prompts=options["prompts"],

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.train.launched import starts_ranks
 from mindspeed_mm.tasks import train
 
 EXAMPLES = """
@@ -60,7 +61,7 @@ def command(
         "allow_fresh": allow_fresh,
         "accept_data_change": accept_data_change,
     }
-    if nproc > 1 and "RANK" not in os.environ:
+    if starts_ranks(nproc):
         words = ["--resume", resume, *(["--steps", str(steps)] if steps else []), *(["--json"] if as_json else [])]
         words += [f"--{name.replace('_', '-')}" for name, on in switches.items() if on]
         return train.run_ranks(nproc, config, overrides, words)

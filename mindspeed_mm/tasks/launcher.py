@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any
 
 from mindspeed_mm.core.errors import ExitCode, MachineError
-from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
-from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder, RankFailure
+from mindspeed_mm.fsdp.distributed.launcher_life import LAUNCHER_VARIABLE
+from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder, RankFailure, how_to_go_on
 
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_AT_ONCE = 130
@@ -28,8 +28,8 @@ STOPPED_AT_ONCE = 130
 def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
     """Start `nproc` ranks on this host, wait for them, and return the exit code of the one that failed first.
 
-    `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the environment describe a job over several hosts; without
-    them the ranks meet on a free port of this one.
+    `NNODES`, `NODE_RANK`, `MASTER_ADDR` and `MASTER_PORT` of the environment describe a job over several hosts, and so
+    do torchrun's own `PET_NNODES` …, which Kubeflow sets; without them the ranks meet on a free port of this host.
 
     Args:
         nproc: Ranks on this host.
@@ -37,7 +37,7 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
         save: The run folder, for the last words.
 
     Raises:
-        MachineError: There are fewer devices, or the ranks cannot meet.
+        MachineError: There are fewer devices, the environment says too little, or the ranks cannot meet.
     """
     # Imported here: a wrong YAML is answered without torch.
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -50,7 +50,14 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
     check_device_count(nproc)
     arguments = parse_args(
         # The agent's own answer to a signal is to end the ranks; QUIT alone is left to it.
-        [*_rendezvous(), f"--nproc-per-node={nproc}", "--signals-to-handle=SIGQUIT", "-m", "mindspeed_mm", *command]
+        [
+            *_rendezvous(os.environ),
+            f"--nproc-per-node={nproc}",
+            "--signals-to-handle=SIGQUIT",
+            "-m",
+            "mindspeed_mm",
+            *command,
+        ]
     )
     with tempfile.TemporaryDirectory(prefix="mm-launch-") as name, _quiet_agent():
         folder = LaunchFolder(Path(name))
@@ -70,14 +77,28 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
             ) from error
 
 
-def _rendezvous() -> list[str]:
-    if "MASTER_ADDR" not in os.environ:
+def _rendezvous(environment: Mapping[str, str]) -> list[str]:
+    """Where and with how many other hosts the agents meet, in torchrun's words."""
+    if "PET_MASTER_ADDR" in environment or "PET_RDZV_ENDPOINT" in environment:
+        return []  # torchrun reads these, and all that belong to them, by itself
+    hosts = environment.get("NNODES", "1")
+    if hosts != "1":
+        for name in ("MASTER_ADDR", "NODE_RANK"):
+            if name not in environment:
+                raise MachineError(
+                    f"NNODES is {hosts}, but {name} is not set",
+                    where="environment",
+                    key=name,
+                    way_out="Set NNODES, MASTER_ADDR and MASTER_PORT to the same on every host, and NODE_RANK to its "
+                    "number, from 0 (docs/multi-host.md).",
+                )
+    if "MASTER_ADDR" not in environment:
         return ["--standalone"]
     return [
-        f"--nnodes={os.environ.get('NNODES', '1')}",
-        f"--node-rank={os.environ.get('NODE_RANK', '0')}",
-        f"--master-addr={os.environ['MASTER_ADDR']}",
-        f"--master-port={os.environ.get('MASTER_PORT', '29500')}",
+        f"--nnodes={hosts}",
+        f"--node-rank={environment.get('NODE_RANK', '0')}",
+        f"--master-addr={environment['MASTER_ADDR']}",
+        f"--master-port={environment.get('MASTER_PORT', '29500')}",
     ]
 
 
@@ -88,6 +109,7 @@ def _own_environment(folder: LaunchFolder) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[FOLDER_VARIABLE] = str(folder.path)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
         yield
     finally:
@@ -138,12 +160,9 @@ def _last_words(codes: Mapping[int, int], folder: LaunchFolder, save: str | None
         everybody_says_so = failures.get(0) is not None and failures[0].message == failure.message
         prefix = "" if everybody_says_so or not failure.time else f"[rank {rank}] "
         print("\n".join(prefix + line for line in failure.message.splitlines()), file=sys.stderr)
-    steps = list_iterations(Path(save)) if save else []
-    if steps and failure.exit_code not in (ExitCode.RESUMABLE, ExitCode.USAGE):
-        print(
-            f"{save}: the last committed step is {steps[-1]}. Run the same command again to continue from it.",
-            file=sys.stderr,
-        )
+    if failure.exit_code not in (ExitCode.RESUMABLE, ExitCode.USAGE):
+        for line in how_to_go_on(save):
+            print(line, file=sys.stderr)
     sys.stderr.flush()
     return failure.exit_code
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.fsdp.distributed.launcher_life import LAUNCHER_VARIABLE
 from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.tasks.launcher import _last_words
@@ -225,11 +226,15 @@ def test_the_launcher_asks_by_its_folder(folder: LaunchFolder, handlers: None, m
         assert stop.requested
 
 
+@pytest.mark.parametrize(("name", "value"), [(LAUNCHER_VARIABLE, str(os.getppid())), ("TORCHELASTIC_RUN_ID", "1")])
 def test_a_rank_without_its_launcher_stops(
-    folder: LaunchFolder, handlers: None, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with StopSignal(folder) as stop:
+    monkeypatch.setenv(name, value)
+    with StopSignal() as stop:
+        assert not stop.requested
         monkeypatch.setattr(os, "getppid", lambda: 1)
         assert stop.requested
+    monkeypatch.delenv(name)
     with StopSignal() as stop:
         assert not stop.requested

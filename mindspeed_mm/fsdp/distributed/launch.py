@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.distributed.interfaces import interface_to
+from mindspeed_mm.fsdp.distributed.launcher_life import follow_launcher
 from mindspeed_mm.fsdp.utils.device import distributed_backend, get_device_type, set_local_device
 
 DEFAULT_MASTER_PORT = 29500
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,17 @@ class LaunchInfo:
     master_address: str = ""
     """Empty for a process on its own, which needs no rendezvous."""
     master_port: int = DEFAULT_MASTER_PORT
+    ranks_here: int = 0
+    """Ranks on this host; 0 when the launcher does not say."""
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether some ranks are known to be on other hosts."""
+        return 0 < self.ranks_here < self.world_size
 
 
 def initialize_distributed(timeout_s: float) -> tuple[int, int, int]:
-    """Bind this process to its device and join the job's process group.
+    """Bind this process to its device, tie it to its launcher's life and join the job's process group.
 
     Args:
         timeout_s: Limit on the rendezvous and on every collective after it.
@@ -41,6 +54,7 @@ def initialize_distributed(timeout_s: float) -> tuple[int, int, int]:
         MachineError: The launcher's variables contradict each other, or the group does not come together.
     """
     info = resolve_launch(os.environ)
+    follow_launcher(os.environ)
     set_local_device(info.local_rank)
     if not dist.is_initialized():
         _join(info, timedelta(seconds=timeout_s))
@@ -77,6 +91,13 @@ def resolve_launch(environment: Mapping[str, str]) -> LaunchInfo:
     return info
 
 
+def gather_hosts() -> list[str]:
+    """The name of each rank's host, by rank; every rank calls it."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return names
+
+
 def first_host(node_list: str) -> str:
     """The first name of Slurm's compressed list: `node[07-09,12],gpu1` → `node07`."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
@@ -94,6 +115,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> LaunchInfo:
         world_size=world_size,
         master_address=environment.get("MASTER_ADDR", "localhost" if world_size > 1 else ""),
         master_port=_number(environment, "MASTER_PORT", default=DEFAULT_MASTER_PORT),
+        ranks_here=_number(environment, "LOCAL_WORLD_SIZE", default=0),
     )
 
 
@@ -107,7 +129,17 @@ def _from_slurm(environment: Mapping[str, str]) -> LaunchInfo:
         world_size=_number(environment, "SLURM_STEP_NUM_TASKS"),
         master_address=environment.get("MASTER_ADDR") or first_host(hosts),
         master_port=_number(environment, "MASTER_PORT", default=own_port),
+        ranks_here=_ranks_on_this_node(environment),
     )
+
+
+def _ranks_on_this_node(environment: Mapping[str, str]) -> int:
+    """From Slurm's `8(x3),4`: eight tasks on each of the first three nodes, four on the next; 0 when it is not said."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)
+    node = _number(environment, "SLURM_NODEID", default=0)
+    return counts[node] if node < len(counts) else 0
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -126,8 +158,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 def _join(info: LaunchInfo, timeout: timedelta) -> None:
     try:
         if info.master_address:
-            # torch reads the meeting place from the environment, where it also learns of an agent's store.
-            os.environ.update(MASTER_ADDR=info.master_address, MASTER_PORT=str(info.master_port))
+            _settle_environment(info)
             dist.init_process_group(_backend(), rank=info.rank, world_size=info.world_size, timeout=timeout)
         else:
             dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -137,6 +168,32 @@ def _join(info: LaunchInfo, timeout: timedelta) -> None:
             where=f"{info.master_address}:{info.master_port}" if info.master_address else "",
             way_out="Check that every rank was started, that the address is reachable and the port free.",
         ) from error
+
+
+def _settle_environment(info: LaunchInfo) -> None:
+    """Put what is known under the names by which libraries look for it: torch reads the meeting place there (where it
+    also learns of an agent's store), and under Slurm everything else that asks for a rank should find it too."""
+    os.environ.update(
+        RANK=str(info.rank),
+        LOCAL_RANK=str(info.local_rank),
+        WORLD_SIZE=str(info.world_size),
+        MASTER_ADDR=info.master_address,
+        MASTER_PORT=str(info.master_port),
+    )
+    if not info.spans_hosts:
+        return
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(info.ranks_here))
+    interface = interface_to(info.master_address) if GLOO_INTERFACE not in os.environ else None
+    if interface is None:
+        return
+    os.environ[GLOO_INTERFACE] = interface.name
+    if info.local_rank == 0:
+        print(
+            f"host {socket.gethostname()}: gloo uses {interface.name} ({interface.address}), which leads to "
+            f"{info.master_address}; {GLOO_INTERFACE} chooses another",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _backend() -> str:

@@ -1,7 +1,8 @@
 """Ends a job that hangs: after a limit, every rank says where it stands, and the process leaves with an exit code.
 
 A collective library only knows that somebody did not come. Here each rank that runs out of time publishes its place, so
-that the message names the rank that sleeps in its data, the ranks that wait for it, and those that do not answer.
+that the message names the rank that sleeps in its data, the ranks that wait for it, and those that do not answer, with
+their hosts: a cable that was pulled shows as a host of which nobody answers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +37,25 @@ class Watchdog:
     """Watches the phases of this rank's main thread from a thread of its own.
 
     Args:
-        folder: Where `hang_rank<R>.txt` (places of all ranks, stacks of all threads of this one) is written; stderr
-            gets the places only. None: stderr gets both.
+        folder: Where `hang_rank<R>.txt` (places of all ranks, stacks of all threads of this one) is written. None:
+            stderr gets the stacks.
+        tell: Gets the places as a text, and whether this rank speaks for those that it can reach.
         grace_s: How long to wait for the places of other ranks, and to stay for theirs.
         leave: What ends the process.
     """
 
+    hosts: Sequence[str] = ()
+    """Host of each rank, once it is known."""
+
     def __init__(
-        self, folder: Path | None = None, *, grace_s: float = GRACE_S, leave: Callable[[int], None] = os._exit
+        self,
+        folder: Path | None = None,
+        *,
+        tell: Callable[[str, bool], None] | None = None,
+        grace_s: float = GRACE_S,
+        leave: Callable[[int], None] = os._exit,
     ) -> None:
-        self._folder, self._grace_s, self._leave = folder, grace_s, leave
+        self._folder, self._tell, self._grace_s, self._leave = folder, tell or _print, grace_s, leave
         self._phases: list[_Phase] = []
         self._closed = False
         self._changed = threading.Condition()
@@ -87,7 +97,10 @@ class Watchdog:
             return
         expired = time.monotonic()
         place = f"{phase.name} for more than {phase.limit_s:g} s, {_current_line(self._watched)}"
-        self._report(_places(place, self._grace_s))
+        # On a thread: the folder may be on a network that is gone, and this process must leave all the same.
+        report = threading.Thread(target=lambda: self._report(_places(place, self._grace_s)), daemon=True)
+        report.start()
+        report.join(4 * self._grace_s + 1.0)
         # A rank that leaves tears down connections, and its peers with them: all stay until all have reported.
         time.sleep(max(0.0, expired + self._grace_s - time.monotonic()))
         self._leave(ExitCode.ENVIRONMENT)
@@ -104,11 +117,9 @@ class Watchdog:
         return None
 
     def _report(self, places: dict[int, str]) -> None:
-        lines = [f"rank {rank}: {place}" for rank, place in sorted(places.items())]
-        text = "\n".join(["the job hangs", *(f"  {line}" for line in lines)])
+        text = "\n".join(["the job hangs", *(f"  {line}" for line in self._lines(places))])
         rank = _rank()
-        if rank == min(rank for rank, place in places.items() if place != SILENT):
-            print(text, file=sys.stderr, flush=True)
+        self._tell(text, rank == min(rank for rank, place in places.items() if place not in (SILENT, UNKNOWN)))
         if self._folder is None:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             return
@@ -116,12 +127,35 @@ class Watchdog:
             print(text, file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
 
+    def _lines(self, places: dict[int, str]) -> list[str]:
+        """A line a rank; ranks of one host that are all missing share one."""
+        missing: dict[tuple[str, str], list[int]] = {}
+        lines: dict[int, str] = {}
+        for rank, place in sorted(places.items()):
+            if place not in (SILENT, UNKNOWN):
+                lines[rank] = f"rank {rank}{self._host_of(rank)}: {place}"
+                continue
+            ranks = missing.setdefault((self._host_of(rank), place), [])
+            ranks.append(rank)
+            who = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            lines[ranks[0]] = f"{who}{self._host_of(rank)}: {place}"
+        return [lines[rank] for rank in sorted(lines)]
 
-SILENT = "does not answer: dead, frozen, or not in a watched phase"
+    def _host_of(self, rank: int) -> str:
+        return f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else ""
+
+
+SILENT = "no answer (dead, frozen, cut off, or not in a watched phase)"
+UNKNOWN = "no answer (from this host the ranks' meeting place cannot be reached)"
+
+
+def _print(text: str, speaks: bool) -> None:
+    if speaks:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def _current_line(thread: threading.Thread) -> str:
@@ -136,11 +170,11 @@ def _current_line(thread: threading.Thread) -> str:
 
 
 def _places(own: str, grace_s: float) -> dict[int, str]:
-    """Rank → place, for all ranks of the job. A store that fails, or is held by the hung thread, costs the grace period
-    and leaves this rank's place alone."""
+    """Rank → place, for all ranks of the job. A store that fails, cannot be reached, or is held by the hung thread,
+    costs the grace period and leaves the others' places unknown."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {_rank(): own}
-    places = dict.fromkeys(range(dist.get_world_size()), SILENT) | {_rank(): own}
+    places = dict.fromkeys(range(dist.get_world_size()), UNKNOWN) | {_rank(): own}
     exchange = threading.Thread(target=_exchange, args=(places, grace_s), daemon=True)
     exchange.start()
     exchange.join(2 * grace_s)
@@ -152,8 +186,9 @@ def _exchange(places: dict[int, str], grace_s: float) -> None:
     store = dist.distributed_c10d._get_default_store().clone()
     rank = _rank()
     store.set(f"hang/{rank}", places[rank])
-    deadline = time.monotonic() + grace_s
     missing = [other for other in places if other != rank]
+    places.update(dict.fromkeys(missing, SILENT))
+    deadline = time.monotonic() + grace_s
     while missing and time.monotonic() < deadline:
         for other in [other for other in missing if store.check([f"hang/{other}"])]:
             places[other] = store.get(f"hang/{other}").decode()

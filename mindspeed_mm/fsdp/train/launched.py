@@ -1,4 +1,5 @@
-"""What passes between `mm train --nproc N` and the ranks that it started: files in a folder that both know.
+"""What passes between `mm train --nproc N` and the ranks that it started: files in a folder that both know; and what a
+process reads of its environment to tell whether it is the one or the other.
 
 A rank leaves a note of why it failed, so that the launcher can say it once and last; the launcher leaves the wish to
 stop there, since a signal through torchrun's agent would also mean "a peer has died: end within seconds".
@@ -8,14 +9,31 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.errors import ExitCode
+from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
 
 FOLDER_VARIABLE = "MM_LAUNCH_FOLDER"
+LOOK_S = 10.0
+"""How long the run folder may take to answer once something is wrong: a lost network takes shared folders along."""
+
+
+def starts_ranks(nproc: int, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this command is to start ranks: it is none itself, and the job has others, here or on further hosts."""
+    if "RANK" in environment:
+        return False
+    if nproc > 1:
+        return True
+    is_slurm_task = int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    hosts = environment.get("NNODES") or environment.get("PET_NNODES") or "1"
+    return not is_slurm_task and hosts not in ("1", "1:1")
 
 
 @dataclass(frozen=True)
@@ -60,3 +78,40 @@ class LaunchFolder:
         """What a rank has reported."""
         path = self.path / f"rank{rank}.json"
         return RankFailure(**json.loads(path.read_text())) if path.exists() else None
+
+
+def tell_of_hang(save: str | None) -> Callable[[str, bool], None]:
+    """What the watchdog of this rank does with its text: the launcher gets it, to say it once and last; without one it
+    is printed, by the rank that speaks for those that it can reach.
+
+    Args:
+        save: The run folder, to name the step from which the job goes on.
+    """
+    folder = LaunchFolder.of_this_rank()
+
+    def tell(text: str, speaks: bool) -> None:
+        if folder is not None:
+            rank = int(os.environ["RANK"])
+            folder.report(rank, text, int(ExitCode.ENVIRONMENT), lost_peers=False, printed=False)
+        elif speaks:
+            print("\n".join([text, *how_to_go_on(save)]), file=sys.stderr, flush=True)
+
+    return tell
+
+
+def how_to_go_on(save: str | None) -> list[str]:
+    """The last committed step of a run, as a line; no line when there is none."""
+    found: list[int] | None = None
+
+    def look() -> None:
+        nonlocal found
+        found = list_iterations(Path(save)) if save else []
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(LOOK_S)
+    if found is None:
+        return [f"{save}: the folder does not answer from this host, so the last committed step cannot be told."]
+    if not found:
+        return []
+    return [f"{save}: the last committed step is {found[-1]}. Run the same command again to continue from it."]

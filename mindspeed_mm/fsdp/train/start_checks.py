@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm import __version__
-from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.checks import unbuilt_features
@@ -67,19 +67,52 @@ def check_ranks_agree(arguments: Arguments, world_size: int) -> None:
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
     }
+    found = _first_difference(mine, world_size)
+    if found is not None:
+        raise MachineError(
+            f"rank 0 and rank {found[0]} were started differently: {found[1]}",
+            way_out="Start every rank with the same YAML, overrides and versions.",
+        )
+
+
+def check_same_data(datasets: Mapping[str, Any], world_size: int) -> None:
+    """Raise when ranks have read different rows, as hosts with files of their own may: each would train on its own
+    idea of sample 17, and nobody would notice. What a resume compares is compared; the message is the difference.
+
+    Args:
+        datasets: Name → data set; None where there is none.
+        world_size: Ranks of the job; all of them call this.
+    """
+    if world_size == 1:
+        return
+    facts = {name: fingerprint(dataset) for name, dataset in datasets.items() if dataset is not None}
+    found = _first_difference(facts, world_size)
+    if found is not None:
+        raise DataError(
+            f"rank 0 and rank {found[0]} have read different data: {found[1]}",
+            key="data.dataset_param",
+            way_out="Give every host the same files: a shared folder, or copies (with their times: rsync -t).",
+        )
+
+
+def fingerprint(dataset: Any) -> dict[str, Any]:
+    """What tells a data set from another; a plugin's without a `fingerprint` is told by its class and length."""
+    if hasattr(dataset, "fingerprint"):
+        return dataset.fingerprint()
+    return {"class": type(dataset).__qualname__, "rows": len(dataset)}
+
+
+def _first_difference(mine: dict[str, Any], world_size: int) -> tuple[int, str] | None:
+    """The first rank that has something else than rank 0, and what; the same answer on all ranks."""
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
     digests: list[Any] = [None] * world_size
     dist.all_gather_object(digests, digest)
     if len(set(digests)) == 1:
-        return
+        return None
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, mine)
     rank = next(r for r in range(world_size) if digests[r] != digests[0])
-    differences = sorted(_differences(everyone[0], everyone[rank]))
-    raise MachineError(
-        f"rank 0 and rank {rank} were started differently: {'; '.join(differences[:5])}",
-        way_out="Start every rank with the same YAML, overrides and versions.",
-    )
+    return rank, "; ".join(sorted(_differences(everyone[0], everyone[rank]))[:5])
 
 
 def _differences(left: Any, right: Any, path: str = "") -> Iterator[str]:

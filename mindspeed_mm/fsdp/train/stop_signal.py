@@ -8,6 +8,7 @@ import threading
 import time
 from types import FrameType, TracebackType
 
+from mindspeed_mm.fsdp.distributed.launcher_life import launcher_of_this_rank
 from mindspeed_mm.fsdp.train.launched import LaunchFolder
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -21,13 +22,14 @@ class StopSignal:
     reduction. Signals that the process was started to ignore (`nohup`) stay ignored.
 
     Args:
-        launch: The launcher's folder, when `mm train --nproc N` started this process. Without its launcher a rank has
-            nobody to end it: it stops then.
+        launch: The launcher's folder, when `mm train --nproc N` started this process.
+
+    A rank whose launcher (that command's, or torchrun) is gone has nobody to end it: it stops too.
     """
 
     def __init__(self, launch: LaunchFolder | None = None) -> None:
         self._launch = launch
-        self._parent = os.getppid()
+        self._launcher = launcher_of_this_rank(os.environ)
         self._signalled_at: float | None = None
         self._same_wish_s = SAME_WISH_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
@@ -36,7 +38,9 @@ class StopSignal:
         """Whether a stop was asked for."""
         if self._signalled_at is not None:
             return True
-        return self._launch is not None and (self._launch.stop_asked() or os.getppid() != self._parent)
+        if self._launcher is not None and os.getppid() != self._launcher:
+            return True
+        return self._launch is not None and self._launch.stop_asked()
 
     def __enter__(self) -> StopSignal:
         in_main_thread = threading.current_thread() is threading.main_thread()  # Python hands signals to no other

@@ -26,13 +26,19 @@ from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
-from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, resolve_launch, shutdown_distributed
+from mindspeed_mm.fsdp.distributed.launch import (
+    gather_hosts,
+    initialize_distributed,
+    resolve_launch,
+    shutdown_distributed,
+)
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.tensor_parallel import vocabulary_ranks
 from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, build_objective
+from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
@@ -46,12 +52,18 @@ from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, LogHook, ValidationHook
-from mindspeed_mm.fsdp.train.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
 from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
 from mindspeed_mm.fsdp.train.run_record import RunRecord
-from mindspeed_mm.fsdp.train.start_checks import check_config, check_device, check_ranks_agree
+from mindspeed_mm.fsdp.train.start_checks import (
+    check_config,
+    check_device,
+    check_ranks_agree,
+    check_same_data,
+    fingerprint,
+)
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, TrainEngine, without_limit
 from mindspeed_mm.fsdp.utils.device import allow_short_fp32, check_device_count, get_device_type, set_local_device
@@ -113,6 +125,7 @@ class Trainer:
     def _train(self, record: RunRecord) -> TrainEngine | None:
         with self._setup("reading the data"):
             train_set, validation_set = self._build_data()
+            check_same_data({"data": train_set, "validation": validation_set}, self.world_size)
             loader = self._build_loader(train_set, None)
             context = self._context(train_set) | {"batching": loader.batching}
             total_steps = self._total_steps(loader)
@@ -156,6 +169,7 @@ class Trainer:
     def _watchdog(self) -> Iterator[None]:
         """Phases are watched where there are other ranks to wait for."""
         save = self.arguments.training.save
+        self.watchdog: Watchdog | None = None
         self.phase: Phase = without_limit
         if resolve_launch(os.environ).world_size == 1:
             yield
@@ -163,7 +177,7 @@ class Trainer:
         folder = RunFolder(save).log if save else None
         if folder is not None:
             make_writable_folder(folder)
-        watchdog = Watchdog(folder)
+        self.watchdog = watchdog = Watchdog(folder, tell=tell_of_hang(save))
         self.phase = watchdog.phase
         try:
             yield
@@ -185,6 +199,8 @@ class Trainer:
         try:
             with self._setup("comparing the ranks"):
                 check_ranks_agree(self.arguments, self.world_size)
+                if self.watchdog is not None:
+                    self.watchdog.hosts = gather_hosts()
                 check_device(self.arguments)
                 self.device = set_local_device(local_rank)
                 self.state = init_parallel_state(resolve_parallel_sizes(parallel, self.world_size), self.device.type)
@@ -248,6 +264,8 @@ class Trainer:
         objective = build_objective(loss_type, assembled.model, assembled.head, token_losses)
         if isinstance(objective, ModelLoss) and not objective.sums_tokens:
             self.progress.note("the model returns a mean loss of its own: it is averaged over micro-batches")
+        if coefficient := self.arguments.features.loss_cfg.router_aux_loss_coef:
+            return WithRouterAux(objective, assembled.model, coefficient, self.state.token_groups())
         return objective
 
     def _build_engine(
@@ -379,7 +397,7 @@ class Trainer:
         trainable = sum(p.numel() for p in assembled.model.parameters() if p.requires_grad)
         dtype = self.arguments.parallel.fsdp_plan.param_dtype or "fp32"
         note = self.progress.note
-        for warning in (*self.config.warnings, *assembled.loaded.warnings):
+        for warning in (*self.config.warnings, *assembled.warnings, *assembled.loaded.warnings):
             note(f"warning: {warning}")
         note(
             f"model  {type(assembled.model).__name__.removeprefix('FSDP')}, {parameters / 1e6:.2f} M parameters "
@@ -389,6 +407,8 @@ class Trainer:
             note(f"lora   {assembled.lora}")
         if assembled.tensor_plan is not None:
             note(f"split  {assembled.tensor_plan.describe()}")
+        if assembled.experts is not None:
+            note(f"split  {assembled.experts.describe()}")
         note(
             f"data   {len(loader.dataset):,} samples, {loader.steps_per_epoch} steps an epoch, {self._batch_in_words()}"
         )
@@ -419,13 +439,6 @@ def weights_of(loaded: LoadReport) -> str:
     if loaded.folder:
         return f", weights from {loaded.folder} ({loaded.size_bytes / 2**30:.2f} GiB in {loaded.seconds:.1f} s)"
     return ", weights from scratch" if loaded.initialized else ""
-
-
-def fingerprint(dataset: Any) -> dict[str, Any]:
-    """What tells a data set from another; a plugin's without a `fingerprint` is told by its class and length."""
-    if hasattr(dataset, "fingerprint"):
-        return dataset.fingerprint()
-    return {"class": type(dataset).__qualname__, "rows": len(dataset)}
 
 
 def leave(joined_already: bool, *, wait: bool) -> None:

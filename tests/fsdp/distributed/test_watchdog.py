@@ -50,7 +50,7 @@ def test_every_rank_says_where_it_stands(tmp_path):
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
     with pytest.raises(RanksFailed):
         run_ranks(2, one_rank_freezes, str(tmp_path), timeout_s=8)
-    assert "rank 1: does not answer" in (tmp_path / "hang_rank0.txt").read_text()
+    assert "rank 1: no answer (dead, frozen" in (tmp_path / "hang_rank0.txt").read_text()
     assert not (tmp_path / "hang_rank1.txt").exists()
 
 
