@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.visible_outputs import show_outputs
@@ -31,6 +33,8 @@ class Unit:
     """Modules gathered and reduced together. More than one: they share a parameter."""
 
     names: tuple[str, ...]
+    mesh: DeviceMesh | None = None
+    """Over which the unit is cut; None: that of the model."""
 
     @property
     def depth(self) -> int:
@@ -65,7 +69,12 @@ def is_below(name: str, parents: Iterable[str]) -> bool:
 
 
 def shard_units(
-    model: nn.Module, units: Sequence[Unit], plan: FsdpPlan, mesh: DeviceMesh, ignored_params: set[nn.Parameter]
+    model: nn.Module,
+    units: Sequence[Unit],
+    plan: FsdpPlan,
+    mesh: DeviceMesh,
+    ignored_params: set[nn.Parameter],
+    cut_dims: Mapping[nn.Parameter, int] | None = None,
 ) -> None:
     """Wrap every unit, the innermost first, and then the root.
 
@@ -75,6 +84,7 @@ def shard_units(
         plan: Precision, resharding and offload.
         mesh: One axis (shards), or two (copies, shards).
         ignored_params: Parameters that stay plain tensors.
+        cut_dims: Parameters that are cut along another dimension than the first.
 
     Raises:
         ConfigError: Trainable parameters of one unit differ in dtype, or the group to reshard to does not fit.
@@ -83,6 +93,7 @@ def shard_units(
     show_outputs(model, [(name, model.get_submodule(name)) for unit in units for name in unit.names])
     offload = build_offload_policy(plan)
     inner = build_precision_policy(plan, is_root=False)
+    placement = _placement_of(cut_dims or {})
     for unit in sorted(units, key=lambda unit: -unit.depth):
         modules = [model.get_submodule(name) for name in unit.names]
         check_dtypes(unit.names, modules, ignored_params)
@@ -90,11 +101,12 @@ def shard_units(
         reshard = False if len(modules) > 1 else plan.reshard_after_forward
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
+            mesh=unit.mesh or mesh,
             reshard_after_forward=reshard,
             mp_policy=inner,
             offload_policy=offload,
             ignored_params=ignored_params,
+            shard_placement_fn=placement,
         )
     check_dtypes(("the root",), [model], ignored_params)
     fully_shard(
@@ -105,12 +117,19 @@ def shard_units(
         mp_policy=build_precision_policy(plan, is_root=True),
         offload_policy=offload,
         ignored_params=ignored_params,
+        shard_placement_fn=placement,
     )
     whole = [""] if plan.reshard_after_forward is True else []
     whole += [name for unit in units if len(unit.names) > 1 for name in unit.names]
     kept = fsdp_modules(model) if plan.reshard_after_forward is False else map(model.get_submodule, whole)
     _keeps_parameters.update(module for module in kept if isinstance(module, FSDPModule))
     _expect_logits_to_be_a_view(model)
+
+
+def _placement_of(cut_dims: Mapping[nn.Parameter, int]) -> Callable[[nn.Parameter], Shard | None] | None:
+    if not cut_dims:
+        return None
+    return lambda parameter: Shard(cut_dims[parameter]) if parameter in cut_dims else None
 
 
 def _expect_logits_to_be_a_view(model: nn.Module) -> None:
@@ -193,6 +212,17 @@ def build_precision_policy(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPo
         output_dtype=torch_dtype(plan.output_dtype) if is_root else None,
         cast_forward_inputs=plan.cast_forward_inputs,
     )
+
+
+def build_expert_options(plan: FsdpPlan) -> dict[str, Any]:
+    """What `fully_shard` is told of expert modules, which lie inside the blocks: their inputs come in the right types,
+    and the router's weights may be wider than the rest."""
+    precision = replace(build_precision_policy(plan, is_root=False), cast_forward_inputs=False)
+    return {
+        "reshard_after_forward": plan.reshard_after_forward is not False,
+        "mp_policy": precision,
+        "offload_policy": build_offload_policy(plan),
+    }
 
 
 def build_offload_policy(plan: FsdpPlan) -> OffloadPolicy:

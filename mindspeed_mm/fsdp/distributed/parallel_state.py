@@ -70,6 +70,10 @@ class ParallelState:
         """Which random numbers this rank draws: ranks along tp hold the same activations and draw the same."""
         return dist.get_rank() // self.sizes.tp
 
+    def token_groups(self) -> list[dist.ProcessGroup]:
+        """Groups of the ranks that hold different tokens of one micro-batch: sums over each in turn are over all."""
+        return [self._group(axis) for axis in ("dp", "cp") if self._size(axis) > 1]
+
     # The mesh that parameters are sharded over.
 
     def get_fsdp_device_mesh(self) -> DeviceMesh:

@@ -70,7 +70,7 @@ class ParallelApplier:
         self._plan = parallel_args.fsdp_plan
         self._shard_modules = shard_modules
         self._tie_groups = tie_groups
-        self._towers, self._gather_logits = sorted(towers), gather_logits
+        self._towers, self._gather_logits, self._expert_copies = sorted(towers), gather_logits, expert_copies
         self.tensor_plan: TensorPlan | None = None
         """How layers were split over ranks, if they were."""
         self.experts: ExpertPlan | None = None
@@ -93,8 +93,8 @@ class ParallelApplier:
         return model
 
     def pre_fully_shard_apply(self, model: nn.Module) -> None:
-        """Steps before sharding, each on one-device modules: tensor, then context parallelism, then towers that are
-        laid out otherwise.
+        """Steps before sharding, each on one-device modules: tensor, expert, then context parallelism, then towers
+        that are laid out otherwise.
 
         Raises:
             ConfigError: The plan does not fit the model, or asks for what this version does not have: sharding alone
@@ -110,6 +110,8 @@ class ParallelApplier:
             self.tensor_plan = apply_tensor_parallel(
                 model, parallel.tp_plan, mesh, gather_logits=self._gather_logits, whole=self._whole_towers()
             )
+        if is_spread(parallel):
+            self.experts = apply_expert_parallel(model, parallel, state, copies=self._expert_copies)
         if parallel.ring_attention_size * parallel.ulysses_parallel_size > 1:
             follow = self._encoder is None or self._encoder.parts == 1
             self.context = apply_context_parallel(model, state, self._towers if follow else ())
@@ -156,7 +158,20 @@ class ParallelApplier:
         if whole_towers := self._whole_towers():
             self._units = on_tower_mesh(model, self._units, whole_towers, ignored, state)
         ignored_params = {p for name in ignored for p in model.get_submodule(name).parameters()}
-        shard_units(model, self._units, self._plan, mesh, ignored_params)
+        cut_dims = self._shard_experts(model, ignored, mesh.size(mesh.ndim - 1))
+        shard_units(model, self._units, self._plan, mesh, ignored_params, cut_dims)
+
+    def _shard_experts(self, model: nn.Module, ignored: Sequence[str], shards: int) -> dict[nn.Parameter, int]:
+        """Experts that are spread are wrapped here, inside of what is wrapped later. Returned is, of the others, which
+        dimension to cut where the first would be padded."""
+        if self.experts is None:
+            self.warnings += padding_warnings(model, shards)
+            return {parameter: dim for _, parameter, dim in undivided(model, shards) if dim is not None}
+        wrapped = [name for unit in self._units for name in unit.names]
+        check_inside(self.experts.modules, lambda name: is_below(name, wrapped) and not is_below(name, ignored))
+        self._units = [unit for unit in self._units if not set(unit.names) & set(self.experts.modules)]
+        shard_experts(model, self.experts, get_parallel_state(), **build_expert_options(self._plan))
+        return {}
 
     def _whole_towers(self) -> Sequence[str]:
         """Towers that are not split although the decoder is: ranks that split it encode different media."""

@@ -30,18 +30,14 @@ _DATASET: dict[str, tuple[Any, ...]] = {
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel.pipeline_parallel_size": (1,),
-    "parallel.expert_parallel_size": (1,),
     "parallel.fsdp_plan.pregather": (False,),
     "parallel.fsdp_plan.hook_modules": (None, ()),
     "features.recompute_plan.mode": ("full",),
-    "features.loss_cfg.router_aux_loss_coef": (0.0,),
     "features.loss_cfg.router_aux_loss_offload": (False,),
     "features.enable_chunk_loss": (False,),
     "features.enable_dynamic_chunk_loss": (False,),
     "features.enable_activation_offload": (False,),
     "features.enable_chunk_mbs": (False,),
-    "features.enable_ep_balance": (False,),
-    "features.skip_moe_pad_tokens": (False,),
     "model.attn_implementation": (
         None,
         "eager",
@@ -59,7 +55,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "model.skip_flash_attn_recompute": (False,),
     "model.skip_gdn_recompute": (False,),
     "model.skip_kda_recompute": (False,),
-    "model.use_grouped_expert_matmul": (False,),
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
     **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},

@@ -16,13 +16,16 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, context_problems, find_decoder
+from mindspeed_mm.fsdp.distributed.expert_parallel_plan import ExpertPlan, balance_copies
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import expect_views
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.loss.router_aux import leave_router_loss_to_us
 from mindspeed_mm.fsdp.models.attention_choice import attention_name
+from mindspeed_mm.fsdp.models.experts_choice import choose_experts
 from mindspeed_mm.fsdp.models.lora import LoraReport, apply_lora, initialize_lora, lora_of
 from mindspeed_mm.fsdp.models.materialize import materialize
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
@@ -51,6 +54,10 @@ class Assembled:
     """How layers are split over ranks."""
     context: ContextParallel | None = None
     """How sequences are spread over ranks."""
+    experts: ExpertPlan | None = None
+    """How experts are spread over ranks."""
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user about what the plan costs."""
 
     @property
     def adapter(self) -> DiffusionAdapter | None:
@@ -96,12 +103,17 @@ def assemble(
     head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
     towers = IdleTowers(model, spec.towers) if spec.towers else None
 
+    leave_router_loss_to_us(model)
+    grouped, skip_padding = arguments.model.use_grouped_expert_matmul, arguments.features.skip_moe_pad_tokens
+    choose_experts(model, grouped=grouped, skip_padding=skip_padding)
+
     plans = ParallelApplier(
         parallel_for(arguments.parallel, is_generator=adapter is not None),
         shard_modules=spec.shard_modules,
         tie_groups=spec.tie_groups,
         towers={tower.module for tower in spec.towers},
         gather_logits=arguments.features.loss_cfg.loss_type == "raw",
+        expert_copies=balance_copies(arguments.features, arguments.parallel),
     )
     features = FeaturesApplier(arguments.features, spec.blocks)
     plans.pre_fully_shard_apply(model)
@@ -133,7 +145,17 @@ def assemble(
     if lora.enable and load_weights:
         initialize_lora(model, lora, training.seed)
     model.train()
-    return Assembled(model, spec, head, towers, loaded, plans.tensor_plan, plans.context)
+    return Assembled(
+        model,
+        spec,
+        head,
+        towers,
+        loaded,
+        plans.tensor_plan,
+        plans.context,
+        experts=plans.experts,
+        warnings=tuple(plans.warnings),
+    )
 
 
 def check_spread_sequences(model: nn.Module, arguments: Arguments) -> None:

@@ -1,0 +1,34 @@
+"""How a model computes its experts where nothing is spread over ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.ops.experts import ExpertsForward, fused_experts, use_own_experts
+from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
+
+
+def choose_experts(model: nn.Module, *, grouped: bool, skip_padding: bool) -> None:
+    """Let experts behind transformers' interface be computed by ours when a feature asks for it.
+
+    Args:
+        model: Built, not sharded.
+        grouped: `model.use_grouped_expert_matmul`; a model without such experts may read the key itself.
+        skip_padding: `features.skip_moe_pad_tokens`.
+
+    Raises:
+        ConfigError: Padding is to be left out, and the model has no such experts.
+    """
+    experts = fused_experts(model) if grouped or skip_padding else {}
+    if skip_padding and not experts:
+        raise ConfigError(
+            f"{type(model).__name__} has no experts behind transformers' interface to keep padding from",
+            key="features.skip_moe_pad_tokens",
+            way_out="Set it to false.",
+        )
+    if not experts:
+        return
+    forward = ExpertsForward(RealTokens(model) if skip_padding else None)
+    for module in experts.values():
+        use_own_experts(module, forward)

@@ -1,0 +1,164 @@
+"""Experts of a mixture: which there are in a model, and what a token's experts make of it.
+
+Transformers keeps all experts of a layer in fused parameters (E, …) and calls them through a registry; an
+implementation of ours is registered there, so no model is changed. T tokens, K experts a token, S pairs of a token and
+one of its experts, E experts, H hidden features.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mindspeed_mm.fsdp.ops.grouped_matmul import grouped_linear
+from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
+
+EXPERTS_NAME = "mm_experts"
+"""Our name in transformers' registry."""
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules behind transformers' experts interface, by name: they say how their fused parameters lie."""
+    return {name: module for name, module in model.named_modules() if is_fused(module)}
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module holds its experts in fused parameters (E, …), in a layout that it declares."""
+    if not all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "has_bias", "config")):
+        return False
+    own = [module._parameters.get(name) for name in _PARAMETERS]
+    fused = [parameter for parameter in own if parameter is not None]
+    count = getattr(module, "num_experts", None)
+    return len(fused) > 1 and all(p.dim() == 3 and p.shape[0] == count for p in fused)
+
+
+class Weights(NamedTuple):
+    """Fused parameters of the experts that compute here."""
+
+    up: torch.Tensor
+    """Gate and up projection, or up alone."""
+    down: torch.Tensor
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, module: Any) -> Weights:
+        """Those of a module, as this rank has them."""
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        biases = (f"{up}_bias", "down_proj_bias") if module.has_bias else ()
+        up_weight, down_weight, *rest = (local(getattr(module, name)) for name in (up, "down_proj", *biases))
+        return cls(up_weight, down_weight, *(rest or (None, None)))
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's experts of a parameter that is spread over ranks; gradients flow."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def run_experts(module: Any, weights: Weights, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """What experts make of rows that are sorted by expert.
+
+    Args:
+        module: Says how weights lie and how the gate works.
+        weights: Of as many experts as `counts_E` has entries.
+        rows_SH: The rows of the first expert, then those of the second, …
+        counts_E: Rows of each expert.
+    """
+    inner = grouped_linear(rows_SH, weights.up, counts_E, weights.up_bias, transposed=module.is_transposed)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outputs = grouped_linear(inner, weights.down, counts_E, weights.down_bias, transposed=module.is_transposed)
+    return module.post_expert_norm(outputs) if getattr(module, "has_post_expert_norm", False) else outputs
+
+
+class Pairs(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert; those of one expert in the order of tokens."""
+
+    slots_S: torch.Tensor
+    """Number of each pair among all T × K."""
+    counts_E: torch.Tensor
+    """Pairs of each expert."""
+
+
+def sort_pairs(experts_TK: torch.Tensor, num_experts: int, *, all_count: bool) -> Pairs:
+    """Sort the choices of a router.
+
+    Args:
+        experts_TK: Numbers of the experts; `num_experts` where a pair is left out.
+        num_experts: E.
+        all_count: No pair is left out: the host need not wait for their number.
+    """
+    ids = experts_TK.reshape(-1)
+    slots = ids.argsort(stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.long, device=ids.device)
+    counts = counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
+    return Pairs(slots if all_count else slots[: int(counts.sum())], counts)
+
+
+def combine(outputs_SH: torch.Tensor, pairs: Pairs, weights_TK: torch.Tensor) -> torch.Tensor:
+    """(T, H): each token's sum of its experts' outputs, times the router's weights."""
+    tokens, choices = weights_TK.shape
+    weighted = outputs_SH * weights_TK.reshape(-1)[pairs.slots_S, None]
+    # Slots and a sum instead of `index_add`, which adds in any order on an accelerator.
+    slots = weighted.new_zeros(tokens * choices, weighted.shape[1]).index_copy(0, pairs.slots_S, weighted)
+    return slots.view(tokens, choices, -1).sum(dim=1)
+
+
+class ExpertsForward:
+    """The forward pass of one expert module, on the experts of this rank.
+
+    Args:
+        real_tokens: Given: padding goes through no expert.
+    """
+
+    def __init__(self, real_tokens: RealTokens | None = None) -> None:
+        self.real_tokens = real_tokens
+
+    def __call__(
+        self, module: Any, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """(T, H), in the dtype of `hidden_TH`."""
+        experts_TK, all_count = self.without_padding(experts_TK, module.num_experts)
+        pairs = sort_pairs(experts_TK, module.num_experts, all_count=all_count)
+        rows_SH = hidden_TH[pairs.slots_S // experts_TK.shape[1]]
+        outputs_SH = self.outputs(module, rows_SH, pairs.counts_E)
+        return combine(outputs_SH, pairs, weights_TK).to(hidden_TH.dtype)
+
+    def outputs(self, module: Any, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """What the experts make of rows that are sorted by expert, in the same order."""
+        return run_experts(module, Weights.of(module), rows_SH, counts_E)
+
+    def without_padding(self, experts_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, bool]:
+        """The choices with those of padding left out, and whether none was."""
+        real_T = self.real_tokens.mask(len(experts_TK)) if self.real_tokens is not None else None
+        if real_T is None:
+            return experts_TK, True
+        return experts_TK.masked_fill(~real_T[:, None], num_experts), False
+
+
+_PLAIN = ExpertsForward()
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What transformers calls, with its names of the arguments."""
+    forward: ExpertsForward = getattr(module, "_mm_experts", _PLAIN)
+    return forward(module, hidden_states, top_k_index, top_k_weights)
+
+
+def use_own_experts(module: Any, forward: ExpertsForward | None = None) -> None:
+    """Let a module behind transformers' interface compute its experts by our implementation.
+
+    Args:
+        module: Of `fused_experts`.
+        forward: What it does; the plain one when None.
+    """
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(EXPERTS_NAME, experts_forward)
+    module.config._experts_implementation = EXPERTS_NAME
+    module._mm_experts = forward or _PLAIN

@@ -1,0 +1,43 @@
+"""Which tokens of the micro-batch in flight are not padding, for whoever sees hidden states only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
+
+
+class RealTokens:
+    """Remembers the mask that the model was last called with. It stays until the next call: layers that are computed
+    again in the backward pass see the same.
+
+    Args:
+        model: Called with `attention_mask` (B, L), 1 for tokens and 0 for padding, or without one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._mask_T: torch.Tensor | None = None
+        model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def mask(self, tokens: int) -> torch.Tensor | None:
+        """(T,) booleans in the order of hidden states (B × L, H); None when no token is padding, or when a module works
+        on other tokens than the model was called with.
+
+        Args:
+            tokens: How many hidden states there are.
+        """
+        if self._mask_T is None or self._mask_T.numel() != tokens:
+            return None
+        return self._mask_T
+
+    def _look(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        self._mask_T = None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return
+        share = kwargs.get(CONTEXT_KEY)
+        own = share.take(mask, 1) if isinstance(share, ContextShare) else mask
+        self._mask_T = own.reshape(-1) != 0
