@@ -170,6 +170,21 @@ def test_validation_is_of_the_average(yamls: dict[str, Path], features: dict[str
     assert losses(tmp_path / "true") == losses(tmp_path / "false")
 
 
+def test_the_average_is_of_the_weights_after_every_step(
+    yamls: dict[str, Path], features: dict[str, Path], tmp_path: Path
+) -> None:
+    words = [FEATURES + str(features["flux"]), "training.train_iters=3", "training.save_interval=1"]
+    train(yamls["flux"], tmp_path, *words, "training.ema.warmup=false", "training.save_total_limit=null")
+    steps = [tensors(tmp_path, step) for step in (1, 2, 3)]
+    averages = [name for name in steps[0] if name.startswith("ema.")]
+    assert averages
+    for name in averages:
+        expected = steps[0][name].double()
+        for step in steps[1:]:
+            expected = 0.9 * expected + 0.1 * step[name.replace("ema.", "model.", 1)].double()
+        torch.testing.assert_close(steps[2][name].double(), expected, rtol=1e-6, atol=1e-8)
+
+
 def test_adapters_in_pieces_equal_the_whole(yamls: dict[str, Path], features: dict[str, Path], tmp_path: Path) -> None:
     words = [FEATURES + str(features["t2v"]), "training.lora.enable=true", "training.lora.dropout=0.1"]
     train(yamls["t2v"], tmp_path / "whole", *words)
