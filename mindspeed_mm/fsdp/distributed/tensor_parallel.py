@@ -6,6 +6,7 @@ No parameter is renamed or reshaped: initialisation, loading, checkpoints and ex
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 
 
 def apply_tensor_parallel(
-    model: nn.Module, tp_plan: TpPlan, mesh: DeviceMesh, *, gather_logits: bool = False
+    model: nn.Module, tp_plan: TpPlan, mesh: DeviceMesh, *, gather_logits: bool = False, whole: Collection[str] = ()
 ) -> TensorPlan:
     """Split a model over the ranks of a mesh. Every rank calls it.
 
@@ -51,6 +52,7 @@ def apply_tensor_parallel(
         mesh: `ParallelState.get_tp_device_mesh()`: of one parent with the mesh that `fully_shard` gets.
         gather_logits: Let the output head return all logits on every rank. Otherwise it returns this rank's part of the
             vocabulary, for `vocabulary_cross_entropy`: see `vocabulary_ranks`.
+        whole: Names of modules that are not split, whatever the plan says.
 
     Returns:
         What was done, for the log.
@@ -58,7 +60,7 @@ def apply_tensor_parallel(
     Raises:
         ConfigError: The plan does not fit the model, or the number of ranks does not divide what is split.
     """
-    plan = resolve_tensor_plan(model, tp_plan)
+    plan = resolve_tensor_plan(model, tp_plan).without(whole)
     ranks = TensorRanks(mesh)
     check_split_sizes(model, plan, ranks.size)
     _Splitter(model, plan, ranks, gather_logits).split()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -68,6 +68,15 @@ class TensorPlan:
     def names(self, *styles: Style) -> list[str]:
         """Modules of these styles."""
         return [name for name, rule in self.rules.items() if rule.style in styles]
+
+    def without(self, modules: Collection[str]) -> TensorPlan:
+        """The plan of a model in which these modules, with all below them, stay whole."""
+
+        def is_split(name: str) -> bool:
+            return not any(name == module or name.startswith(f"{module}.") for module in modules)
+
+        rules = {name: rule for name, rule in self.rules.items() if is_split(name)}
+        return TensorPlan(rules, tuple(filter(is_split, self.sequence)), (*self.whole, *sorted(modules)))
 
     def describe(self) -> str:
         """One line for the log: `colwise 14, rowwise 4, …`."""

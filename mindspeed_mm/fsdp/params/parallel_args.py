@@ -96,6 +96,24 @@ class EpPlan(Section):
     """Use fused permutation kernels on NPU; ignored elsewhere."""
 
 
+class EncoderPlan(Section):
+    """A layout of its own for vision towers, beside the decoder's. A picture or clip is encoded by one rank, or by one
+    team of ranks that share its patches."""
+
+    balance: Flag = False
+    """Share media between data ranks by cost: who has fewer of its own encodes some of the others'. Pixels travel out
+    and features back; loss and gradients stay the same."""
+    tensor_parallel_size: Positive | None = None
+    """Ranks that share one layer's matrices of a tower; null: as `tensor_parallel_size`. 1: towers stay whole, and the
+    ranks that split the decoder share its media instead. Other sizes are errors."""
+    ring_attention_size: Positive | None = None
+    """Ranks that share the patches of a tower's media by ring attention; null: as `ring_attention_size`. 1, with
+    `ulysses_parallel_size` 1: the ranks that share a sequence of the decoder share its media, each whole."""
+    ulysses_parallel_size: Positive | None = None
+    """Ranks that share the patches of a tower's media by exchanging heads; null: as `ulysses_parallel_size`. With
+    `balance`, they may be ranks of different samples."""
+
+
 class ParallelArguments(Section):
     """How one model and one batch are spread over many devices.
 
@@ -127,6 +145,8 @@ class ParallelArguments(Section):
     """Ranks that shard one expert group's parameters; null: sharding group / `expert_parallel_size`."""
     ep_plan: EpPlan = Field(default_factory=EpPlan)
     """Which experts."""
+    encoder_plan: EncoderPlan = Field(default_factory=EncoderPlan)
+    """Vision towers, where they are laid out otherwise than the decoder."""
     recompute: Flag | None = None
     """Same as `features.recompute`; giving both differently is an error."""
     recompute_plan: RecomputePlan | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.encoder_sizes import resolve_encoder_sizes
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 
 
@@ -68,6 +69,7 @@ def resolve_parallel_sizes(parallel: ParallelArguments, world_size: int) -> Para
     fsdp = model_ranks if auto else int(parallel.fully_shard_parallel_size)
     dp_replicate = _divide(model_ranks, fsdp, "fully_shard_parallel_size", "ranks left by pipeline and tensor")
     dp_shard = _divide(fsdp, ring * ulysses, "ring_attention_size · ulysses_parallel_size", "ranks of a sharding group")
+    resolve_encoder_sizes(parallel, data_ranks)
     ep = parallel.expert_parallel_size
     efsdp = parallel.expert_fully_shard_parallel_size or _divide(fsdp, ep, "expert_parallel_size", "ranks of a group")
     edp = _divide(model_ranks, efsdp * ep, "expert_fully_shard_parallel_size · expert_parallel_size", "ranks left")
