@@ -103,7 +103,8 @@ def apply_to_generator(model: nn.Module, groups: ContextGroups) -> None:
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
     for name, dim in plan.module_inputs.items():
-        model.get_submodule(name).register_forward_pre_hook(partial(_own_input, sample, dim))
+        # In front: what else is hooked in works on own tokens.
+        model.get_submodule(name).register_forward_pre_hook(partial(_own_input, sample, dim), prepend=True)
     for name, dim in plan.module_outputs.items():
         model.get_submodule(name).register_forward_hook(partial(_own_outputs, sample, dim))
     model.get_submodule(plan.gathered[0]).register_forward_hook(whole_output)

@@ -3,7 +3,8 @@
 A *stretch* is a run of modules, one after the other, whose hidden states are cut along the sequence: decoder blocks,
 and the norm behind them if the plan names it. Inside a block, attention and MLP gather all tokens on their way in (they
 read the sequence's length off their input) and leave with a rank's own; all other parameters see a rank's own tokens,
-and their gradients are summed over ranks.
+and their gradients are summed over ranks, as are those of what a block takes beside its hidden states (timesteps, text
+to attend to).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import (
     TensorRanks,
+    copy_to_ranks,
     gather_tokens,
     join_tokens,
     split_tokens,
@@ -41,16 +44,19 @@ def sequence_stretches(model: nn.Module, plan: TensorPlan) -> list[Stretch]:
     hidden states goes from block to block. Pure.
 
     Raises:
-        ConfigError: A block has parameters that are neither split nor named, or the model has experts.
+        ConfigError: A block has parameters that are neither split nor named, or the model has experts, or takes text
+            and image through its blocks side by side.
     """
     if not plan.sequence:
         return []
-    if plan.whole:
+    experts = set(plan.whole) - {name for name, _ in model.named_modules()}  # patterns; a whole tower is a module
+    if experts:
         raise ConfigError(
             "sequence parallelism would take the router's statistics from one rank's tokens",
             key=SEQUENCE_KEY,
             way_out="Leave it empty for models with experts.",
         )
+    _check_one_stream(model)
     blocks = [block for block in find_blocks(model) if any(is_inside(name, (block,)) for name in plan.sequence)]
     _check_covered(model, plan, blocks)
     outside = [name for name in plan.sequence if not is_inside(name, blocks)]
@@ -74,13 +80,15 @@ def apply_sequence_parallel(
         stretches: From `sequence_stretches`.
         ranks: Of the group.
     """
-    for name in plan.sequence:
-        for module in model.get_submodule(name).modules():
-            if any(p is not None for p in module._parameters.values()):
+    for parent in plan.sequence:
+        for name, module in model.get_submodule(parent).named_modules(prefix=parent):
+            if any(p is not None for p in module._parameters.values()) and not is_inside(name, plan.rules):
                 module.forward = LocalForward(module, ranks)
     for stretch in stretches:
         crossing = _Borders(ranks)
         first, last = (model.get_submodule(stretch.modules[end]) for end in (0, -1))
+        for name in stretch.modules:
+            model.get_submodule(name).register_forward_pre_hook(crossing.share_others, with_kwargs=True)
         first.register_forward_pre_hook(crossing.cut, with_kwargs=True)
         last.register_forward_hook(crossing.join)
         for name in split_children(model, plan, stretch.modules):
@@ -111,6 +119,17 @@ class _Borders:
                 way_out="Leave it empty, or pad rows to a multiple.",
             )
         return _with_hidden(split_tokens(hidden, self._ranks), args, kwargs)
+
+    def share_others(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What comes beside hidden states is used for own tokens or heads: its gradients are parts of a sum."""
+        hidden = _hidden(args, kwargs)
+
+        def shared(tensor: torch.Tensor) -> torch.Tensor:
+            return copy_to_ranks(tensor, self._ranks) if tensor.requires_grad and tensor is not hidden else tensor
+
+        return tree_map_only(torch.Tensor, shared, (args, kwargs))
 
     def join(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
@@ -178,6 +197,18 @@ def _follows(model: nn.Module, before: str, name: str) -> bool:
     order = list(pipeline)
     behind = order[order.index(stack_name) + 1 :][:1]
     return same_stack or [name.removeprefix(f"{parent_name}.")] == behind
+
+
+def _check_one_stream(model: nn.Module) -> None:
+    adapter: Any = getattr(model, "_mm_adapter", None)
+    if adapter is not None and (adapter.sample_plan is None or adapter.sample_plan.text_inputs):
+        raise ConfigError(
+            f"text and image go through the blocks of {type(model).__name__} side by side, and join inside of them: "
+            "slices of both would stand in another order than their positions",
+            key=SEQUENCE_KEY,
+            way_out="Leave it empty. parallel.ulysses_parallel_size spreads the tokens of this model, with "
+            "tensor_parallel_size or without.",
+        )
 
 
 def _check_covered(model: nn.Module, plan: TensorPlan, blocks: Sequence[str]) -> None:

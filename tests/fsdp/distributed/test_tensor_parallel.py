@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.fsdp.distributed import tensor_parallel_forward
+from mindspeed_mm.fsdp.distributed import tensor_parallel_forward, tensor_parallel_sequence
 from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import pad_tokens
 from tests.fsdp.distributed.tensor_parallel_step import (
     NORMS,
@@ -36,6 +36,7 @@ from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 TOLERANCE = 1e-9
 
 SEQUENCE_AND_LAST_NORM = {"tp_plan": {"sequence_parallel": [*NORMS, "model.norm"]}}
+BLOCKS = {"tp_plan": {"sequence_parallel": ["blocks.{*}"]}}
 ALONE = {"tensor_parallel_size": 1}
 NO_IMAGES = (0,) * SAMPLES
 NAMED = {"tp_plan": {"colwise_parallel": ["*.q_proj", "*.k_proj", "*.v_proj"], "rowwise_parallel": ["*.o_proj"]}}
@@ -57,6 +58,8 @@ SLOW_CASES: dict[str, tuple[int, Case, int]] = {
     "vlm, tp, no image": (2, Case("vlm", images=NO_IMAGES), 1),
     "vlm, tp, sequence, recompute": (2, Case("vlm", SEQUENCE, recompute=True, accumulation=2), 1),
     "wan, tp": (2, Case("wan"), 2),
+    "wan, tp, sequence": (2, Case("wan", BLOCKS), 2),
+    "wan, fsdp × tp, sequence": (4, Case("wan", BLOCKS), 1),
     "moe, tp": (2, Case("moe"), 2),
     "text, fsdp × tp": (4, Case("text"), 1),
     "text, hsdp × tp": (4, Case("text", {"fully_shard_parallel_size": 1}), 1),
@@ -81,6 +84,8 @@ def norm_of_one_mesh(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 def without(name: str) -> Any:
     """The function of the forward passes without its collective."""
+    if name == "share_others":
+        return mock.patch.object(tensor_parallel_sequence, "copy_to_ranks", lambda tensor, ranks: tensor)
     kept = {"sum_to_own_tokens": lambda tensor, ranks: pad_tokens(tensor, ranks).chunk(ranks.size, -2)[ranks.rank]}
     return mock.patch.object(tensor_parallel_forward, name, kept.get(name, lambda tensor, ranks: tensor))
 
@@ -95,6 +100,7 @@ SLOW_FAULTS: dict[str, tuple[Case, dict[str, Any]]] = {
     "gradient not summed on the way in": (Case("text"), {"fault": "copy_to_ranks"}),
     "head norms' gradient not summed": (Case("text"), {"fault": "sum_gradient"}),
     "mean of a wide norm over own heads": (Case("wan"), {"fault": "sum_of_all"}),
+    "gradient of timesteps not summed, sequence": (Case("wan", BLOCKS), {"fault": "share_others"}),
     "own tokens without the other ranks' part": (Case("text", SEQUENCE), {"fault": "sum_to_own_tokens"}),
 }
 ALL_FAULTS = FAULTS | SLOW_FAULTS

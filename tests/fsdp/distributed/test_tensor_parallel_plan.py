@@ -136,6 +136,12 @@ def test_stretches_of_the_sequence(models):
     ]
 
 
+def test_two_streams_are_refused(models):
+    plan = resolve_tensor_plan(models["flux"], TpPlan.model_validate({"sequence_parallel": ["*.norm1"]}))
+    with pytest.raises(ConfigError, match="text and image go through the blocks of FluxTransformer2DModel"):
+        sequence_stretches(models["flux"], plan)
+
+
 def test_norm_left_out_of_the_sequence_is_refused(models):
     plan = resolve_tensor_plan(models["text"], TpPlan.model_validate({"sequence_parallel": NORMS[:1]}))
     with pytest.raises(ConfigError, match=r"layers\.0\.post_attention_layernorm.*runs on a slice of the sequence too"):

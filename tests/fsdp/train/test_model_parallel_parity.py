@@ -31,6 +31,7 @@ DECODER = '"*.layers.{*}.input_layernorm", "*.layers.{*}.post_attention_layernor
 TOWER = '"*.visual.blocks.{*}.norm1", "*.visual.blocks.{*}.norm2"'
 SEQUENCE = f"parallel.tp_plan.sequence_parallel=[{DECODER}]"
 SEQUENCE_EVERYWHERE = f"parallel.tp_plan.sequence_parallel=[{DECODER}, {TOWER}]"
+SEQUENCE_OF_BLOCKS = 'parallel.tp_plan.sequence_parallel=["blocks.{*}"]'
 RECOMPUTE = "features.recompute=true"
 
 CASES = {  # name → (model, ranks, data ranks, accumulation, overrides)
@@ -65,6 +66,7 @@ SLOW = {
     "vlm lora tp2 × ring2, sequence": ("vlm lora", 4, 1, 1, (TP, RING, SEQUENCE)),
     "flux tp2 × ring2, recompute": ("flux", 4, 1, 2, (TP, RING, RECOMPUTE)),
     "t2v tp2 × ring2": ("t2v", 4, 1, 2, (TP, RING)),
+    "t2v tp2 × ring2, sequence, recompute": ("t2v", 4, 1, 1, (TP, RING, SEQUENCE_OF_BLOCKS, RECOMPUTE)),
     "t2v tp2 × ulysses2": ("t2v", 4, 1, 1, (TP, ULYSSES)),
     "moe tp2": ("moe", 2, 1, 2, (TP,)),
     "moe tp2, recompute": ("moe", 2, 1, 1, (TP, RECOMPUTE)),
@@ -133,8 +135,9 @@ def run_cases(ranks: int, yamls: dict[str, str], slow: bool) -> dict[str, list[S
         for fault, name in FAULTS.items():
             if not slow and cases[name][1] == ranks:
                 model, _, data_ranks, accumulation, words = cases[name]
+                run = run_of(model, yamls, data_ranks, accumulation, *words)
                 with OWN_FAULTS.get(fault, nullcontext)():
-                    measured[fault] = train_steps(*run_of(model, yamls, data_ranks, accumulation, *words), fault)
+                    measured[fault] = train_steps(*run, None if fault in OWN_FAULTS else fault)
     return measured
 
 
