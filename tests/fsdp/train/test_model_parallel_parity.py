@@ -15,7 +15,6 @@ import torch
 
 from mindspeed_mm.fsdp.distributed import tensor_parallel, tensor_parallel_forward, torch_parallelize
 from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks
-from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
 from tests.fsdp.distributed.tensor_parallel_step import make_tiny_qwen3_moe
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, StepRecord, compare_steps
@@ -45,12 +44,12 @@ CASES = {  # name → (model, ranks, data ranks, accumulation, overrides)
     "vlm fsdp2 × tp2": ("vlm", 4, 2, 1, (TP,)),
     "vlm fsdp2 × ring2": ("vlm", 4, 2, 2, (RING,)),
     "vlm ring2 × ulysses2": ("vlm", 4, 1, 2, (RING, ULYSSES)),
-    "flux fsdp2 × ulysses2": ("flux", 4, 2, 1, (ULYSSES,)),
     "vlm tp2 × ring2, sequence": ("vlm", 4, 1, 2, (TP, RING, SEQUENCE_EVERYWHERE)),
     "flux tp2 × ulysses2": ("flux", 4, 1, 1, (TP, ULYSSES)),
     "moe tp2 × ring2": ("moe", 4, 1, 2, (TP, RING)),
 }
 SLOW = {
+    "flux fsdp2 × ulysses2": ("flux", 4, 2, 1, (ULYSSES,)),
     "t2v fsdp2 × tp2": ("t2v", 4, 2, 1, (TP,)),
     "t2v fsdp2 × ring2": ("t2v", 4, 2, 2, (RING,)),
     "vlm hsdp × tp2": ("vlm", 4, 2, 1, (TP, "parallel.fully_shard_parallel_size=1")),
@@ -80,12 +79,14 @@ SLOW = {
     "flux fsdp2 × tp2 × ulysses2": ("flux", 8, 2, 1, (TP, ULYSSES)),
     "t2v fsdp2 × tp2 × ring2": ("t2v", 8, 2, 1, (TP, RING)),
 }
-FAULTS = {
+FAULTS = {  # name → case
     "gradients averaged over ranks": "vlm fsdp2 × ring2",
     "rank's own denominator": "vlm fsdp2 × tp2",
-    "gradients of norms not summed over tensor ranks": "vlm tp2 × ring2, sequence",
-    "a token lost at a context border": "vlm tp2 × ring2, sequence",
-    "experts' gradients summed over tensor ranks": "moe tp2 × ring2",
+}
+SLOW_FAULTS = {
+    "missing-norm-sum": "vlm tp2 × ring2",
+    "lost-border-token": "vlm tp2 × ring2",
+    "experts' gradients summed over tensor ranks": "moe tp2",
 }
 
 FP64 = {
@@ -132,28 +133,13 @@ def run_cases(ranks: int, yamls: dict[str, str], slow: bool) -> dict[str, list[S
         for name, (model, needed, data_ranks, accumulation, words) in cases.items():
             if needed == ranks:
                 measured[name] = train_steps(*run_of(model, yamls, data_ranks, accumulation, *words))
-        for fault, name in FAULTS.items():
-            if not slow and cases[name][1] == ranks:
+        for fault, name in (SLOW_FAULTS if slow else FAULTS).items():
+            if cases[name][1] == ranks:
                 model, _, data_ranks, accumulation, words = cases[name]
                 run = run_of(model, yamls, data_ranks, accumulation, *words)
                 with OWN_FAULTS.get(fault, nullcontext)():
                     measured[fault] = train_steps(*run, None if fault in OWN_FAULTS else fault)
     return measured
-
-
-def norms_not_summed() -> Any:
-    return mock.patch.object(tensor_parallel_forward, "sum_gradient", lambda parameter, ranks: parameter)
-
-
-def border_token_lost() -> Any:
-    """The first of a rank's tokens twice, its last not at all."""
-    real = ContextShare.positions_on
-
-    def off_by_one(self: ContextShare, device: torch.device) -> torch.Tensor:
-        own = real(self, device)
-        return torch.cat([own[:1], own[:-1]])
-
-    return mock.patch.object(ContextShare, "positions_on", off_by_one)
 
 
 def experts_summed() -> Any:
@@ -170,11 +156,7 @@ def experts_summed() -> Any:
     return mock.patch.object(torch_parallelize, "apply_tensor_parallel", with_experts)
 
 
-OWN_FAULTS = {
-    "gradients of norms not summed over tensor ranks": norms_not_summed,
-    "a token lost at a context border": border_token_lost,
-    "experts' gradients summed over tensor ranks": experts_summed,
-}
+OWN_FAULTS = {"experts' gradients summed over tensor ranks": experts_summed}
 
 
 def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,9 +187,19 @@ def test_more_plans_equal_one_process(name: str, yamls: tuple[tuple[str, str], .
     check(name, yamls, slow=True)
 
 
+def check_fault(fault: str, yamls: tuple[tuple[str, str], ...], slow: bool) -> None:
+    model, ranks, *_ = (SLOW if slow else CASES)[(SLOW_FAULTS if slow else FAULTS)[fault]]
+    measured = results_of(ranks, yamls, slow)[0][fault]
+    with pytest.raises(ParityError):
+        compare_steps(results_of(1, yamls, slow)[0][model], measured, TOLERANCE)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault: str, yamls: tuple[tuple[str, str], ...]) -> None:
-    model, ranks, *_ = CASES[FAULTS[fault]]
-    measured = results_of(ranks, yamls)[0][fault]
-    with pytest.raises(ParityError):
-        compare_steps(results_of(1, yamls)[0][model], measured, TOLERANCE)
+    check_fault(fault, yamls, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SLOW_FAULTS)
+def test_more_planted_faults_are_found(fault: str, yamls: tuple[tuple[str, str], ...]) -> None:
+    check_fault(fault, yamls, slow=True)
