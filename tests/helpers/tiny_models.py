@@ -21,8 +21,12 @@ from transformers import (  # noqa: E402  (the guard comes first)
     Qwen2VLImageProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
@@ -101,6 +105,28 @@ def make_tiny_qwen3(
     return folder
 
 
+def make_tiny_qwen3_moe(
+    folder: Path, *, seed: int = 0, tie: bool = False, dtype: torch.dtype = torch.float32, **text: Any
+) -> Path:
+    """A Qwen3-MoE (text only) folder: 8 experts a layer, 2 a token. Arguments as above."""
+    tokenizer = build_tokenizer()
+    config = Qwen3MoeConfig(**_TEXT | _EXPERTS | _token_ids(tokenizer) | {"tie_word_embeddings": tie} | text)
+    _save(Qwen3MoeForCausalLM, config, folder, seed, dtype)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_tiny_qwen3_vl_moe(
+    folder: Path, *, seed: int = 0, tie: bool = False, dtype: torch.dtype = torch.float32, **text: Any
+) -> Path:
+    """A Qwen3-VL-MoE folder with its processor: as `make_tiny_qwen3_vl`, with 8 experts a layer, 2 a token."""
+    processor = _processor()
+    config = _qwen3_vl_config(processor.tokenizer, tie, _EXPERTS | text, Qwen3VLMoeConfig)
+    _save(Qwen3VLMoeForConditionalGeneration, config, folder, seed, dtype)
+    processor.save_pretrained(folder)
+    return folder
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 320 tokens trained on three lines, with Qwen's special tokens and a chat template."""
     tokenizer = Tokenizer(models.BPE())
@@ -136,6 +162,15 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
 _VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,
@@ -150,10 +185,12 @@ _VISION: dict[str, Any] = {
 }
 
 
-def _qwen3_vl_config(tokenizer: PreTrainedTokenizerFast, tie: bool, text: dict[str, Any]) -> Qwen3VLConfig:
+def _qwen3_vl_config(
+    tokenizer: PreTrainedTokenizerFast, tie: bool, text: dict[str, Any], config_class: Any = Qwen3VLConfig
+) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     markers = ("image_token", "video_token", "vision_start_token", "vision_end_token")
-    return Qwen3VLConfig(
+    return config_class(
         text_config=_TEXT | {"rope_parameters": rope, "tie_word_embeddings": tie} | _token_ids(tokenizer) | text,
         vision_config=dict(_VISION),
         tie_word_embeddings=tie,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from tests.helpers.tiny_models import make_tiny_qwen3_vl
 WORDS = ("red", "green", "blue", "large", "small", "round", "flat", "old", "new", "far")
 
 
-def make_rows(folder: Path, count: int = 24, seed: int = 0) -> Path:
-    """`count` conversations with 0, 1 or 2 images and answers of 1 to 9 words; returns the JSONL."""
+def make_rows(folder: Path, count: int = 24, seed: int = 0, images: Sequence[int] = (1, 0, 2)) -> Path:
+    """`count` conversations with as many images as `images` says in turn, and answers of 1 to 9 words; returns the
+    JSONL."""
     from PIL import Image
 
     draw = random.Random(seed)
@@ -23,7 +25,7 @@ def make_rows(folder: Path, count: int = 24, seed: int = 0) -> Path:
     rows = []
     for index in range(count):
         names = []
-        for image in range((1, 0, 2)[index % 3]):
+        for image in range(images[index % len(images)]):
             name = f"images/{index}_{image}.png"
             pixels = bytes(draw.randrange(256) for _ in range(32 * 32 * 3))
             Image.frombytes("RGB", (32, 32), pixels).save(folder / name)

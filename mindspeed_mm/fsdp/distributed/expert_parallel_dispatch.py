@@ -6,6 +6,7 @@ each rank, R ranks, H hidden features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,8 @@ class BalancedAllToAll(AllToAll):
         send, receive = [sum(line) for line in table[rank]], [sum(table[s][rank]) for s in range(self.ranks.size)]
         order = groups_by_line(sent_RE.T).argsort(stable=True)  # rows lie by expert; those of an expert by rank
         arrived = exchange(rows_SH[order], send, receive, self.ranks)
-        outputs = run_sorted(module, self.weights(module, plan), arrived, received_RL)
+        slots = sorted(range(len(held)), key=lambda slot: held[slot])  # rows arrive by expert, copies lie behind
+        outputs = run_sorted(module, self.weights(module, plan), arrived, received_RL[:, slots], slots)
         returned = exchange(outputs, receive, send, self.ranks)
         return torch.empty_like(returned).index_copy(0, order, returned)
 
@@ -111,7 +113,8 @@ class AllGather(AllToAll):
         pairs = sort_pairs(mine_GK.masked_fill((mine_GK < 0) | (mine_GK >= own), own), own, all_count=False)
         rows_SH = hidden_GH[pairs.slots_S // chosen_GK.shape[1]]
         outputs_SH = run_experts(module, Weights.of(module), rows_SH, pairs.counts_E)
-        return sum_of_own_rows(combine(outputs_SH, pairs, weights_GK), self.ranks)[:tokens].to(hidden_TH.dtype)
+        whole = sum_of_own_rows(combine(outputs_SH, pairs, weights_GK), self.ranks).to(hidden_TH.dtype)
+        return whole if tokens == longest else whole[:tokens].clone()  # sharding warns of modules that return views
 
 
 class OwnForward(NamedTuple):
@@ -127,7 +130,9 @@ class OwnForward(NamedTuple):
         return self.method(*self.leading, *args, **self.named, **kwargs)
 
 
-def run_sorted(module: Any, weights: Weights, arrived: torch.Tensor, counts_RL: torch.Tensor) -> torch.Tensor:
+def run_sorted(
+    module: Any, weights: Weights, arrived: torch.Tensor, counts_RL: torch.Tensor, slots: Sequence[int] | None = None
+) -> torch.Tensor:
     """Rows as they arrived, by source and then by expert → outputs in the same order.
 
     Args:
@@ -135,9 +140,14 @@ def run_sorted(module: Any, weights: Weights, arrived: torch.Tensor, counts_RL: 
         weights: Of the L experts.
         arrived: From the first source, then from the second, …
         counts_RL: Rows of each source for each expert.
+        slots: Where the weights of each column of `counts_RL` lie; the same order when None.
     """
-    order = groups_by_line(counts_RL).argsort(stable=True)
-    outputs = run_experts(module, weights, arrived[order], counts_RL.sum(dim=0))
+    columns, counts = groups_by_line(counts_RL), counts_RL.sum(dim=0)
+    if slots is not None:
+        place = torch.tensor(slots, device=counts.device)
+        columns, counts = place[columns], torch.empty_like(counts).index_copy(0, place, counts)
+    order = columns.argsort(stable=True)
+    outputs = run_experts(module, weights, arrived[order], counts)
     return torch.empty_like(outputs).index_copy(0, order, outputs)
 
 
