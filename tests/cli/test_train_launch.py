@@ -4,12 +4,14 @@ once and says which; the same command goes on, to the bit. The agent is also run
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.fsdp.distributed.launcher_life import LAUNCHER_VARIABLE
-from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder
+from mindspeed_mm.fsdp.train import launched
+from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder, how_to_go_on, starts_ranks
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
-from mindspeed_mm.tasks.launcher import _last_words
+from mindspeed_mm.tasks.launcher import _last_words, _rendezvous
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, mm, newest, tensors, train
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
@@ -117,6 +120,21 @@ def test_stopped_then_killed_then_continued(yaml: Path, tmp_path: Path) -> None:
     assert differing(tensors(save), tensors(whole)) == []
 
 
+def test_ranks_do_not_outlive_their_launcher(yaml: Path, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    process = start(yaml, save)
+    wait_for_step(process, save, 1)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=LIMIT_S)  # ranks hold the other ends of the pipes: this returns when they leave
+    deadline = time.monotonic() + LIMIT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert json.loads((save / "run.json").read_text())["status"] == "stopped"  # they agreed on a step and saved
+
+
 # --- the launcher, in this process -----------------------------------------------------------------------------------
 
 
@@ -137,6 +155,43 @@ def test_port_that_is_in_use(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert said.code == 3
     assert "MASTER_PORT" in said.err and "port is free" in said.err
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
+def test_several_hosts_need_a_meeting_place_and_a_number(
+    yaml: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    for name, value in {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    said = mm("train", yaml)  # one rank a host is a job of several ranks too
+    assert said.code == 3
+    assert f"NNODES is 2, but {missing} is not set" in said.err
+
+
+@pytest.mark.parametrize(
+    ("environment", "nproc", "starts"),
+    [
+        ({}, 1, False),
+        ({}, 2, True),
+        ({"RANK": "0"}, 2, False),
+        ({"NNODES": "1"}, 1, False),
+        ({"NNODES": "2"}, 1, True),
+        ({"PET_NNODES": "2"}, 1, True),
+        ({"PET_NNODES": "1:4"}, 1, True),
+        ({"NNODES": "2", "SLURM_STEP_NUM_TASKS": "2"}, 1, False),
+        ({"NNODES": "2", "SLURM_STEP_NUM_TASKS": "2"}, 8, True),
+    ],
+)
+def test_who_starts_ranks(environment: dict[str, str], nproc: int, starts: bool) -> None:
+    assert starts_ranks(nproc, environment) == starts
+
+
+def test_meeting_places_of_launchers() -> None:
+    assert _rendezvous({}) == ["--standalone"]
+    assert _rendezvous({"PET_NNODES": "2", "PET_MASTER_ADDR": "job-node-0-0.job"}) == []
+    several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert _rendezvous(several) == ["--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=1"]
 
 
 @pytest.fixture
@@ -238,3 +293,10 @@ def test_a_rank_without_its_launcher_stops(
     monkeypatch.delenv(name)
     with StopSignal() as stop:
         assert not stop.requested
+
+
+def test_a_run_folder_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert how_to_go_on(None) == how_to_go_on(str(tmp_path)) == []
+    monkeypatch.setattr(launched, "LOOK_S", 0.05)
+    monkeypatch.setattr(launched, "list_iterations", lambda save: threading.Event().wait())
+    assert "does not answer" in how_to_go_on(str(tmp_path))[0]

@@ -8,9 +8,11 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from mindspeed_mm.core.errors import CheckpointError, MMError
+from mindspeed_mm.core.errors import CheckpointError, MachineError, MMError
 
 Result = TypeVar("Result")
+PATIENCE_S = 60.0
+"""How much longer an exchange waits than its limit: the watchdog, which keeps to the limit, can say who is missing."""
 
 
 class Ranks:
@@ -18,13 +20,14 @@ class Ranks:
     must not meet the training's collectives, and object collectives need no device.
 
     Args:
-        timeout_s: Limit on each exchange. Making the group is itself an exchange: all ranks do it.
+        timeout_s: Limit on each exchange, as the watchdog keeps it. Making the group is itself an exchange: all ranks
+            do it.
     """
 
     def __init__(self, timeout_s: float | None = None) -> None:
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+            limit = None if timeout_s is None else timedelta(seconds=timeout_s + PATIENCE_S)
             self.group = dist.new_group(backend="gloo", timeout=limit)
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
@@ -35,14 +38,18 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, item: Result) -> list[Result]:
-        """Every rank's `item`, by rank, on all ranks."""
+        """Every rank's `item`, by rank, on all ranks.
+
+        Raises:
+            MachineError: A rank is gone.
+        """
         if self.world_size == 1:
             return [item]
         items: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(items, item, group=self.group)
         except RuntimeError as error:  # a rank is gone, or slower than the limit
-            raise CheckpointError(
+            raise MachineError(
                 f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}",
                 way_out="See which rank failed first. If one is only slow, raise training.save_timeout_s.",
             ) from error

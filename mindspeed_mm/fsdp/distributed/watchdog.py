@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -183,6 +184,8 @@ def _places(own: str, grace_s: float) -> dict[int, str]:
 
 def _exchange(places: dict[int, str], grace_s: float) -> None:
     """Publish this rank's place and read the others' into `places`, over a connection of its own."""
+    if not _meeting_place_answers(grace_s):
+        return
     store = dist.distributed_c10d._get_default_store().clone()
     rank = _rank()
     store.set(f"hang/{rank}", places[rank])
@@ -194,3 +197,15 @@ def _exchange(places: dict[int, str], grace_s: float) -> None:
             places[other] = store.get(f"hang/{other}").decode()
             missing.remove(other)
         time.sleep(0.1)
+
+
+def _meeting_place_answers(limit_s: float) -> bool:
+    """Whether the store's host can be reached. Asked beforehand: the store itself tries for minutes and fills a screen."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port:  # a store on the file system
+        return True
+    try:
+        with socket.create_connection((address, int(port)), timeout=limit_s):
+            return True
+    except OSError:
+        return False

@@ -49,6 +49,21 @@ def test_slurm_step():
 
 
 @pytest.mark.parametrize(
+    ("tasks", "node", "here"), [("4(x2)", "1", 4), ("4(x2),3", "2", 3), ("8", "0", 8), ("5,3", "1", 3), ("", "0", 0)]
+)
+def test_ranks_of_a_slurm_node(tasks, node, here):
+    info = resolve_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
+    assert info.ranks_here == here
+    assert info.spans_hosts == (0 < here < 8)
+
+
+def test_torchrun_says_how_many_ranks_are_here():
+    assert resolve_launch(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}).spans_hosts
+    assert not resolve_launch(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}).spans_hosts
+    assert not resolve_launch(TORCHRUN).spans_hosts
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"RANK": None}, "RANK is not set"),

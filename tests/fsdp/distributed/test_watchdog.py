@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ExitCode
-from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
+from mindspeed_mm.fsdp.distributed.watchdog import SILENT, UNKNOWN, Watchdog
 from tests.helpers.distributed import RanksFailed, run_ranks
 
 
@@ -85,3 +85,33 @@ def test_a_closed_watchdog_watches_no_more(tmp_path):
     with watchdog.phase("step", 0.1):
         watchdog.close()
         assert not left.wait(0.4)
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_missing_ranks_of_a_host_share_a_line(tmp_path):
+    watchdog, _ = expired(tmp_path)
+    watchdog.close()
+    places = {0: "step 3", 1: SILENT, 2: SILENT, 3: SILENT, 4: UNKNOWN}
+    assert watchdog._lines(places)[1:] == [f"ranks 1, 2, 3: {SILENT}", f"rank 4: {UNKNOWN}"]
+    watchdog.hosts = ["a", "a", "b", "b", "b"]
+    assert watchdog._lines(places) == [
+        "rank 0 on a: step 3",
+        f"rank 1 on a: {SILENT}",
+        f"ranks 2, 3 on b: {SILENT}",
+        f"rank 4 on b: {UNKNOWN}",
+    ]
+
+
+def test_a_folder_that_does_not_answer_holds_nobody(tmp_path, monkeypatch):
+    """A folder on a network that is gone: writing there never returns."""
+    told: list[tuple[str, bool]] = []
+    left = threading.Event()
+    monkeypatch.setattr(Path, "open", lambda *args, **kwargs: threading.Event().wait())
+    watchdog = Watchdog(
+        tmp_path, grace_s=0.0, leave=lambda code: left.set(), tell=lambda text, speaks: told.append((text, speaks))
+    )
+    with watchdog.phase("step 9", 0.1):
+        assert left.wait(10)
+    assert "rank 0: step 9 for more than 0.1 s" in told[0][0] and told[0][1]
