@@ -20,7 +20,9 @@ from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.checks import unbuilt_features
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.params.encoder_sizes import check_encoder_plan, is_given
 from mindspeed_mm.fsdp.params.loader import PluginKeys, ResolvedConfig, load_config, read_plugins
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.path_checks import check_paths
 
@@ -273,12 +275,13 @@ class _Check:
 def check_plans(model: Any, arguments: Arguments) -> None:
     """The model can be split and its sequences can be spread as the plan says. Raises `ConfigError`."""
     parallel = arguments.parallel
+    whole_towers = check_towers_plan(model, parallel)
     if parallel.tensor_parallel_size > 1:
         from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import resolve_tensor_plan
         from mindspeed_mm.fsdp.distributed.tensor_parallel_sequence import sequence_stretches
         from mindspeed_mm.fsdp.distributed.tensor_parallel_sizes import check_split_sizes
 
-        plan = resolve_tensor_plan(model, parallel.tp_plan)
+        plan = resolve_tensor_plan(model, parallel.tp_plan).without(whole_towers)
         check_split_sizes(model, plan, parallel.tensor_parallel_size)
         sequence_stretches(model, plan)
     is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
@@ -286,6 +289,24 @@ def check_plans(model: Any, arguments: Arguments) -> None:
         from mindspeed_mm.fsdp.train.assemble import check_spread_sequences
 
         check_spread_sequences(model, arguments)
+
+
+def check_towers_plan(model: Any, parallel: ParallelArguments) -> list[str]:
+    """Towers can be laid out otherwise than the decoder, where they are to be. Raises `ConfigError`.
+
+    Returns:
+        Names of towers that stay whole although the decoder is split.
+    """
+    plan = parallel.encoder_plan
+    check_encoder_plan(parallel)
+    if not is_given(plan):
+        return []
+    from mindspeed_mm.fsdp.distributed.encoder_media import check_towers
+    from mindspeed_mm.fsdp.models.towers import find_towers
+
+    names = sorted({tower.module for tower in find_towers(model)})
+    check_towers(model, names, in_teams=(plan.ring_attention_size or 1) * (plan.ulysses_parallel_size or 1) > 1)
+    return names if plan.tensor_parallel_size == 1 else []
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -27,19 +27,25 @@ def apply_to_tower(tower: nn.Module) -> bool:
     Returns:
         False: the tower is of another shape and was left as it is, to be computed whole on every rank.
     """
+    if not can_be_spread(tower):
+        return False
+    side: Any = tower.config.spatial_merge_size  # type: ignore[union-attr]
+    tower.set_attn_implementation(register_context_attention())  # type: ignore[operator]
+    patches = SpreadPatches(side * side)
+    for number, block in enumerate(tower.blocks):  # type: ignore[arg-type]
+        before = partial(patches.before_block, number == 0)
+        block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)  # others work on own patches
+    for each in (tower.merger, *(getattr(tower, "deepstack_merger_list", None) or ())):
+        each.register_forward_hook(patches.after_merger)
+    return True
+
+
+def can_be_spread(tower: nn.Module) -> bool:
+    """Whether a tower has blocks, a merger of squares of patches, and attention behind transformers' interface."""
     blocks, merger = getattr(tower, "blocks", None), getattr(tower, "merger", None)
     side = getattr(getattr(tower, "config", None), "spatial_merge_size", None)
     exchangeable = getattr(tower, "_supports_attention_backend", False)
-    if not isinstance(blocks, nn.ModuleList) or not isinstance(merger, nn.Module) or not side or not exchangeable:
-        return False
-    tower.set_attn_implementation(register_context_attention())  # type: ignore[operator]
-    patches = SpreadPatches(side * side)
-    for number, block in enumerate(blocks):
-        before = partial(patches.before_block, number == 0)
-        block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)  # others work on own patches
-    for each in (merger, *(getattr(tower, "deepstack_merger_list", None) or ())):
-        each.register_forward_hook(patches.after_merger)
-    return True
+    return isinstance(blocks, nn.ModuleList) and isinstance(merger, nn.Module) and bool(side and exchangeable)
 
 
 class SpreadPatches:

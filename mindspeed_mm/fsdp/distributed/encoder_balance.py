@@ -87,6 +87,13 @@ class Imbalance:
         self.total += sum(costs)
         self.teams = teams
 
+    def merge(self, other: Imbalance) -> None:
+        """Calls of another tower."""
+        self.busiest += other.busiest
+        self.at_home += other.at_home
+        self.total += other.total
+        self.teams = max(self.teams, other.teams)
+
     @property
     def ratio(self) -> float:
         """Busiest over mean; 1 is the best."""

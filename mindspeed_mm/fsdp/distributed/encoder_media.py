@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mindspeed_mm.core.errors import ConfigError, MMError
 from mindspeed_mm.fsdp.distributed.context_parallel import groups_of
-from mindspeed_mm.fsdp.distributed.context_parallel_towers import apply_to_tower
+from mindspeed_mm.fsdp.distributed.context_parallel_towers import apply_to_tower, can_be_spread
 from mindspeed_mm.fsdp.distributed.encoder_balance import Grid, Imbalance, TowerWidths, assign
 from mindspeed_mm.fsdp.distributed.encoder_groups import build_sharing_group, build_team
 from mindspeed_mm.fsdp.distributed.encoder_travel import (
@@ -44,9 +45,28 @@ FEATURES = ("pooler_output", "deepstack_features")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def share_media(
-    model: nn.Module, towers: Collection[str], sizes: EncoderSizes, state: ParallelState
-) -> dict[str, SharedMedia]:
+@dataclass(frozen=True)
+class MediaSharing:
+    """What is to be known of towers that encode the media of other ranks."""
+
+    sizes: EncoderSizes
+    towers: list[SharedMedia]
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return self.sizes.describe()
+
+    def take_metrics(self) -> dict[str, float]:
+        """How unevenly work was spread since it was last asked, in this rank's group: cost of the busiest over the
+        mean, and what it had been with each rank's media at home. Host numbers."""
+        total = Imbalance()
+        for tower in self.towers:
+            total.merge(tower.imbalance)
+            tower.imbalance = Imbalance()
+        return {"encoder_imbalance": total.ratio, "encoder_imbalance_at_home": total.ratio_at_home}
+
+
+def share_media(model: nn.Module, towers: Collection[str], sizes: EncoderSizes, state: ParallelState) -> MediaSharing:
     """Let towers encode the media of a group of ranks, in place; call it before sharding, on every rank.
 
     Args:
@@ -55,38 +75,42 @@ def share_media(
         sizes: Who shares media.
         state: The job's groups.
 
-    Returns:
-        What each tower's calls can be asked about.
-
     Raises:
-        ConfigError: A tower does not take patches of many media, with their grids.
+        ConfigError: A tower does not take patches of many media, with their grids, or has no attention that goes over
+            ranks.
     """
-    check_towers(model, towers)
+    check_towers(model, towers, in_teams=sizes.team > 1)
     group, team = build_sharing_group(state.sizes, sizes), build_team(state.sizes, sizes)
     follows_decoder = state.is_cp_enable() and sizes.parts == 1
-    shared = {}
-    for name in towers:
-        tower = model.get_submodule(name)
-        is_spread = team is not None and apply_to_tower(tower)
-        if team is not None and not is_spread:
-            raise ConfigError(
-                f"{name} has no attention that can be exchanged: {sizes.team} ranks cannot encode a medium together",
-                key=f"{KEY}.ring_attention_size · {KEY}.ulysses_parallel_size",
-                way_out="Set both to 1.",
-            )
-        shared[name] = SharedMedia(tower, sizes, group, groups_of(state) if follows_decoder else team)
-    return shared
+    shared = []
+    for tower in map(model.get_submodule, towers):
+        if team is not None:
+            apply_to_tower(tower)
+        shared.append(SharedMedia(tower, sizes, group, groups_of(state) if follows_decoder else team))
+    return MediaSharing(sizes, shared)
 
 
-def check_towers(model: nn.Module, towers: Collection[str]) -> None:
-    """Raise `ConfigError` unless the model has towers, and all are called with patches and their grids."""
+def check_towers(model: nn.Module, towers: Collection[str], *, in_teams: bool) -> None:
+    """Raise `ConfigError` unless the model has towers, all called with patches and their grids.
+
+    Args:
+        model: Built.
+        towers: Names of its towers.
+        in_teams: Several ranks are to share the patches of a medium.
+    """
     others = [name for name in towers if not takes_grids(model.get_submodule(name))]
-    if towers and not others:
-        return
-    what = f"{', '.join(others)} takes no patches of many media with their grids" if others else "there is no tower"
-    raise ConfigError(
-        f"{type(model).__name__}: {what}", key=KEY, way_out="Leave the section out: the tower follows the decoder."
-    )
+    if others or not towers:
+        what = f"{', '.join(others)} takes no patches of many media with their grids" if others else "there is no tower"
+        raise ConfigError(
+            f"{type(model).__name__}: {what}", key=KEY, way_out="Leave the section out: the tower follows the decoder."
+        )
+    uncut = [name for name in towers if in_teams and not can_be_spread(model.get_submodule(name))]
+    if uncut:
+        raise ConfigError(
+            f"{type(model).__name__}: the attention of {', '.join(uncut)} does not go over ranks",
+            key=f"{KEY}.ring_attention_size · {KEY}.ulysses_parallel_size",
+            way_out="Set both to 1.",
+        )
 
 
 def takes_grids(tower: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, apply_context_parallel
 from mindspeed_mm.fsdp.distributed.encoder_groups import on_tower_mesh, unsummed_towers
-from mindspeed_mm.fsdp.distributed.encoder_media import SharedMedia, share_media
+from mindspeed_mm.fsdp.distributed.encoder_media import MediaSharing, share_media
 from mindspeed_mm.fsdp.distributed.expert_parallel import apply_expert_parallel, shard_experts
 from mindspeed_mm.fsdp.distributed.expert_parallel_plan import (
     ExpertPlan,
@@ -79,8 +79,8 @@ class ParallelApplier:
         """Sentences for the user about what the plan costs."""
         self.context: ContextParallel | None = None
         """What the training step must know of sequences spread over ranks, if they are."""
-        self.media: dict[str, SharedMedia] = {}
-        """Towers that encode the media of other ranks."""
+        self.media: MediaSharing | None = None
+        """Towers that encode the media of other ranks, if they do."""
         self._encoder: EncoderSizes | None = None
         self._units: list[Unit] = []
         self._model_shards_itself = False

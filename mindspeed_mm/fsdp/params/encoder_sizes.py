@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.params.parallel_args import EncoderPlan, ParallelArguments
 
 KEY = "parallel.encoder_plan"
 
@@ -59,12 +59,12 @@ def resolve_encoder_sizes(parallel: ParallelArguments, data_ranks: int) -> Encod
     Raises:
         ConfigError: A layout that cannot be had; the message names the sizes that can.
     """
+    check_encoder_plan(parallel)
     plan = parallel.encoder_plan
     tensor = plan.tensor_parallel_size or parallel.tensor_parallel_size
     ring = plan.ring_attention_size or parallel.ring_attention_size
     ulysses = plan.ulysses_parallel_size or parallel.ulysses_parallel_size
     decoder_context = parallel.ring_attention_size, parallel.ulysses_parallel_size
-    _check_tensor_size(tensor, parallel.tensor_parallel_size)
     is_own_context = (ring, ulysses) != decoder_context
     sizes = EncoderSizes(
         streams=data_ranks if plan.balance else 1,
@@ -74,26 +74,30 @@ def resolve_encoder_sizes(parallel: ParallelArguments, data_ranks: int) -> Encod
         ulysses=ulysses if is_own_context else 1,
     )
     _check_team(sizes, data_ranks)
-    if sizes.ranks == 1:
-        return None
-    if parallel.pipeline_parallel_size > 1:
+    return None if sizes.ranks == 1 else sizes
+
+
+def check_encoder_plan(parallel: ParallelArguments) -> None:
+    """Raise `ConfigError` for what no number of ranks makes possible."""
+    plan, decoder = parallel.encoder_plan, parallel.tensor_parallel_size
+    if plan.tensor_parallel_size not in (None, 1, decoder):
+        only_one = "Set it to 1: towers stay whole, and the ranks that split the decoder share their media."
+        raise ConfigError(
+            f"{plan.tensor_parallel_size} is neither 1 nor that of the decoder, {decoder}",
+            key=f"{KEY}.tensor_parallel_size",
+            way_out=only_one if decoder > 1 else "Leave it out, or raise parallel.tensor_parallel_size.",
+        )
+    if parallel.pipeline_parallel_size > 1 and is_given(plan):
         raise ConfigError(
             f"is given together with {parallel.pipeline_parallel_size} pipeline stages, which is not supported",
             key=KEY,
             way_out="Leave it out, or set parallel.pipeline_parallel_size=1.",
         )
-    return sizes
 
 
-def _check_tensor_size(size: int, decoder: int) -> None:
-    if size in (1, decoder):
-        return
-    raise ConfigError(
-        f"{size} is neither 1 nor that of the decoder, {decoder}",
-        key=f"{KEY}.tensor_parallel_size",
-        way_out="Set it to 1: towers stay whole, and these ranks share their media." if decoder > 1 else
-        "Leave it out, or raise parallel.tensor_parallel_size.",
-    )  # fmt: skip
+def is_given(plan: EncoderPlan) -> bool:
+    """Whether towers are to be laid out otherwise than the decoder."""
+    return plan != EncoderPlan()
 
 
 def _check_team(sizes: EncoderSizes, data_ranks: int) -> None:

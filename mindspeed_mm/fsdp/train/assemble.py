@@ -16,6 +16,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, context_problems, find_decoder
+from mindspeed_mm.fsdp.distributed.encoder_media import MediaSharing
 from mindspeed_mm.fsdp.distributed.expert_parallel_plan import ExpertPlan, balance_copies
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import expect_views
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
@@ -58,6 +59,9 @@ class Assembled:
     """How experts are spread over ranks."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user about what the plan costs."""
+
+    media: MediaSharing | None = None
+    """How towers share media."""
 
     @property
     def adapter(self) -> DiffusionAdapter | None:
@@ -154,6 +158,7 @@ def assemble(
         plans.tensor_plan,
         plans.context,
         experts=plans.experts,
+        media=plans.media,
         warnings=tuple(plans.warnings),
     )
 

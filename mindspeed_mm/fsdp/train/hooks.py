@@ -15,6 +15,7 @@ from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts, MMDataLoader
+from mindspeed_mm.fsdp.distributed.encoder_media import MediaSharing
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.failures import shortened
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
@@ -34,9 +35,13 @@ class LogHook(Hook):
         record: Where `metrics.jsonl` is written.
         progress: The lines and the bar that people see, and the log file.
         log_interval: Steps between two lines.
+        media: Towers that share media, which know how evenly.
     """
 
-    def __init__(self, record: RunRecord, progress: Progress, log_interval: int) -> None:
+    def __init__(
+        self, record: RunRecord, progress: Progress, log_interval: int, media: MediaSharing | None = None
+    ) -> None:
+        self._media = media
         self._record = record
         self._progress = progress
         self._interval = log_interval
@@ -76,6 +81,7 @@ class LogHook(Hook):
             "step": result.step,
             "loss": result.loss,
             **terms,
+            **(self._media.take_metrics() if self._media is not None else {}),
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens_per_s": tokens / seconds,

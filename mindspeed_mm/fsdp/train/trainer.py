@@ -309,7 +309,7 @@ class Trainer:
     ) -> list[Hook]:
         """In the order in which they come to their turn after a step."""
         training = self.arguments.training
-        hooks: list[Hook] = [LogHook(record, self.progress, training.log_interval)]
+        hooks: list[Hook] = [LogHook(record, self.progress, training.log_interval, assembled.media)]
         if resume.manager is not None:
             hooks.append(CheckpointHook(resume.manager, training, record, self.progress, self._hugging_face_saves()))
         if validation_set is not None and training.val_interval > 0:
@@ -409,6 +409,8 @@ class Trainer:
             note(f"split  {assembled.tensor_plan.describe()}")
         if assembled.experts is not None:
             note(f"split  {assembled.experts.describe()}")
+        if assembled.media is not None:
+            note(f"media  {assembled.media.describe()}")
         note(
             f"data   {len(loader.dataset):,} samples, {loader.steps_per_epoch} steps an epoch, {self._batch_in_words()}"
         )
