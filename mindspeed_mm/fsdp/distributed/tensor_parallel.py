@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.distributed.tensor_parallel_forward import (
     ColumnForward,
     EmbeddingForward,
     Entry,
+    HeadNumbersForward,
     LocalForward,
     RowForward,
     WideNormForward,
@@ -38,6 +39,7 @@ from mindspeed_mm.fsdp.distributed.tensor_parallel_sequence import (
     sequence_stretches,
 )
 from mindspeed_mm.fsdp.distributed.tensor_parallel_sizes import HEAD_COUNTS, check_split_sizes
+from mindspeed_mm.fsdp.models.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 
 
@@ -60,10 +62,11 @@ def apply_tensor_parallel(
     Raises:
         ConfigError: The plan does not fit the model, or the number of ranks does not divide what is split.
     """
-    plan = resolve_tensor_plan(model, tp_plan).without(whole)
+    everything = whole_of(model)
+    plan = resolve_tensor_plan(everything, tp_plan).without(whole)
     ranks = TensorRanks(mesh)
-    check_split_sizes(model, plan, ranks.size)
-    _Splitter(model, plan, ranks, gather_logits).split()
+    check_split_sizes(everything, plan, ranks.size)
+    _Splitter(model, plan.only(own_names(model, (*plan.rules, *plan.sequence))), ranks, gather_logits).split()
     return plan
 
 
@@ -103,8 +106,7 @@ class _Splitter:
             return ColumnForward(module, self._ranks, entry, rule.blocks, gathers)
         if rule.style is Style.ROW:
             return RowForward(module, self._ranks, in_sequence, rule.blocks)
-        others = {Style.EMBEDDING: EmbeddingForward, Style.WIDE_NORM: WideNormForward, Style.OWN_PART: LocalForward}
-        return others[rule.style](module, self._ranks)
+        return _OTHERS[rule.style](module, self._ranks)
 
     def _in_sequence(self, name: str) -> bool:
         return any(is_inside(name, stretch.modules) for stretch in self._stretches)
@@ -116,6 +118,14 @@ class _Splitter:
             if id(parameter) not in self._split:  # a tied parameter is met twice, and stays tied
                 self._split[id(parameter)] = cut(parameter, CUT_DIMS[style], self._ranks)
             module._parameters[name] = self._split[id(parameter)]
+
+
+_OTHERS: dict[Style, type[LocalForward]] = {
+    Style.EMBEDDING: EmbeddingForward,
+    Style.WIDE_NORM: WideNormForward,
+    Style.OWN_PART: LocalForward,
+    Style.HEAD_NUMBERS: HeadNumbersForward,
+}
 
 
 def cut(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:

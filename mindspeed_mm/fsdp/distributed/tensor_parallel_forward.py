@@ -163,6 +163,14 @@ class EmbeddingForward(LocalForward):
         return local_part(parameter, self._ranks, 0)
 
 
+class HeadNumbersForward(LocalForward):
+    """An attention with parameters of one number a head: it sees those of this rank's heads."""
+
+    def local(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """(heads,) → (heads / ranks,)."""
+        return local_part(parameter, self._ranks, 0, (1,))
+
+
 class WideNormForward(LocalForward):
     """`torch.nn.RMSNorm` over features that lie on several ranks: x / √(mean x² + ε) · weight, in fp32 at least."""
 

@@ -38,6 +38,8 @@ class Style(Enum):
     """A norm over the heads of all ranks: weight whole, each rank uses its part, the mean is taken over ranks."""
     OWN_PART = "gradient_sum"
     """Whole on every rank, used on this rank's heads or tokens: gradients are summed over ranks."""
+    HEAD_NUMBERS = "numbers_of_heads"
+    """An attention's own parameters, one number a head (sinks): weight whole, each rank uses its heads' part."""
 
 
 CUT_DIMS = {Style.COLUMN: 0, Style.HEAD: 0, Style.EMBEDDING: 0, Style.ROW: 1}
@@ -77,6 +79,12 @@ class TensorPlan:
 
         rules = {name: rule for name, rule in self.rules.items() if is_split(name)}
         return TensorPlan(rules, tuple(filter(is_split, self.sequence)), (*self.whole, *sorted(modules)))
+
+    def only(self, modules: Collection[str]) -> TensorPlan:
+        """The plan of the part of a model that has just these modules."""
+        own = set(modules)
+        rules = {name: rule for name, rule in self.rules.items() if name in own}
+        return TensorPlan(rules, tuple(name for name in self.sequence if name in own), self.whole)
 
     def describe(self) -> str:
         """One line for the log: `colwise 14, rowwise 4, …`."""
@@ -147,6 +155,7 @@ def resolve_tensor_plan(model: nn.Module, tp_plan: TpPlan) -> TensorPlan:
     _check_pairs(draft.rules)
     _add_embeddings(model, draft.rules)
     _add_head_norms(model, draft.rules)
+    _add_head_numbers(model, draft.rules)
     sequence = resolve_patterns(tp_plan.sequence_parallel, _names(model), key=f"{KEY}.sequence_parallel")
     _check_sequence(sequence, draft.rules)
     rules = {name: draft.rules[name] for name in _names(model) if name in draft.rules}
@@ -315,6 +324,28 @@ def _add_head_norms(model: nn.Module, rules: dict[str, Rule]) -> None:
                         way_out=f"Leave {name} out of colwise_parallel: this norm needs the features of all ranks.",
                     )
                 rules[f"{parent_name}.{child_name}"] = Rule(style)
+
+
+def _add_head_numbers(model: nn.Module, rules: dict[str, Rule]) -> None:
+    """Sinks and the like: an attention whose heads are split reads its heads' part."""
+    attentions: dict[str, int] = {}
+    for name in [name for name, rule in rules.items() if rule.style is Style.COLUMN and not rule.blocks]:
+        parent, _, last = name.rpartition(".")
+        if _QUERIES_AND_KEYS.fullmatch(last):
+            linear: Any = model.get_submodule(name)
+            attentions[parent] = max(attentions.get(parent, 0), getattr(linear, "base_layer", linear).weight.shape[0])
+    for name, width in attentions.items():
+        attention: Any = model.get_submodule(name)
+        own = {key: tuple(p.shape) for key, p in attention._parameters.items() if p is not None}
+        heads = width // attention.head_dim if own and isinstance(getattr(attention, "head_dim", None), int) else 0
+        if strange := [f"{key} {shape}" for key, shape in own.items() if shape != (heads,)]:
+            raise ConfigError(
+                f"{name} has parameters of its own, {', '.join(strange)}, that are not one number a head",
+                key=KEY,
+                way_out="Leave the layers of this attention out of colwise_parallel and rowwise_parallel.",
+            )
+        if own:
+            rules[name] = Rule(Style.HEAD_NUMBERS)
 
 
 def _norm_style(norm: nn.Module, size: int, head_width: int | None, width: int) -> Style | None:

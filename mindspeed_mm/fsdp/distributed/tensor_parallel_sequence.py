@@ -82,7 +82,7 @@ def apply_sequence_parallel(
     """
     for parent in plan.sequence:
         for name, module in model.get_submodule(parent).named_modules(prefix=parent):
-            if any(p is not None for p in module._parameters.values()) and not is_inside(name, plan.rules):
+            if any(p is not None for p in module._parameters.values()) and not is_split(name, plan):
                 module.forward = LocalForward(module, ranks)
     for stretch in stretches:
         crossing = _Borders(ranks)
@@ -98,6 +98,13 @@ def apply_sequence_parallel(
 def is_inside(name: str, parents: Iterable[str]) -> bool:
     """Whether a module is one of `parents` or lies inside one."""
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def is_split(name: str, plan: TensorPlan) -> bool:
+    """Whether a module has a rule of its own, or lies inside a layer that is split."""
+    return name in plan.rules or is_inside(
+        name, (n for n, r in plan.rules.items() if r.style is not Style.HEAD_NUMBERS)
+    )
 
 
 class _Borders:
@@ -221,7 +228,7 @@ def _check_covered(model: nn.Module, plan: TensorPlan, blocks: Sequence[str]) ->
     ]
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
-            if all(p is None for p in module._parameters.values()) or is_inside(name, plan.rules):
+            if all(p is None for p in module._parameters.values()) or is_split(name, plan):
                 continue
             if is_inside(name, split):
                 problems.append(Problem("takes all tokens, among split layers: it cannot stay whole", key=name))

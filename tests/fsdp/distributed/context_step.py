@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,8 @@ from transformers import (
 
 from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, apply_context_parallel
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel, vocabulary_ranks
+from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
@@ -217,7 +220,7 @@ def plain_step(
 def spread_step(
     folder: str,
     packed: bool,
-    parallel: dict[str, int],
+    parallel: dict[str, Any],
     *,
     per_sample: bool = False,
     recompute: bool = False,
@@ -230,7 +233,12 @@ def spread_step(
     arguments = ParallelArguments.model_validate(parallel)
     state = init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
     spec = resolve_spec(model)
-    objective = TokenCrossEntropy(model, LabelledRowsHead(model.get_submodule(spec.head)), per_sample=per_sample)
+    head = LabelledRowsHead(model.get_submodule(spec.head))
+    if state.is_tp_enable():
+        apply_tensor_parallel(model, arguments.tp_plan, state.get_tp_device_mesh())
+    ranks = vocabulary_ranks(model)
+    token_losses = None if ranks is None else partial(vocabulary_cross_entropy, ranks=ranks)
+    objective = TokenCrossEntropy(model, head, per_sample=per_sample, token_losses=token_losses)
     towers = {tower.module for tower in spec.towers} if split_towers else ()
     context = apply_context_parallel(model, state, towers)
     assert context is not None

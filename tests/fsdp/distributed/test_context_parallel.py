@@ -41,6 +41,7 @@ from tests.fsdp.distributed.context_step import (
     plain_step,
     spread_step,
 )
+from tests.fsdp.distributed.tensor_parallel_step import SEQUENCE
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, StepRecord, compare_steps
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
@@ -52,10 +53,11 @@ FEW = (1, 2, 2, 1)
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 """Of the second layer."""
 BOTH = RING | ULYSSES
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 SLOW = pytest.mark.slow
 
 # name → (model, packed, ranks, plan, more)
-CASES: dict[str, tuple[str, bool, int, dict[str, int], dict[str, Any]]] = {
+CASES: dict[str, tuple[str, bool, int, dict[str, Any], dict[str, Any]]] = {
     "text, ring": ("text", False, 2, RING, {}),
     "text, ulysses": ("text", False, 2, ULYSSES, {}),
     "text, packed, ring, recompute": ("text", True, 2, RING, {"recompute": True, "per_sample": True}),
@@ -90,6 +92,14 @@ CASES: dict[str, tuple[str, bool, int, dict[str, int], dict[str, Any]]] = {
     "window, one or two tokens a row, ring of 4": ("window", False, 4, {"ring_attention_size": 4}, {"lengths": FEW}),
     "sinks and window, both": ("sinks", False, 4, BOTH, {}),
     "softcap and window, packed, both": ("softcap", True, 4, BOTH, {"recompute": True}),
+    "text, packed, tensor, ring": ("text", True, 4, TENSOR | RING, {}),
+    "text, tensor, ulysses, sequence": ("text", False, 4, TENSOR | ULYSSES | SEQUENCE, {"per_sample": True}),
+    "one or two tokens a row, tensor, ring, sequence": ("text", False, 4, TENSOR | RING | SEQUENCE, {"lengths": FEW}),
+    "images, packed, split tower, tensor, ring": ("images", True, 4, TENSOR | RING | SEQUENCE, {"split_towers": True}),
+    "images, tensor, ulysses": ("images", False, 4, TENSOR | ULYSSES, {}),
+    "window, packed, tensor, ulysses": ("window", True, 4, TENSOR | ULYSSES | SEQUENCE, {}),
+    "sinks and window, tensor, ring": ("sinks", False, 4, TENSOR | RING, {}),
+    "softcap and window, packed, tensor, ring": ("softcap", True, 4, TENSOR | RING, {}),
     "softcap and window, two data ranks, ring": ("softcap", True, 4, RING, {}),
     "images, packed, ulysses of 4": ("images", True, 4, {"ulysses_parallel_size": 4}, {}),
 }
@@ -107,6 +117,8 @@ IN_SHORT = {
     "text, packed, both",
     "one or two tokens a document, both",
     "images, split tower, both",
+    "text, tensor, ulysses, sequence",
+    "sinks and window, tensor, ring",
 }
 
 

@@ -123,6 +123,16 @@ def test_norm_over_several_heads_is_refused(models):
         plan_of(decoder)
 
 
+def test_numbers_of_heads_are_cut_with_the_heads(models):
+    decoder = copy.deepcopy(models["text"])
+    attention = decoder.model.layers[0].self_attn
+    attention.sinks = nn.Parameter(torch.zeros(4))
+    assert plan_of(decoder)["model.layers.0.self_attn"] == Rule(Style.HEAD_NUMBERS)
+    attention.scales = nn.Parameter(torch.zeros(4, 2))
+    with pytest.raises(ConfigError, match=r"parameters of its own, scales \(4, 2\), that are not one number a head"):
+        plan_of(decoder)
+
+
 def test_stretches_of_the_sequence(models):
     text = resolve_tensor_plan(models["text"], TpPlan.model_validate({"sequence_parallel": [*NORMS, "model.norm"]}))
     assert [s.modules for s in sequence_stretches(models["text"], text)] == [

@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.fsdp.ops.context_attention import layer, ring
+from mindspeed_mm.fsdp.ops.context_attention import gathered, layer, ring
 from mindspeed_mm.fsdp.ops.context_attention.block_kernels import NEVER, CpuKernel, MathKernel, NpuKernel
+from mindspeed_mm.fsdp.ops.context_attention.gathered import AttentionRule, gathered_attention
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, context_attention
 from mindspeed_mm.fsdp.ops.context_attention.layout import LayoutError, SequenceLayout, build_layout
+from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
 from mindspeed_mm.fsdp.ops.context_attention.traffic import AttentionSizes, attention_traffic
 from tests.helpers.distributed import run_ranks
 
@@ -67,6 +69,16 @@ CASES = {
     "text on every rank": Case(4, 2, (0, 37), (0, 11), replicated=True),
     "masked text on every rank": Case(4, 4, (0, 37), (0, 11), hidden="some", replicated=True),
 }
+RULES: dict[str, tuple[str, dict[str, Any]]] = {  # name → (case, what the layer asks for)
+    "window": ("documents, causal", {"window": 4}),
+    "window, one document": ("causal, 4 heads on 2", {"window": 7}),
+    "softcap": ("causal, 4 heads on 2", {"softcap": 0.7}),
+    "softcap, full": ("documents", {"softcap": 0.7}),
+    "sinks": ("documents, causal", {"sinks": (0.5, -1.0, 2.0, 0.0)}),
+    "all": ("documents, causal", {"window": 4, "sinks": (0.5, -1.0, 2.0, 0.0), "softcap": 0.7}),
+    "all, 5 tokens": ("5 tokens", {"window": 2, "sinks": (0.5, -1.0, 2.0, 0.0), "softcap": 0.7}),
+}
+"""Layers whose keys are gathered."""
 IN_ALL_TYPES = {"causal, 4 heads on 2", "documents, causal", "some keys hidden"}
 COUNTED = ("causal, 4 heads on 2", "documents, causal", "12 heads on 3", "7 heads on 1")
 SHAPES = {
@@ -83,6 +95,7 @@ FAULTS = {
     "tokens lost at a border": (2, "causal"),
     "masked rows taken for rows of weight one": (2, "keys of one rank hidden"),
     "merged without weights": (2, "full"),
+    "window's first key not gathered": (2, "window, one document"),
 }
 
 
@@ -160,6 +173,65 @@ def spread(case: Case, groups: ContextGroups, balanced: bool, dtype: torch.dtype
     }
 
 
+def rule_of(case: Case, asked: dict[str, Any], dtype: torch.dtype) -> AttentionRule:
+    sinks = torch.tensor(asked["sinks"], dtype=dtype, requires_grad=True) if "sinks" in asked else None
+    return AttentionRule(case.causal, 0.3, asked.get("window"), sinks, asked.get("softcap"))
+
+
+def dense_by_rule(case: Case, rule: AttentionRule) -> dict[str, Tensor]:
+    """By the definition, with a mask of queries × keys."""
+    q, k, v, grad, _ = make(case, torch.float64)
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    groups, places = case.heads // case.key_heads, torch.arange(q.shape[1])
+    document = torch.bucketize(places, torch.tensor(case.borders), right=True)
+    distance = places[:, None] - places[None]
+    seen = document[:, None] == document[None]
+    if case.causal:
+        seen &= distance >= 0
+    if rule.window is not None:
+        seen &= distance < rule.window
+    scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(groups, 2)) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    weights = scores.exp() * seen
+    total = weights.sum(-1, keepdim=True)
+    if rule.sinks is not None:
+        total = total + rule.sinks.exp()[None, :, None, None]
+    out = torch.einsum("bhts,bshd->bthd", weights / total, v.repeat_interleave(groups, 2))
+    sinks = () if rule.sinks is None else (rule.sinks,)
+    tensors = (out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), grad))
+    return dict(zip((*TENSORS, "dsinks"), tensors, strict=False))
+
+
+def spread_by_rule(case: Case, rule: AttentionRule, groups: ContextGroups) -> dict[str, Tensor]:
+    """The same on own tokens, put back together; queries are taken a few at a time."""
+    q, k, v, grad, _ = make(case, torch.float64)
+    layout = build_layout(case.borders[-1], groups.ring_size, groups.ulysses_size, borders=case.borders, balanced=True)
+    own = layout.positions(groups.ring_rank, groups.ulysses_rank)
+    q, k, v = (tensor[:, own].requires_grad_() for tensor in (q, k, v))
+    with mock.patch.object(gathered, "LONGEST_RUN", 1):
+        out = gathered_attention(q, k, v, ContextShare(groups, layout), rule)
+    sinks = () if rule.sinks is None else (rule.sinks,)
+    gradients = torch.autograd.grad(out, (q, k, v, *sinks), grad[:, own])
+    found = {
+        name: put_together(tensor, own, case.borders[-1])
+        for name, tensor in zip(TENSORS, (out.detach(), *gradients), strict=False)
+    }
+    if sinks:
+        dist.all_reduce(gradients[-1])
+        found["dsinks"] = gradients[-1]
+    return found
+
+
+def deviation_by_rule(name: str, groups: ContextGroups) -> float:
+    """Largest difference of output and gradients; NaN counts as infinite."""
+    case, rule = CASES[RULES[name][0]], rule_of(CASES[RULES[name][0]], RULES[name][1], torch.float64)
+    expected, found = dense_by_rule(case, rule), spread_by_rule(case, rule, groups)
+    assert expected.keys() == found.keys()
+    worst = max(float((expected[key] - found[key]).abs().max()) for key in expected)
+    return worst if worst == worst else math.inf
+
+
 def put_together(tensor: Tensor, rows: list[int], length: int) -> Tensor:
     whole = tensor.new_zeros(tensor.shape[0], length, *tensor.shape[2:])
     whole[:, rows] = tensor
@@ -199,6 +271,11 @@ def planted(fault: str) -> AbstractContextManager[Any]:
             return out, lse.masked_fill(lse == NEVER, 0.0)
 
         return mock.patch.object(CpuKernel, "forward", zero)
+    if fault.startswith("window"):
+        real_reach = gathered.reaches
+        return mock.patch.object(
+            gathered, "reaches", lambda *args: ((q, (k[0] + 1, k[1])) for q, k in real_reach(*args))
+        )
     if fault == "merged without weights":
 
         def add(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -258,13 +335,20 @@ def run_on_ranks(in_short: bool) -> dict[str, dict[str, float]]:
                 for dtype in TOLERANCE if name in IN_ALL_TYPES else (torch.float64,):
                     off = deviation(CASES[name], groups, balanced, dtype) / TOLERANCE[dtype]
                     measured["parity"][f"{run}, {name}, {dtype}"] = off
+            for name in RULES if balanced or shape[0] == 1 else ():
+                off = deviation_by_rule(name, groups) / TOLERANCE[torch.float64]
+                measured["parity"][f"{run}, gathered, {name}"] = off
             for name in COUNTED:
                 ring_ratio, ulysses_ratio = traffic_ratios(groups, balanced, name)
                 measured["traffic"] |= {f"{run}, {name}, ring": ring_ratio, f"{run}, {name}, ulysses": ulysses_ratio}
         for fault, (ranks, name) in FAULTS.items():
             if ranks == here and shape_name == "ring":
                 with planted(fault):
-                    measured["faults"][fault] = deviation(CASES[name], groups, False, torch.float64)
+                    measured["faults"][fault] = (
+                        deviation_by_rule(name, groups)
+                        if name in RULES
+                        else deviation(CASES[name], groups, False, torch.float64)
+                    )
     return measured
 
 

@@ -69,6 +69,9 @@ def gathered_attention(
         seen = seen_keys((start, stop), (first, last), rule, run.device)
         outputs.append(attend(run, k_BKLD[:, :, first:last], v_BKLD[:, :, first:last], seen, rule))
         place += stop - start
+    if not outputs:  # no query here: an empty product keeps this rank in the others' backward pass
+        nothing = q_BHTD[..., :1] * v_BKLD[:, :1, :1]
+        outputs = [nothing if rule.sinks is None else nothing + rule.sinks.view(1, -1, 1, 1)]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 

@@ -1,0 +1,114 @@
+"""The part of a model that one rank of a pipeline holds.
+
+It is a model with the names of the whole: modules of other stages are replaced by placeholders. What concerns all
+stages alike (patterns of the plan, parameter groups, keys of a folder) is asked of the whole, which is kept beside it
+without weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_SHARE = "_mm_share"
+_PLAIN = (bool, int, float, str, tuple, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the holder of a part knows of the rest."""
+
+    whole: nn.Module
+    """The model before it was cut, parameters on meta."""
+    owners: Mapping[str, int]
+    """Parameter or persistent buffer of the whole, by its first name → rank in `group` that keeps it in checkpoints."""
+    group: dist.ProcessGroup | None
+    """The ranks of the pipeline."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Own parameter that is a copy of a shared weight → the first name of that weight, which another stage keeps."""
+    stages: list[nn.Module] = field(default_factory=list)
+    """Own stages, once they are made: each is sharded by itself and holds its part of the model as `model`."""
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module of another stage would be: returns its input, and has the plain attributes (sizes,
+    configuration) that the code around it reads.
+
+    Args:
+        module: What it stands for.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(module).items():
+            is_plain = isinstance(value, _PLAIN) or name == "config"
+            if is_plain and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+        parameter = next(module.parameters(), None)
+        self.dtype = parameter.dtype if parameter is not None else torch.get_default_dtype()
+
+    def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """What comes in."""
+        return hidden if hidden is not None else kwargs.get("hidden_states")
+
+
+def keep_share(model: nn.Module, share: Share) -> None:
+    """Note on a part what it is a part of; not as a submodule."""
+    object.__setattr__(model, _SHARE, share)
+
+
+def share_of(model: nn.Module) -> Share | None:
+    """What `keep_share` noted; None for a model that is whole."""
+    return vars(model).get(_SHARE)
+
+
+def whole_of(model: nn.Module) -> nn.Module:
+    """The model before it was cut, without weights; the model itself where it was not."""
+    share = share_of(model)
+    return model if share is None else share.whole
+
+
+def first_names(model: nn.Module) -> Mapping[str, str]:
+    """Own copy of a shared weight → the name that the whole model has for it."""
+    share = share_of(model)
+    return {} if share is None else share.copies
+
+
+def holders_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold a model's memory: its stages, where it has some."""
+    share = share_of(model)
+    return share.stages if share is not None and share.stages else [model]
+
+
+def bind_stages(model: nn.Module) -> None:
+    """Let a part see the parameters and buffers that its stages hold in copies of the modules around the layers."""
+    for stage in holders_of(model):
+        if stage is model:
+            continue
+        for name, module in stage.get_submodule("model").named_modules():
+            own = model.get_submodule(name)
+            if own is not module and not isinstance(module, Elsewhere):
+                own._parameters.update(module._parameters)
+                own._buffers.update({key: buffer for key, buffer in module._buffers.items() if key in own._buffers})
+
+
+def own_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Of these modules of the whole, those that this part holds."""
+    held = {name for name, module in model.named_modules() if not isinstance(module, Elsewhere)}
+    return [name for name in names if name in held]
+
+
+def outline(model: nn.Module) -> nn.Module:
+    """A copy without weights: parameters on meta, tied ones tied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    adapter = getattr(model, "_mm_adapter", None)
+    memo[id(adapter)] = adapter
+    return copy.deepcopy(model, memo)
