@@ -26,6 +26,7 @@ VERBS = {
     "check": "Find what is wrong with a YAML before training.",
     "config": "Show the resolved configuration and where each value came from.",
     "schema": "Explain a key, or print the JSON schema.",
+    "verify": "Show that a plan computes what one process computes.",
     "extract": "Encode media and captions once, for training a generator.",
     "export": "Write a run as a Hugging Face folder.",
     "infer": "Let a model answer.",

@@ -48,19 +48,22 @@ class Deviation(NamedTuple):
         return f"{self.value:.1e}  {self.quantity}, {self.place}: {self.found:.17g} instead of {self.expected:.17g}"
 
 
-def deviations(reference: Sequence[StepRecord], measured: Sequence[StepRecord]) -> Iterable[Deviation]:
+def deviations(
+    reference: Sequence[StepRecord], measured: Sequence[StepRecord], *, first_step: int = 1
+) -> Iterable[Deviation]:
     """The deviation of every quantity and parameter of consecutive steps.
 
     Args:
         reference: Of the plain computation.
         measured: The same steps computed in another way.
+        first_step: Number of the first one.
 
     Raises:
         RecordsDifferError: One side has steps or parameters that the other lacks.
     """
     if len(reference) != len(measured):
         raise RecordsDifferError(f"{len(reference)} reference steps, {len(measured)} measured")
-    for step, (expected, found) in enumerate(zip(reference, measured, strict=True), start=1):
+    for step, (expected, found) in enumerate(zip(reference, measured, strict=True), start=first_step):
         for quantity in ("loss", "grad_norm"):
             yield _deviation(expected[quantity], found[quantity], quantity, step)
         for quantity in ("gradients", "weights"):

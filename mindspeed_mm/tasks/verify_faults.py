@@ -139,7 +139,7 @@ def _local_clip_norm() -> Any:
 
     from mindspeed_mm.fsdp.train import train_engine
 
-    def norm_of_shards(parameters: Any) -> torch.Tensor:
+    def norm_of_shards(parameters: Any, *_groups: Any) -> torch.Tensor:
         gradients = [p.grad for p in parameters if p.grad is not None]
         own = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
         return torch.stack([g.norm() for g in own]).norm()
@@ -147,7 +147,7 @@ def _local_clip_norm() -> Any:
     return swapped(train_engine, "grad_norm", norm_of_shards)
 
 
-# --- tensor and context parallelism -----------------------------------------------------------------------------------
+# --- tensor, context, expert and pipeline parallelism -----------------------------------------------------------------
 
 
 def _missing_norm_sum() -> Any:
@@ -174,6 +174,24 @@ def _lost_border_token() -> Any:
         return attend(share, queries, keys, torch.cat([torch.zeros_like(values[:, :1]), rest], dim=1), **how)
 
     return swapped(ContextShare, "attend", forgetful)
+
+
+def _doubled_expert_gradient() -> Any:
+    from mindspeed_mm.fsdp.ops import experts
+
+    own = experts.local
+
+    def counted_twice(parameter: Any) -> Any:
+        return 2 * own(parameter) - own(parameter).detach()
+
+    return swapped(experts, "local", counted_twice)
+
+
+def _stage_norm() -> Any:
+    from mindspeed_mm.fsdp.optimizer.clip_grad import grad_norm
+    from mindspeed_mm.fsdp.train import train_engine
+
+    return swapped(train_engine, "grad_norm", lambda parameters, *_groups: grad_norm(parameters))
 
 
 # --- labels and resuming ----------------------------------------------------------------------------------------------
@@ -258,6 +276,18 @@ FAULTS: dict[str, Fault] = {
         lambda planned: planned.sizes.cp > 1,
         "parallel.ring_attention_size=2 or parallel.ulysses_parallel_size=2",
         _lost_border_token,
+    ),
+    "doubled-expert-gradient": Fault(
+        "the gradients of experts are counted twice",
+        lambda planned: planned.sizes.ep > 1,
+        "parallel.expert_parallel_size=2",
+        _doubled_expert_gradient,
+    ),
+    "stage-norm": Fault(
+        "the clip norm is that of a rank's own pipeline stages",
+        lambda planned: planned.sizes.pp > 1,
+        "parallel.pipeline_parallel_size=2",
+        _stage_norm,
     ),
     "labels-off-by-one": Fault(
         "each label is that of the position beside it",

@@ -1,0 +1,106 @@
+"""`mm verify`: the user's own configuration, as planned, against one process: loss, every gradient, clip norm, weights
+after two steps; accumulated, packed and resumed runs with them. In fp64 on the CPU, on the model made small.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mindspeed_mm.core.errors import ConfigError, ExitCode
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.checks import unbuilt_features
+from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.params.path_checks import check_paths
+from mindspeed_mm.tasks.model_kind import is_generator
+from mindspeed_mm.tasks.train import load_with_plugins
+from mindspeed_mm.tasks.verify_faults import PlannedRun, check_fault
+from mindspeed_mm.tasks.verify_setup import set_up
+from mindspeed_mm.tasks.verify_table import Verification, worst_rows
+
+
+def run(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    nproc: int | None = None,
+    full: bool = False,
+    fault: str | None = None,
+) -> Verification:
+    """Verify a configuration. Nothing is written outside of a temporary folder.
+
+    Args:
+        config_path: The YAML.
+        overrides: `section.key=value`.
+        nproc: Number of processes; None: as few as the plan needs.
+        full: Take the real model with its weights.
+        fault: Plant this fault in everything but the one process: it must be noticed.
+
+    Raises:
+        MMError: Whatever `mm train` would refuse; a fault that cannot show.
+    """
+    began = time.monotonic()
+    config = load_with_plugins(config_path, overrides)
+    arguments = config.arguments
+    if problems := config.locate(unbuilt_features(arguments)):
+        raise ConfigError(f"{len(problems)} of the features asked for are not in this version", problems=problems)
+    without_save = arguments.training.model_copy(update={"save": None})
+    for error in check_paths(arguments.model_copy(update={"training": without_save})):
+        raise error
+    with tempfile.TemporaryDirectory(prefix="mm-verify-") as name:
+        setup = set_up(arguments, nproc, Path(name) / "cache", full=full)
+        if fault is not None:
+            check_fault(fault, PlannedRun(setup.sizes, _is_generator(arguments)))
+        # Imported here: what stands above answers without torch.
+        from mindspeed_mm.tasks.verify_progress import VerifyProgress
+        from mindspeed_mm.tasks.verify_ranks import run_ranks
+        from mindspeed_mm.tasks.verify_run import (
+            RUNS_OF_PLAN,
+            Job,
+            run_planned,
+            run_planned_of_sizes,
+            run_reference,
+        )
+
+        job = Job(config, setup, Path(name), full=full)
+        progress = VerifyProgress(1 + len(RUNS_OF_PLAN), sys.stderr)
+        try:
+            (reference,) = run_ranks(1, run_reference, job, progress.heard)
+            planned = run_planned if reference.one_size else run_planned_of_sizes
+            job = replace(job, setup=reference.setup, fault=fault)
+            found = run_ranks(setup.sizes.world, planned, job, progress.heard)
+        finally:
+            progress.end()
+    return Verification(
+        path=config_path,
+        plan=describe_plan(setup.sizes),
+        model=reference.model,
+        changes=reference.setup.changes,
+        rows=tuple(worst_rows(found)),
+        seconds=time.monotonic() - began,
+        fault=fault,
+    )
+
+
+def exit_code_of(found: Verification) -> int:
+    """0 where all is equal, 5 where something is off; a planted fault that nobody noticed is a bug of ours."""
+    if found.missed:
+        return int(ExitCode.DIVERGED)
+    return int(ExitCode.OK if found.fault is None else ExitCode.BUG)
+
+
+def describe_plan(sizes: ParallelSizes) -> str:
+    """`4 processes: dp_shard 2 × tp 2; against one; cpu, fp64`."""
+    axes = {name: getattr(sizes, name) for name in ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "ep")}
+    words = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+    count = f"{sizes.world} processes: {words}" if sizes.world > 1 else "1 process"
+    return f"{count}; against one process; CPU, fp64"
+
+
+def _is_generator(arguments: Arguments) -> bool:
+    folder = arguments.model.model_name_or_path
+    return folder is not None and is_generator(Path(folder))

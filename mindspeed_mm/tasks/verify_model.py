@@ -1,0 +1,219 @@
+"""The model that is verified: the user's own made small, in a folder of its own; or the real one, without dropout."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.models.diffusion.adapter import read_json
+from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.tasks.check import check_plans
+from mindspeed_mm.tasks.verify_setup import change_line
+from mindspeed_mm.tasks.verify_shrink import Room, Shrunk, shrink, without_dropout
+
+_SMALL_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
+_NUMBERED = re.compile(r"\{[^{}]*\d[^{}]*\}|\.\d+(\.|$)")
+"""In a pattern: certain layers, which a model with fewer may lack."""
+_PATTERN_KEYS = (
+    "model.freeze",
+    "parallel.fsdp_plan.apply_modules",
+    "parallel.fsdp_plan.ignored_modules",
+    "parallel.tp_plan.colwise_parallel",
+    "parallel.tp_plan.rowwise_parallel",
+    "parallel.tp_plan.sequence_parallel",
+    "parallel.ep_plan.apply_modules",
+    "parallel.ep_plan.apply_efsdp_modules",
+    "features.recompute_plan.apply_modules",
+    "training.lora.target_modules",
+    "training.lora.modules_to_save",
+    "training.no_decay_params",
+    "training.no_decay_modules",
+)
+
+Candidate = tuple[Arguments, tuple[str, ...]]
+"""Arguments whose model is small, and what was changed."""
+
+
+def check_real_model(arguments: Arguments, comparable: Arguments) -> None:
+    """Raise `ConfigError` where the plan does not fit the model as it is: made small, it might.
+
+    Args:
+        arguments: As configured.
+        comparable: With an attention kernel that is here.
+    """
+    check_plans(ModelHub.build(comparable.model, feature_args=comparable.features), arguments)
+
+
+def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> Iterator[Candidate]:
+    """The model made as small as possible, and less and less so, for classes that cannot be had like this.
+
+    Args:
+        arguments: Comparable.
+        sizes: Of the plan.
+        folder: Where to write configurations.
+    """
+    pipeline = arguments.parallel.pp_plan
+    chunks = 2 if pipeline.schedule == "zbv" else pipeline.virtual_stages
+    room = Room(sizes.pp * chunks, sizes.tp, sizes.ep)
+    config = _config_of(arguments)
+    if config is None:
+        yield _from_scratch(arguments), ("weights: random, from the seed; the model is not made small",)
+        return
+    wanted = [shrink(config, room), shrink(config, room, widths=False), Shrunk(dict(config), {})]
+    for number, small in enumerate(wanted):
+        still = without_dropout(small.config)
+        changes = small.changes | still.changes
+        made = _with_config(arguments, still.config, changes, folder / f"model{number}")
+        lines = (*_lines(changes), "weights: random, from the seed")
+        yield _fitting(_from_scratch(made), lines)
+
+
+def real_model(arguments: Arguments, folder: Path) -> Candidate:
+    """The model as it is, with its weights, but for dropout."""
+    config = _config_of(arguments)
+    still = without_dropout(config or {})
+    if not still.changes:
+        return arguments, ()
+    made = _with_config(arguments, still.config, still.changes, folder / "model")
+    if not _is_generator(arguments) and not (arguments.training.load or arguments.model.train_from_scratch):
+        load = {"load": arguments.model.model_name_or_path, "load_format": "hf"}
+        made = made.model_copy(update={"training": made.training.model_copy(update=load)})
+    return made, _lines(still.changes)
+
+
+def can_be_built(arguments: Arguments) -> bool:
+    """Whether the model's class takes its configuration, and the plan the model. A class may refuse sizes in any way it
+    likes: then another candidate is tried."""
+    try:
+        check_plans(ModelHub.build(arguments.model, feature_args=arguments.features), arguments)
+    except (ConfigError, ModelFolderError, ValueError, TypeError, ArithmeticError, RuntimeError, LookupError):
+        return False
+    return True
+
+
+def write_weights(arguments: Arguments, folder: Path) -> Arguments:
+    """For adapters, whose base is never made from scratch: the small model with random weights in a folder."""
+    if not arguments.training.lora.enable:
+        return arguments
+    import torch
+
+    model: Any = ModelHub.build(arguments.model, param_dtype=torch.float32, feature_args=arguments.features)
+    ModelHub.load_weights(model, arguments.model, seed=arguments.training.seed, device=torch.device("cpu"))
+    if _is_generator(arguments):
+        _write_generator(Path(str(arguments.model.model_name_or_path)), folder, model)
+    else:
+        model.save_pretrained(folder)
+    changed = {"model_name_or_path": str(folder), "train_from_scratch": False}
+    return arguments.model_copy(update={"model": arguments.model.model_copy(update=changed)})
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------
+
+
+def _is_generator(arguments: Arguments) -> bool:
+    return is_diffusion_folder(arguments.model.model_name_or_path)
+
+
+def _config_of(arguments: Arguments) -> dict[str, Any] | None:
+    """`config.json` of the model, or of a generator's transformer with the changes of the YAML."""
+    folder = Path(str(arguments.model.model_name_or_path or ""))
+    if _is_generator(arguments):
+        return read_json(folder / "transformer" / "config.json") | (arguments.model.transformer or {})
+    path = folder / "config.json"
+    return read_json(path) if arguments.model.model_name_or_path and path.is_file() else None
+
+
+def _with_config(
+    arguments: Arguments, config: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
+) -> Arguments:
+    """Arguments whose model has this configuration."""
+    if _is_generator(arguments):
+        own = {key: config[key] for key in changes}
+        update: dict[str, Any] = {"transformer": (arguments.model.transformer or {}) | own}
+        return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
+    folder.mkdir(parents=True)
+    source = Path(str(arguments.model.model_name_or_path))
+    for pattern in _SMALL_FILES:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+    atomic_write_text(folder / "config.json", json.dumps(config))
+    update = {"model_name_or_path": str(folder)}
+    return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
+
+
+def _from_scratch(arguments: Arguments) -> Arguments:
+    return arguments.model_copy(update={"model": arguments.model.model_copy(update={"train_from_scratch": True})})
+
+
+def _write_generator(source: Path, folder: Path, transformer: Any) -> None:
+    """A folder in diffusers' layout with another transformer; the other components are those of `source`."""
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.name != "transformer":
+            (folder / path.name).symlink_to(path.resolve())
+    transformer.save_pretrained(folder / "transformer")
+
+
+def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
+    return tuple(change_line(f"model: {key}", *values) for key, values in changes.items())
+
+
+# --- patterns that name certain layers --------------------------------------------------------------------------------
+
+
+def _fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
+    """Without the patterns that name only layers which the small model does not have."""
+    numbered = {key: [p for p in _value(arguments, key) if _NUMBERED.search(p)] for key in _PATTERN_KEYS}
+    if arguments.parallel.pp_plan.split_points:
+        arguments = _replaced(arguments, "parallel.pp_plan.split_points", ())
+        lines += ("parallel.pp_plan.split_points: left out, stages of equal cost",)
+    if not any(numbered.values()):
+        return arguments, lines
+    unfrozen = arguments.model.model_copy(update={"freeze": ()})
+    model = ModelHub.build(unfrozen, param_dtype=torch_dtype("fp32"), feature_args=arguments.features)
+    names = _names(model)
+    for key, patterns in numbered.items():
+        gone = [pattern for pattern in patterns if not _matches(pattern, names)]
+        if gone:
+            kept = tuple(pattern for pattern in _value(arguments, key) if pattern not in gone)
+            arguments = _replaced(arguments, key, kept)
+            lines += (f"{key}: without {', '.join(gone)}, layers that the small model does not have",)
+    return arguments, lines
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    try:
+        return bool(resolve_patterns([pattern], names, key="", allow_suffix=True))
+    except ConfigError:
+        return False
+
+
+def _value(arguments: Arguments, key: str) -> tuple[str, ...]:
+    value: Any = arguments
+    for name in key.split("."):
+        value = getattr(value, name)
+    return tuple(value or ())
+
+
+def _replaced(section: Any, key: str, value: Any) -> Any:
+    """The tree with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})

@@ -1,0 +1,221 @@
+"""What the processes of a verification do: two steps of the trainer in one way after another, recorded and compared."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_mm.core.errors import DivergedError, MMError, ModelFolderError
+from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.utils.register import import_plugin
+from mindspeed_mm.tasks.verify_compare import QUANTITIES, RecordsDifferError, deviations, worst_of
+from mindspeed_mm.tasks.verify_faults import planted
+from mindspeed_mm.tasks.verify_model import (
+    Candidate,
+    can_be_built,
+    check_real_model,
+    real_model,
+    small_models,
+    write_weights,
+)
+from mindspeed_mm.tasks.verify_precision import KeepsDouble
+from mindspeed_mm.tasks.verify_ranks import Tell
+from mindspeed_mm.tasks.verify_setup import Case, Setup, arguments_of
+from mindspeed_mm.tasks.verify_table import TOLERANCE, Row
+
+PLANNED = "as planned = one process"
+ACCUMULATED = "accumulated = one big batch"
+RESUMED = "resumed = uninterrupted"
+PACKED = "packed = unpacked"
+RUNS_OF_PLAN = ("planned", "accumulated", "saved", "resumed")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is told."""
+
+    config: ResolvedConfig
+    """As the user wrote it."""
+    setup: Setup
+    folder: Path
+    """Records, small models, checkpoints."""
+    full: bool = False
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the one process has found out."""
+
+    setup: Setup
+    """With the model that is compared."""
+    model: str
+    one_size: bool
+    """Whether samples fit into batches of any size: those of generators have sizes."""
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def run_reference(job: Job, tell: Tell) -> Reference:
+    """Choose the model, compute two steps with one big batch each, and write their record.
+
+    Raises:
+        MMError: What `mm train` would refuse.
+    """
+    import_plugin(job.config.arguments.training.plugin)
+    arguments = job.setup.arguments
+    one_size = has_one_size(arguments)
+    setup = job.setup if one_size else replace(job.setup, accumulation=job.setup.rows // job.setup.sizes.dp)
+    if job.full:
+        candidates = [real_model(arguments, job.folder)]
+    else:
+        check_real_model(job.config.arguments, arguments)
+        candidates = list(small_models(arguments, setup.sizes, job.folder))
+    engine, setup = _first_that_runs(job, setup, candidates, one_size)
+    tell("reference")
+    return Reference(setup, _describe(engine, job.full), one_size)
+
+
+def has_one_size(arguments: Arguments) -> bool:
+    """Whether any samples can share a micro-batch."""
+    dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed)
+    return len(set(getattr(dataset, "sizes", ()))) <= 1
+
+
+def _first_that_runs(
+    job: Job, setup: Setup, candidates: Sequence[Candidate], one_size: bool
+) -> tuple[TrainEngine, Setup]:
+    """Run the smallest model that can be; the last one's error is the user's."""
+    for number, (arguments, lines) in enumerate(candidates):
+        is_last = number == len(candidates) - 1
+        if not is_last and not can_be_built(arguments):
+            continue
+        try:
+            made = arguments if job.full else write_weights(arguments, job.folder / f"weights{number}")
+            chosen = replace(setup, arguments=made, changes=(*lines, *setup.changes))
+            case = Case(alone=True, micro_batches=1 if one_size else setup.rows)
+            engine, steps = steps_of(job, chosen, case)
+        except (ModelFolderError, ValueError, TypeError, RuntimeError, LookupError):
+            if is_last:
+                raise
+            continue
+        save_records(job.folder / "reference.safetensors", steps)
+        return engine, chosen
+    raise AssertionError("there is always a candidate")
+
+
+def _describe(engine: TrainEngine, full: bool) -> str:
+    count = sum(parameter.numel() for parameter in engine.model.parameters())
+    name = type(engine.model).__name__.removeprefix("FSDP")
+    return f"{name}, {count / 1e6:.2f} M parameters{'' if full else ', made small (--full takes the real one)'}"
+
+
+# --- as planned -------------------------------------------------------------------------------------------------------
+
+
+def run_planned(job: Job, tell: Tell, *, one_size: bool = True) -> list[Row]:
+    """Compute the same two steps as planned, accumulated and resumed, and compare them with the record."""
+    import_plugin(job.config.arguments.training.plugin)
+    setup, run_folder = job.setup, job.folder / "run"
+    reference = load_records(job.folder / "reference.safetensors")
+    case = Case(micro_batches=setup.accumulation)
+    with planted(job.fault):
+        _, planned = steps_of(job, setup, case)
+        tell("planned")
+        rows = compare(PLANNED, reference, planned)
+        if one_size:
+            _, accumulated = steps_of(job, setup, replace(case, micro_batches=2 * case.micro_batches))
+            rows += compare(ACCUMULATED, reference, accumulated)
+        else:
+            rows.append(Row(ACCUMULATED, "", note="not used, each sample is a micro-batch: they have several sizes"))
+        tell("accumulated")
+        steps_of(job, setup, replace(case, save=run_folder), TrainOptions(steps=1))
+        tell("saved")
+        _, resumed = steps_of(job, setup, replace(case, save=run_folder))
+        tell("resumed")
+    rows += compare(RESUMED, planned[1:], resumed, tolerance=0.0, first_step=2)
+    return [*rows, Row(PACKED, "", note="not used, the configuration does not pack")]
+
+
+def run_planned_of_sizes(job: Job, tell: Tell) -> list[Row]:
+    """`run_planned` for samples of several sizes."""
+    return run_planned(job, tell, one_size=False)
+
+
+def compare(
+    check: str,
+    reference: Sequence[StepRecord],
+    measured: Sequence[StepRecord],
+    *,
+    tolerance: float = TOLERANCE,
+    first_step: int = 1,
+) -> list[Row]:
+    """A row for every quantity, with its largest deviation."""
+    try:
+        worst = worst_of(deviations(reference, measured, first_step=first_step))
+    except RecordsDifferError as error:
+        missing = float("inf")
+        return [Row(check, name, tolerance, missing, str(error)) for name in QUANTITIES.values()]
+    found = [(name, worst[key]) for key, name in QUANTITIES.items()]
+    return [
+        Row(check, name, tolerance, each.value, each.place, each.expected, each.found)
+        for name, each in found
+    ]  # fmt: skip
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def steps_of(
+    job: Job, setup: Setup, case: Case, options: TrainOptions | None = None
+) -> tuple[TrainEngine, list[StepRecord]]:
+    """The recorded steps of one run of the trainer."""
+    arguments = arguments_of(setup, case)
+    if options is None and job.full and case.save is None:
+        options = TrainOptions(weights_only=True)
+    recorder = StepRecorder()
+    with KeepsDouble():
+        engine = Trainer(replace(job.config, arguments=arguments), options, hooks=[recorder]).train()
+    gc.collect()
+    if engine is None or not recorder.steps:
+        raise MMError("no step was run")
+    if not all(torch.isfinite(step["loss"]) for step in recorder.steps):
+        raise DivergedError("the loss is not finite")
+    return engine, recorder.steps
+
+
+def save_records(path: Path, steps: Sequence[StepRecord]) -> None:
+    """Write steps as one file."""
+    tensors: dict[str, Any] = {}
+    for number, step in enumerate(steps, start=1):
+        for quantity in QUANTITIES:
+            entries = step[quantity] if isinstance(step[quantity], dict) else {"": step[quantity]}
+            tensors |= {f"{number}/{quantity}/{name}": t for name, t in entries.items() if t is not None}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def load_records(path: Path) -> list[StepRecord]:
+    """Read what `save_records` wrote; a parameter without a gradient has None."""
+    steps: dict[str, StepRecord] = {}
+    for key, tensor in load_file(path).items():
+        number, quantity, name = key.split("/", 2)
+        step = steps.setdefault(number, {"gradients": {}, "weights": {}})
+        if name:
+            step[quantity][name] = tensor
+        else:
+            step[quantity] = tensor
+    for step in steps.values():
+        step["gradients"] = {name: step["gradients"].get(name) for name in step["weights"]}
+    return [steps[number] for number in sorted(steps, key=int)]

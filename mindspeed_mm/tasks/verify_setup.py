@@ -1,0 +1,248 @@
+"""What a verification computes: the plan at its smallest, and the configuration with everything left out or fixed that
+would make two runs of it differ, or write somewhere. Pure: no file, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.data_args import DataArguments
+from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
+from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.params.value_types import Section
+
+STEPS = 2
+SMALLEST_AXIS = 2
+MOST_PROCESSES = 8
+"""Axes above two are kept as long as so many processes are enough."""
+LEAST_ROWS = 4
+"""Of an optimizer step."""
+LEAST_ADAM_EPS = 1e-8
+"""Below it AdamW turns rounding noise of gradients that are zero into whole steps."""
+_AXES = ("pipeline_parallel_size", "tensor_parallel_size", "ring_attention_size", "ulysses_parallel_size")
+_NO_CPU_KERNEL = ("flash_attention_2", "flash_attention_3", "flex", "flex_attention", "native-sparse")
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration that can be compared with itself."""
+
+    arguments: Arguments
+    """With the plan at its smallest."""
+    sizes: ParallelSizes
+    accumulation: int
+    """Micro-batches of a rank in a step, in the run as planned; twice as many in the accumulated one."""
+    rows: int
+    """Of a step, over all ranks."""
+    changes: tuple[str, ...]
+    """What is not as configured, a line each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of two steps."""
+
+    alone: bool = False
+    """By one process, without any plan."""
+    micro_batches: int = 1
+    """Of a rank in a step."""
+    save: Path | None = None
+    """Run folder."""
+
+
+def set_up(arguments: Arguments, nproc: int | None, cache: Path, *, full: bool) -> Setup:
+    """The comparable configuration and its plan.
+
+    Args:
+        arguments: As resolved.
+        nproc: `--nproc`; None: as few processes as the plan needs.
+        cache: Where data sets may keep what they convert.
+        full: With the real model's weights.
+
+    Raises:
+        ConfigError: The sizes of the plan do not go together.
+    """
+    parallel, sizes = smallest_plan(arguments.parallel, nproc)
+    accumulation = sizes.pp  # as many micro-batches as fill a pipeline
+    at_a_time = accumulation if parallel.pp_plan.micro_batches else None
+    plans = {
+        "fsdp_plan": _exact_plan(parallel.fsdp_plan, sizes),
+        "pp_plan": parallel.pp_plan.model_copy(update={"micro_batches": at_a_time}),
+    }
+    parallel = parallel.model_copy(update=plans)
+    comparable = arguments.model_copy(
+        update={
+            "parallel": parallel,
+            "training": _comparable_training(arguments.training, full=full),
+            "data": _comparable_data(arguments.data, cache),
+            "model": arguments.model.model_copy(update=_kernels(arguments)),
+        }
+    )
+    unit = 2 * accumulation * sizes.dp
+    rows = unit * math.ceil(LEAST_ROWS / unit)
+    batch = arguments.training.micro_batch_size * arguments.training.gradient_accumulation_steps
+    changes = [
+        *_told_changes(arguments, comparable),
+        f"rows of a step: {rows} ({batch} on each data rank in training)",
+        f"{STEPS} steps; nothing is validated, sampled or kept",
+    ]
+    return Setup(comparable, sizes, accumulation, rows, tuple(changes))
+
+
+def arguments_of(setup: Setup, case: Case) -> Arguments:
+    """The configuration of one run."""
+    arguments, data_ranks = setup.arguments, 1 if case.alone else setup.sizes.dp
+    training = arguments.training.model_copy(
+        update={
+            "micro_batch_size": setup.rows // data_ranks // case.micro_batches,
+            "gradient_accumulation_steps": case.micro_batches,
+            "save": str(case.save) if case.save else None,
+        }
+    )
+    changes: dict[str, Any] = {"training": training}
+    if case.alone:
+        whole = arguments.parallel.fsdp_plan.model_copy(update={"reshard_after_forward": True})
+        changes["parallel"] = ParallelArguments(fsdp_plan=whole)
+    return arguments.model_copy(update=changes)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def smallest_plan(parallel: ParallelArguments, nproc: int | None) -> tuple[ParallelArguments, ParallelSizes]:
+    """The plan with every data axis that it uses cut to two ranks, and with the others as they are while eight
+    processes are enough, else cut to two as well; with `nproc`, the plan as it is on so many.
+
+    Raises:
+        ConfigError: Sizes that do not go together.
+    """
+    if nproc is not None:
+        return parallel, resolve_parallel_sizes(parallel, nproc)
+    plan, world = _with_data_axes(parallel)
+    if world > MOST_PROCESSES:
+        cut = {axis: min(getattr(parallel, axis), SMALLEST_AXIS) for axis in _AXES}
+        encoder = parallel.encoder_plan
+        own = {axis: min(size, SMALLEST_AXIS) for axis in _AXES[1:] if (size := getattr(encoder, axis)) is not None}
+        plan, world = _with_data_axes(
+            parallel.model_copy(update=cut | {"encoder_plan": encoder.model_copy(update=own)}),
+            was_context=parallel.ring_attention_size * parallel.ulysses_parallel_size,
+        )
+    return plan, resolve_parallel_sizes(plan, world)
+
+
+def _with_data_axes(parallel: ParallelArguments, was_context: int | None = None) -> tuple[ParallelArguments, int]:
+    """The plan with data axes of two ranks, and its number of processes."""
+    context = parallel.ring_attention_size * parallel.ulysses_parallel_size
+    was_context = was_context or context
+    asked, data_ranks = parallel.fully_shard_parallel_size, parallel.data_parallel_size
+    experts = min(parallel.expert_parallel_size, SMALLEST_AXIS)
+    within = parallel.expert_fully_shard_parallel_size and min(parallel.expert_fully_shard_parallel_size, SMALLEST_AXIS)
+    is_auto = asked == "auto"
+    if not is_auto:
+        resolve_parallel_sizes(parallel.model_copy(update={"expert_parallel_size": 1}), _ranks_of(parallel))
+    shards = 1 if data_ranks == 1 or (not is_auto and int(asked) <= was_context) else SMALLEST_AXIS
+    shards = max(shards, math.ceil(experts * (within or 1) / context))
+    copies = 1
+    if not is_auto and (data_ranks is None or data_ranks * was_context > int(asked)):
+        copies = SMALLEST_AXIS
+    update = {
+        "data_parallel_size": None,
+        "fully_shard_parallel_size": "auto" if is_auto else shards * context,
+        "expert_parallel_size": experts,
+        "expert_fully_shard_parallel_size": within,
+    }
+    model_ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size * context
+    return parallel.model_copy(update=update), model_ranks * shards * copies
+
+
+def _ranks_of(parallel: ParallelArguments) -> int:
+    """The fewest ranks of a plan that names its sharding group: what is off about it is found with these."""
+    model_ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+    context = parallel.ring_attention_size * parallel.ulysses_parallel_size
+    group = int(parallel.fully_shard_parallel_size)
+    return model_ranks * (math.lcm(group, context) if parallel.data_parallel_size is None else
+                          parallel.data_parallel_size * context)  # fmt: skip
+
+
+def _exact_plan(plan: FsdpPlan, sizes: ParallelSizes) -> FsdpPlan:
+    """In fp64; a group to reshard to that the fewer ranks no longer have becomes all of them."""
+    update: dict[str, Any] = {"param_dtype": "fp64", "reduce_dtype": None, "output_dtype": None, "pin_memory": False}
+    reshard = plan.reshard_after_forward
+    if not isinstance(reshard, bool) and sizes.fsdp % reshard:
+        update["reshard_after_forward"] = True
+    return plan.model_copy(update=update)
+
+
+# --- the other sections -----------------------------------------------------------------------------------------------
+
+
+def _comparable_training(training: TrainingArguments, *, full: bool) -> TrainingArguments:
+    """Two steps at a constant rate that writes nothing; the optimizer's state is saved and loaded where runs resume."""
+    adapters: dict[str, Any] = {"dropout": 0.0} if full else {"dropout": 0.0, "pretrained_lora_path": None}
+    update: dict[str, Any] = {
+        "train_iters": STEPS, "train_epochs": None, "lr_decay_style": "constant", "lr_warmup_ratio": 0.0,
+        "adam_fused": False, "adam_eps": max(training.adam_eps, LEAST_ADAM_EPS), "allow_hf32": None,
+        "save": None, "save_format": "dcp", "save_interval": 0, "save_async": False, "save_ckpt_dtype": None,
+        "no_load_optim": False, "no_load_rng": False, "no_save_optim": False, "no_save_rng": False,
+        "val_interval": 0, "manual_gc_interval": 0, "log_interval": 1,
+        "sampling": training.sampling.model_copy(update={"interval": 0}),
+        "lora": training.lora.model_copy(update=adapters),
+    }  # fmt: skip
+    return training.model_copy(update=update if full else update | {"load": None})
+
+
+def _comparable_data(data: DataArguments, cache: Path) -> DataArguments:
+    """The training rows alone, read by the ranks themselves; what is converted of them goes to `cache`."""
+    basic = data.dataset_param.basic_parameters
+    update: dict[str, Any] = {"val_dataset": None, "cache_dir": str(cache)}
+    update |= {"val_features_dir": None} if hasattr(basic, "val_features_dir") else {}
+    dataset = data.dataset_param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})
+    loading = {"num_workers": 0, "prefetch_factor": None, "max_tokens_per_batch": None}
+    loader = data.dataloader_param.model_copy(update=loading)
+    return data.model_copy(update={"dataset_param": dataset, "val_dataset_param": None, "dataloader_param": loader})
+
+
+def _kernels(arguments: Arguments) -> dict[str, Any]:
+    """An attention kernel that a CPU has."""
+    return {"attn_implementation": None} if arguments.model.attn_implementation in _NO_CPU_KERNEL else {}
+
+
+_TOLD = (
+    *(f"parallel.{axis}" for axis in _AXES), "parallel.fully_shard_parallel_size", "parallel.expert_parallel_size",
+    "parallel.expert_fully_shard_parallel_size", "parallel.pp_plan.micro_batches", "parallel.fsdp_plan.param_dtype",
+    "parallel.fsdp_plan.reshard_after_forward", "model.attn_implementation", "training.lr_decay_style",
+    "training.lr_warmup_ratio", "training.adam_eps", "training.lora.dropout", "training.lora.pretrained_lora_path",
+    "training.load", "data.dataloader_param.max_tokens_per_batch",
+)  # fmt: skip
+"""Keys whose change bears on what is compared."""
+
+
+def _told_changes(before: Arguments, now: Arguments) -> Iterator[str]:
+    for key in _TOLD:
+        old, new = (_value_at(arguments, key) for arguments in (before, now))
+        if old != new:
+            yield change_line(key, old, new)
+
+
+def change_line(key: str, old: Any, new: Any) -> str:
+    """`key: before → now`."""
+    return f"{key}: {_short(old)} → {_short(new)}"
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 32 else f"{text[:29]}…"
+
+
+def _value_at(arguments: Arguments, key: str) -> Any:
+    value: Any = arguments
+    for name in key.split("."):
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+    return value

@@ -1,0 +1,305 @@
+"""Makes a model's configuration small without changing what it is made of: the same classes and kinds of layers, fewer
+of them and narrower ones, as few and as narrow as the parallel plan can still divide.
+
+Works on `config.json` (or a transformer's of diffusers) as plain data; settings that nothing is known of stay as they
+are, the vocabulary among them: the tokenizer is the user's own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the plan has to divide."""
+
+    stages: int = 1
+    """Pieces that the decoder's layers are cut into."""
+    tensor: int = 1
+    """Ranks that heads and features are cut over."""
+    experts: int = 1
+    """Ranks that experts are dealt to."""
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A smaller configuration."""
+
+    config: Config
+    changes: dict[str, tuple[Any, Any]]
+    """Dotted setting → (before, now)."""
+
+
+FEWEST_LAYERS = 2
+NARROW_HEADS = (16, 32, 64)
+MOST_EXPERTS_CHOSEN = 2
+FEWEST_EXPERTS = 4
+
+_LAYERS = (
+    "num_hidden_layers", "num_layers", "num_single_layers", "depth", "n_layer", "n_layers", "encoder_layers",
+    "decoder_layers", "num_encoder_layers", "num_decoder_layers",
+)  # fmt: skip
+_PERIODS = (
+    "decoder_sparse_step", "full_attention_interval", "sliding_window_pattern", "interleave_moe_layer_step",
+    "moe_layer_freq", "attn_layer_period", "expert_layer_period", "no_rope_layer_interval",
+)  # fmt: skip
+"""Every so many layers one is of another kind."""
+_DENSE_ONES = "first_k_dense_replace"
+"""How many layers, from the first, have no experts."""
+_LAYER_NUMBERS = re.compile(r"(indexes|indices|_layers|layer_ids)$")
+"""Names of lists that hold numbers of layers."""
+_HEADS, _KEY_HEADS = ("num_attention_heads", "num_heads"), ("num_key_value_heads", "num_kv_heads")
+_HEAD_WIDTHS = ("head_dim", "attention_head_dim")
+_LATENT_ATTENTION = "kv_lora_rank"
+"""With it, widths of heads are settings of their own, which stay."""
+_ROTARY_PARTS = {"mrope_section": 1, "axes_dims_rope": 2}
+"""Lists of widths that make up a head's → what each must be a multiple of."""
+_WIDTHS = ("embed_dim", "hidden_size")
+_TEXT_WIDTHS = ("out_hidden_size", "text_hidden_size", "llm_hidden_size", "lm_hidden_size", "output_dim", "hidden_size")
+"""Where other sections repeat the width of the text."""
+_INNER_WIDTHS = ("intermediate_size", "ffn_dim", "mlp_dim", "ffn_hidden_size")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
+
+
+def shrink(config: Mapping[str, Any], room: Room, *, widths: bool = True) -> Shrunk:
+    """The smallest configuration with every kind of layer that the plan can divide.
+
+    Args:
+        config: The whole `config.json`.
+        room: What the plan divides.
+        widths: Narrow it too; otherwise only layers and experts become fewer.
+    """
+    small = deepcopy(dict(config))
+    parts = list(_parts(small))
+    text = next((part for name, part in parts if name.endswith(("text_config", "llm_config"))), small)
+    text_width = text.get("hidden_size")
+    for name, part in parts:
+        is_tower = _is_tower(name)
+        for key in _LAYERS:
+            if _is_count(part.get(key)):
+                _cut_layers(part, key, FEWEST_LAYERS if is_tower else max(FEWEST_LAYERS, room.stages))
+        _cut_experts(part, room.experts)
+        if widths:
+            _narrow(part, room.tensor)
+    for part in _tables(small):
+        for key in _TEXT_WIDTHS:
+            if part is not text and part.get(key) == text_width is not None and key != _width_key(part):
+                part[key] = text["hidden_size"]
+    return Shrunk(small, dict(_differences(config, small)))
+
+
+def without_dropout(config: Mapping[str, Any]) -> Shrunk:
+    """The configuration with every probability of dropping something at 0."""
+    still = deepcopy(dict(config))
+    for part in _tables(still):
+        for key, value in part.items():
+            is_rate = any(word in key for word in ("dropout", "drop_path", "layerdrop"))
+            if is_rate and isinstance(value, int | float) and not isinstance(value, bool) and value:
+                part[key] = 0.0
+    return Shrunk(still, dict(_differences(config, still)))
+
+
+def _parts(section: Config, name: str = "") -> Iterator[tuple[str, Config]]:
+    """The sections that describe modules, each with the names that lead to it."""
+    yield name, section
+    for key, value in section.items():
+        if isinstance(value, dict) and key.endswith("_config") and key != "quantization_config":
+            yield from _parts(value, f"{name}.{key}" if name else key)
+
+
+def _tables(value: Any) -> Iterator[Config]:
+    """Every table in a configuration, itself first."""
+    if isinstance(value, dict):
+        yield value
+        for each in value.values():
+            yield from _tables(each)
+
+
+def _is_tower(name: str) -> bool:
+    return re.search("vision|visual|audio", name) is not None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def _cut_layers(part: Config, key: str, fewest: int) -> None:
+    """Keep the first layer of every kind, and as many more from the front as are needed."""
+    count = part[key]
+    chosen = _chosen_layers(part, count, fewest)
+    if len(chosen) == count:
+        return
+    if _is_count(part.get(_DENSE_ONES)):
+        part[_DENSE_ONES] = sum(layer < part[_DENSE_ONES] for layer in chosen)
+    for name, value in list(part.items()):
+        if _is_list_of_layers(value, count):
+            part[name] = [value[layer] for layer in chosen]
+        elif _is_list_of_numbers(name, value, count):
+            part[name] = [place for place, layer in enumerate(chosen) if layer in value]
+    part[key] = len(chosen)
+
+
+def _chosen_layers(part: Config, count: int, fewest: int) -> list[int]:
+    period = max((part[key] for key in _PERIODS if _is_count(part.get(key))), default=1)
+    kinds = [_kind(part, layer, count) for layer in range(count)]
+    firsts = {kinds.index(kind) for kind in kinds}
+    if period > 1:  # what repeats counts from the first layer: nothing between may go
+        return list(range(min(count, max(fewest, period, max(firsts) + 1))))
+    others = (layer for layer in range(count) if layer not in firsts)
+    while len(firsts) < min(fewest, count):
+        firsts.add(next(others))
+    return sorted(firsts)
+
+
+def _kind(part: Config, layer: int, count: int) -> tuple[Any, ...]:
+    facts: list[Any] = [layer < part[_DENSE_ONES]] if _is_count(part.get(_DENSE_ONES)) else []
+    for name, value in part.items():
+        if _is_list_of_layers(value, count):
+            facts.append(value[layer])
+        elif _is_list_of_numbers(name, value, count):
+            facts.append(layer in value)
+    return tuple(facts)
+
+
+def _is_list_of_layers(value: Any, count: int) -> bool:
+    plain = (str, int, float, bool, type(None))
+    return isinstance(value, list) and len(value) == count > 1 and all(isinstance(each, plain) for each in value)
+
+
+def _is_list_of_numbers(name: str, value: Any, count: int) -> bool:
+    if not isinstance(value, list) or not _LAYER_NUMBERS.search(name):
+        return False
+    return 0 < len(value) < count and all(isinstance(each, int) and 0 <= each < count for each in value)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def _cut_experts(part: Config, ranks: int) -> None:
+    """Fewer experts, of which fewer are chosen; groups of experts, where there are, become fewer too."""
+    key = next((key for key in _EXPERTS if _is_count(part.get(key))), None)
+    if key is None or part[key] % ranks:
+        return
+    chosen = next((key for key in _CHOSEN if _is_count(part.get(key))), None)
+    most = min(part[chosen], MOST_EXPERTS_CHOSEN) if chosen else 1
+    groups = min(part["n_group"], 2) if _is_count(part.get("n_group")) else 1
+    fewest = _up_to_multiple(max(FEWEST_EXPERTS, 2 * most), math.lcm(ranks, groups))
+    if fewest >= part[key]:
+        return
+    part[key] = fewest
+    if chosen:
+        part[chosen] = most
+    if _is_count(part.get("n_group")):
+        part |= {"n_group": groups, "topk_group": min(part.get("topk_group", 1), groups)}
+
+
+# --- widths -----------------------------------------------------------------------------------------------------------
+
+
+def _narrow(part: Config, ranks: int) -> None:
+    """Fewer and narrower heads, and with them narrower layers."""
+    heads_key = next((key for key in _HEADS if _is_count(part.get(key))), None)
+    width_key = _width_key(part)
+    head_key = next((key for key in _HEAD_WIDTHS if _is_count(part.get(key))), None)
+    measured = head_key or width_key
+    if heads_key is None or measured is None:
+        return
+    head = part[measured] // (1 if head_key else part[heads_key])
+    heads, key_heads = _fewer_heads(part[heads_key], _key_heads(part), ranks)
+    narrow = head if _LATENT_ATTENTION in part else _narrower_head(part, head)
+    part[heads_key] = heads
+    for key in _KEY_HEADS:
+        if _is_count(part.get(key)):
+            part[key] = key_heads
+    if head_key:
+        part[head_key] = narrow
+    _scale_rotary_parts(part, narrow, head)
+    width = heads * narrow
+    if width_key:
+        width = part[width_key] = min(width, part[width_key])
+    inner = dict.fromkeys(_INNER_WIDTHS, 2 * width) | dict.fromkeys(_EXPERT_WIDTHS, width)
+    for key, wanted in inner.items():
+        if _is_count(part.get(key)) and part[key] % ranks == 0:
+            part[key] = min(part[key], _up_to_multiple(wanted, math.lcm(ranks, 8)))
+
+
+def _width_key(part: Config) -> str | None:
+    """The setting that says how wide a section's own layers are."""
+    has_heads = any(_is_count(part.get(key)) for key in _HEADS)
+    return next((key for key in _WIDTHS if _is_count(part.get(key)) and has_heads), None)
+
+
+def _key_heads(part: Config) -> int | None:
+    return next((part[key] for key in _KEY_HEADS if _is_count(part.get(key))), None)
+
+
+def _fewer_heads(heads: int, key_heads: int | None, ranks: int) -> tuple[int, int]:
+    """(heads, key-value heads): two of the latter, or as many as the ranks divide; two of the former to each, if there
+    were more than one."""
+    keys = key_heads or heads
+    if keys % ranks or heads % keys:
+        return heads, keys  # the plan does not fit: let the trainer say so
+    fewer = min(keys, _up_to_multiple(min(2, keys), ranks))
+    return fewer * min(2, heads // keys), fewer
+
+
+def _narrower_head(part: Config, head: int) -> int:
+    share = part.get("partial_rotary_factor")
+    for width in NARROW_HEADS:
+        sections = [(size * width, step) for sizes, step in _rotary_parts(part) for size in sizes]
+        fits = all(scaled % (head * step) == 0 for scaled, step in sections)
+        turned = width * share if isinstance(share, int | float) else width
+        if width < head and fits and turned == int(turned) and int(turned) % 2 == 0:
+            return width
+    return head
+
+
+def _rotary_parts(part: Config) -> Iterator[tuple[Sequence[int], int]]:
+    for table in _own_tables(part):
+        for key, step in _ROTARY_PARTS.items():
+            if isinstance(table.get(key), list):
+                yield table[key], step
+
+
+def _scale_rotary_parts(part: Config, narrow: int, head: int) -> None:
+    for table in _own_tables(part):
+        for key in _ROTARY_PARTS:
+            if isinstance(table.get(key), list):
+                table[key] = [size * narrow // head for size in table[key]]
+
+
+def _own_tables(part: Config) -> Iterator[Config]:
+    """A section and its tables that are no sections of other modules."""
+    yield part
+    for key, value in part.items():
+        if not key.endswith("_config"):
+            yield from _tables(value)
+
+
+def _up_to_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+# --- what changed -----------------------------------------------------------------------------------------------------
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in now.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, Mapping):
+            yield from _differences(old, value, f"{prefix}{key}.")
+        elif value != old:
+            yield f"{prefix}{key}", (old, value)

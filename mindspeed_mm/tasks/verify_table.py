@@ -1,0 +1,114 @@
+"""What a verification found, as rows, as text and as JSON. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TOLERANCE = 1e-9
+"""On every deviation, relative to the largest entry of the reference's tensor (at least 1e-3)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of one check."""
+
+    check: str
+    quantity: str
+    tolerance: float = TOLERANCE
+    """0: equal to the bit."""
+    deviation: float = 0.0
+    place: str = ""
+    """Step and parameter of the largest deviation."""
+    expected: float = 0.0
+    found: float = 0.0
+    note: str = ""
+    """Why nothing was compared; empty when it was."""
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it is off. Written so that NaN is."""
+        return not self.note and not self.deviation <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has neither infinity nor NaN."""
+        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, float)}
+        strict = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+        return asdict(self) | strict | {"missed": self.is_missed}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `mm verify` found."""
+
+    path: Path
+    plan: str
+    model: str
+    changes: tuple[str, ...]
+    rows: tuple[Row, ...]
+    seconds: float
+    fault: str | None = None
+
+    @property
+    def missed(self) -> list[Row]:
+        """The rows that are off."""
+        return [row for row in self.rows if row.is_missed]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        facts = {"config": str(self.path), "plan": self.plan, "model": self.model, "changes": list(self.changes)}
+        found = {"rows": [row.to_dict() for row in self.rows], "missed": len(self.missed)}
+        return {**facts, "fault": self.fault, "seconds": round(self.seconds, 1), **found}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        lines = [f"{self.path}: {self._verdict()}", f"  plan   {self.plan}", f"  model  {self.model}"]
+        lines += ["  changed to make runs comparable:", *(f"    {line}" for line in self.changes)]
+        lines += ["", *_table(self.rows), ""]
+        lines.append(
+            f"tolerance {TOLERANCE:.0e} of the largest entry of each tensor (at least 1e-3 is taken for it), "
+            f"0 means to the bit; {self.seconds:.0f} s"
+        )
+        for row in self.missed:
+            lines.append(
+                f"off: {row.check}, {row.quantity}, {row.place}: {row.found:.17g} instead of {row.expected:.17g}"
+            )
+        return lines
+
+    def _verdict(self) -> str:
+        count = len(self.missed)
+        verdict = "equal" if not count else f"{count} of {sum(not row.note for row in self.rows)} quantities are off"
+        if self.fault is None:
+            return verdict
+        return f"{verdict}, with '{self.fault}' planted" + ("" if count else ": NOT NOTICED")
+
+
+def worst_rows(of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
+    """Row by row the largest deviation of all ranks."""
+    return [max(rows, key=_badness) for rows in zip(*of_ranks, strict=True)]
+
+
+def _badness(row: Row) -> float:
+    return math.inf if math.isnan(row.deviation) else row.deviation
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    width = max(len(row.quantity) for row in rows) + 4
+    lines = [f"{'check':{width}}{'largest deviation':>18}  {'allowed':>8}"]
+    check = ""
+    for row in rows:
+        if row.check != check:
+            check = row.check
+            lines.append(check + (f": {row.note}" if row.note else ""))
+        if not row.note:
+            place = (row.place if row.deviation else "") + ("  OFF" if row.is_missed else "")
+            numbers = f"{_number(row.deviation, 1):>18}  {_number(row.tolerance, 0):>8}"
+            lines.append(f"  {row.quantity:{width - 2}}{numbers}  {place}".rstrip())
+    return lines
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}e}" if value else "0"

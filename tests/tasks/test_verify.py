@@ -1,0 +1,140 @@
+"""`mm verify` on whole runs: plans that are equal, faults that are noticed, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.tasks.verify_faults import FAULTS
+from mindspeed_mm.tasks.verify_table import Row
+from tests.helpers.runs import mm
+from tests.helpers.tiny_generator_run import make_pictures, make_tiny_generator_run
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_tiny_run
+from tests.tasks.verify_cases import Asked, verify_all
+
+ONE = "parallel.data_parallel_size=1"
+TP, RING, ULYSSES = (
+    "parallel.tensor_parallel_size=2",
+    "parallel.ring_attention_size=2",
+    "parallel.ulysses_parallel_size=2",
+)
+COPIES = "parallel.fully_shard_parallel_size=1"
+LORA = ("training.lora.enable=true", "training.lora.dropout=0.1")
+CHECKS = ["as planned = one process", "accumulated = one big batch", "resumed = uninterrupted", "packed = unpacked"]
+
+PLANS = {  # name → (model, overrides); two processes each
+    "vlm fsdp2": ("vlm", ()),
+    "vlm tp2": ("vlm", (TP, ONE)),
+    "flux ulysses2": ("flux", (ULYSSES, ONE)),
+}
+FAULTY = {  # fault → plan in which it shows
+    "averaged-gradients": ("vlm", ()),
+    "missing-norm-sum": ("vlm", (TP, ONE)),
+    "lost-optimizer-state": ("vlm", ()),
+}
+MORE_PLANS = {
+    "vlm copies": ("vlm", (COPIES,)),
+    "vlm ring2, recompute": ("vlm", (RING, ONE, "features.recompute=true")),
+    "vlm lora tp2": ("vlm", (TP, ONE, *LORA)),
+    "flux sizes": ("flux sizes", ()),
+    "flux lora": ("flux", LORA),
+    "t2v tp2": ("t2v", (TP, ONE)),
+    "i2v": ("i2v", ()),
+}
+MORE_FAULTS = {
+    "dropped-all-reduce": ("vlm", (COPIES,)),
+    "wrong-divisor": ("vlm", ()),
+    "averaged-micro-batches": ("vlm", ()),
+    "local-clip-norm": ("vlm", ()),
+    "dropped-tensor-sum": ("vlm", (TP, ONE)),
+    "lost-border-token": ("vlm", (RING, ONE)),
+    "labels-off-by-one": ("vlm", ()),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    make_tiny_qwen3_vl(folder / "vlm" / "model", attention_dropout=0.2, num_hidden_layers=3)
+    make_tiny_run(folder / "vlm", training={"save": str(folder / "vlm" / "run"), "lr": 1e-3, "micro_batch_size": 4})
+    for family in ("flux", "t2v", "i2v"):
+        make_tiny_generator_run(folder / family, family)
+    sizes = {"parallel": {}}
+    make_tiny_generator_run(folder / "flux sizes", "flux", **sizes)
+    make_pictures(folder / "flux sizes", count=24, sizes=((16, 16), (16, 32)))
+    return folder
+
+
+@cache
+def results_of(folder: Path, slow: bool) -> dict[str, list[Row]]:
+    plans, faults = (MORE_PLANS, MORE_FAULTS) if slow else (PLANS, FAULTY)
+    asked = {name: Asked(folder / model / "run.yaml", words) for name, (model, words) in plans.items()}
+    asked |= {fault: Asked(folder / model / "run.yaml", words, fault) for fault, (model, words) in faults.items()}
+    if slow:
+        sizes = "data.dataset_param.preprocess_parameters."
+        buckets = (f"{sizes}buckets=['16x16', '16x32']", f"{sizes}height=null", f"{sizes}width=null")
+        asked["flux sizes"] = Asked(folder / "flux sizes" / "run.yaml", buckets)
+        asked["vlm full"] = Asked(folder / "vlm" / "run.yaml", full=True)
+    return verify_all(2, asked, folder / f"work {slow}")
+
+
+def check_equal(rows: list[Row]) -> None:
+    assert list(dict.fromkeys(row.check for row in rows)) == CHECKS
+    assert not [row for row in rows if row.is_missed]
+    assert [row.check for row in rows if row.note][-1] == "packed = unpacked"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_is_equal(name: str, folder: Path) -> None:
+    check_equal(results_of(folder, slow=False)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MORE_PLANS, "vlm full"])
+def test_more_plans_are_equal(name: str, folder: Path) -> None:
+    check_equal(results_of(folder, slow=True)[name])
+
+
+def missed(rows: list[Row]) -> set[str]:
+    return {row.check for row in rows if row.is_missed}
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_fault_is_noticed(fault: str, folder: Path) -> None:
+    expected = {"resumed = uninterrupted"} if fault == "lost-optimizer-state" else set(CHECKS[:2])
+    assert missed(results_of(folder, slow=False)[fault]) >= expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", MORE_FAULTS)
+def test_more_faults_are_noticed(fault: str, folder: Path) -> None:
+    expected = set(CHECKS[1:2]) if fault == "averaged-micro-batches" else set(CHECKS[:2])
+    assert missed(results_of(folder, slow=True)[fault]) >= expected
+
+
+@pytest.mark.slow
+def test_samples_of_several_sizes_are_not_put_into_one_batch(folder: Path) -> None:
+    notes = {row.check: row.note for row in results_of(folder, slow=True)["flux sizes"]}
+    assert "several sizes" in notes["accumulated = one big batch"]
+
+
+def test_every_fault_is_tried() -> None:
+    assert set(FAULTY) | set(MORE_FAULTS) | {"doubled-expert-gradient", "stage-norm"} == set(FAULTS)
+
+
+@pytest.mark.slow
+def test_the_command_leaves_nothing_behind(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = folder / "vlm" / "run.yaml"
+    before = set(folder.rglob("*"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    said = mm("verify", yaml, ONE, "--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["missed"] == 0
+    assert set(folder.rglob("*")) == before
+    assert not (folder / "vlm" / "run").exists() and not list((tmp_path / "here").iterdir())

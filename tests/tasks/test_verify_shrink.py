@@ -1,0 +1,119 @@
+"""A model made small keeps every kind of layer, stays divisible by the plan, and is one that its class can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.tasks.verify_shrink import Room, shrink, without_dropout
+
+QWEN3_VL = {
+    "text_config": {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "rope_scaling": {"mrope_section": [24, 20, 20], "rope_type": "default"},
+    },
+    "vision_config": {
+        "depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096, "out_hidden_size": 2048,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+}  # fmt: skip
+
+
+def test_a_vision_language_model() -> None:
+    small = shrink(QWEN3_VL, Room()).config
+    assert small["text_config"] == {
+        "vocab_size": 151936, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "rope_scaling": {"mrope_section": [6, 5, 5], "rope_type": "default"},
+    }  # fmt: skip
+    assert small["vision_config"] == {
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 128,
+        "deepstack_visual_indexes": [1],
+    }  # fmt: skip
+
+
+def test_what_the_plan_divides() -> None:
+    small = shrink(QWEN3_VL, Room(stages=3, tensor=4)).config
+    text = small["text_config"]
+    assert text["num_hidden_layers"] == 3
+    assert text["num_key_value_heads"] == 4 and text["num_attention_heads"] == 8
+    assert small["vision_config"]["num_heads"] == 4 and small["vision_config"]["depth"] == 2
+
+
+def test_layers_alone() -> None:
+    small = shrink(QWEN3_VL, Room(), widths=False)
+    assert {key.rpartition(".")[2] for key in small.changes} == {
+        "num_hidden_layers", "depth", "deepstack_visual_indexes",
+    }  # fmt: skip
+
+
+def test_every_kind_of_layer_stays() -> None:
+    kinds = (["sliding"] * 5 + ["full"]) * 5
+    small = shrink({"num_hidden_layers": 30, "layer_types": kinds, "mlp_only_layers": [0, 1, 2]}, Room()).config
+    assert small["layer_types"] == ["sliding", "sliding", "full"]
+    assert small["mlp_only_layers"] == [0]
+
+
+def test_layers_that_come_in_periods_stay_in_place() -> None:
+    assert shrink({"num_hidden_layers": 48, "full_attention_interval": 4}, Room()).config["num_hidden_layers"] == 4
+
+
+def test_dense_layers_in_front_of_experts() -> None:
+    config = {
+        "num_hidden_layers": 61, "first_k_dense_replace": 3, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "hidden_size": 7168, "num_attention_heads": 128, "kv_lora_rank": 512,
+    }  # fmt: skip
+    small = shrink(config, Room(experts=2)).config
+    assert (small["num_hidden_layers"], small["first_k_dense_replace"]) == (2, 1)
+    assert (small["n_routed_experts"], small["num_experts_per_tok"]) == (4, 2)
+    assert (small["n_group"], small["topk_group"]) == (2, 2)
+
+
+def test_a_plan_that_does_not_fit_still_does_not() -> None:
+    small = shrink({"num_hidden_layers": 4, "num_attention_heads": 6, "hidden_size": 96}, Room(tensor=4)).config
+    assert small["num_attention_heads"] == 6
+
+
+def test_transformers_of_generators() -> None:
+    flux = {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "attention_head_dim": 128,
+            "axes_dims_rope": [16, 56, 56], "joint_attention_dim": 4096, "in_channels": 64}  # fmt: skip
+    assert shrink(flux, Room()).config == flux | {
+        "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32,
+        "axes_dims_rope": [4, 14, 14],
+    }  # fmt: skip
+    wan = {"num_layers": 30, "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "text_dim": 4096}
+    assert shrink(wan, Room(tensor=4)).config == wan | {
+        "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 128,
+    }  # fmt: skip
+
+
+def test_nothing_is_dropped_any_more() -> None:
+    config = {"attention_dropout": 0.1, "vision_config": {"drop_path_rate": 0.2}, "hidden_size": 8, "use_dropout": True}
+    still = without_dropout(config)
+    assert still.config["attention_dropout"] == 0 and still.config["vision_config"]["drop_path_rate"] == 0
+    assert still.config["use_dropout"] is True
+    assert set(still.changes) == {"attention_dropout", "vision_config.drop_path_rate"}
+    assert config["attention_dropout"] == 0.1
+
+
+TEXT = ("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Gemma2", "Gemma3Text", "DeepseekV3", "Mixtral", "Phi3")
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_classes_run_what_comes_of_their_defaults(name: str) -> None:
+    ensure_torchvision()
+    import transformers
+
+    config_class = getattr(transformers, f"{name}Config")
+    before: dict[str, Any] = config_class(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2).to_dict()
+    small = shrink(before, Room(tensor=2, experts=2))
+    config = config_class.from_dict(small.config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) < 3_000_000
+    logits = model(input_ids=torch.arange(8)[None]).logits
+    assert logits.shape == (1, 8, 64)
+    logits.sum().backward()
