@@ -200,7 +200,7 @@ def _exchange(places: dict[int, str], grace_s: float) -> None:
 
 
 def _meeting_place_answers(limit_s: float) -> bool:
-    """Whether the store's host can be reached. Asked beforehand: the store itself tries for minutes and fills a screen."""
+    """Whether the store's host can be reached. Asked first: the store itself tries for minutes and fills a screen."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:  # a store on the file system
         return True
