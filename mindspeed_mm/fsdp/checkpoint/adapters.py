@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.models.lora_files import (
     peft_settings,
 )
 from mindspeed_mm.fsdp.models.lora_names import lora_of
+from mindspeed_mm.fsdp.models.share import whole_of
 
 
 def save_adapters(
@@ -51,7 +52,7 @@ def save_adapters(
     """
     ranks = ranks or Ranks()
     with drafted_folder(folder, ranks, overwrite=overwrite) as draft:
-        write_adapters(model, live_tensors(model), draft, base, dtype=dtype, ranks=ranks)
+        write_adapters(whole_of(model), live_tensors(model), draft, base, dtype=dtype, ranks=ranks)
 
 
 def write_adapters(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -26,6 +27,8 @@ from mindspeed_mm.fsdp.checkpoint.hf_folder import (
 )
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
+from mindspeed_mm.fsdp.models.share import Share, share_of, whole_of
+from mindspeed_mm.fsdp.utils.device import current_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,21 +66,28 @@ def save_hf(
 def live_tensors(model: nn.Module) -> dict[str, LazyTensor]:
     """The tensors that a checkpoint of a live model holds, by name, each gathered when it is read: all ranks read the
     same ones in the same order."""
-    tensors = model_tensors(model)
-    return {
-        name: Stored(name, tensor.shape, tensor.dtype, lambda: _Gathering(tensors)) for name, tensor in tensors.items()
-    }
+    own, everything = model_tensors(model), model_tensors(whole_of(model))
+    reader = _Gathering(own, everything, share_of(model))
+    return {name: Stored(name, tensor.shape, tensor.dtype, lambda: reader) for name, tensor in everything.items()}
 
 
 class _Gathering:
     """Gives whole tensors of a sharded model: each read is a collective, so all ranks read in the same order."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, own: Mapping[str, torch.Tensor], everything: Mapping[str, torch.Tensor], share: Share | None
+    ) -> None:
+        self._own, self._everything, self._share = own, everything, share
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        tensor = self._tensors[key]
-        return (gathered(tensor) if isinstance(tensor, DTensor) else tensor).cpu()
+        tensor = self._own.get(key)
+        if tensor is None:  # another stage has it
+            tensor = torch.empty_like(self._everything[key], device=current_device())
+        whole = gathered(tensor) if isinstance(tensor, DTensor) else tensor
+        if self._share is not None:
+            whole = whole.to(current_device()).contiguous()
+            dist.broadcast(whole, group=self._share.group, group_src=self._share.owners[key])
+        return whole.cpu()
 
 
 def gathered(tensor: DTensor) -> torch.Tensor:
@@ -97,7 +107,7 @@ def hub_tensors(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str
     Raises:
         ModelFolderError: A tensor would be lost or written twice.
     """
-    steps = _saving_steps(model, tensors)
+    steps = _saving_steps(whole_of(model), tensors)
     targets = dict.fromkeys(key for step in steps for key in step.targets)
     check_used_once(steps, tensors, targets)
     made = {key: tensor for step in steps for key, tensor in step.targets.items()}

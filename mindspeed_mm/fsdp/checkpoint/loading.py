@@ -25,10 +25,14 @@ from mindspeed_mm.fsdp.checkpoint.tree import (
     average_tensors,
     check_same_shapes,
     model_tensors,
+    named_copies,
+    plain_name,
+    tensors_to_fill,
     tied_names,
     trained_parameters,
 )
 from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight
+from mindspeed_mm.fsdp.models.share import first_names, whole_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 
 WEIGHTS_ONLY = "Say --weights-only to take the weights and start with a fresh optimizer."
@@ -54,14 +58,14 @@ def load_tensors(
     """
     reader = ranks.together("reading the index", lambda: MetadataReader(checkpoint.path))
     held = TensorIndex(reader, checkpoint)
-    weights = model_tensors(model)
-    names = ranks.together("comparing with the model", lambda: held.match(weights, tied_names(model)))
+    weights, whole = tensors_to_fill(model), whole_of(model)
+    names = ranks.together("comparing with the model", lambda: held.match(model_tensors(whole), tied_names(whole)))
     state: OptimizerState = {}
     if optimizer is not None:
         state = ranks.together("comparing with the optimizer", lambda: held.optimizer_room(model, optimizer))
-    average = average_tensors(ema) if ema is not None and held.average_entries() else {}
-    if average:
-        ranks.together("comparing with the average", lambda: held.check_average(average))
+    average = averages_to_fill(ema) if ema is not None and held.average_entries() else {}
+    if ema is not None and held.average_entries():
+        ranks.together("comparing with the average", lambda: held.check_average(trainable_parameters(whole)))
     tree: Tree = {MODEL: {names[name]: tensor for name, tensor in weights.items()}}
     if state:
         tree[OPTIMIZER] = {f"state.{name}.{key}": t for name, keys in state.items() for key, t in keys.items()}
@@ -72,9 +76,44 @@ def load_tensors(
     if optimizer is not None:
         parameters = trained_parameters(model, optimizer)
         optimizer.state.clear()
+        own = dict(parameters)
+        for copy, first in first_names(model).items():
+            own.setdefault(first, parameters.get(copy, nn.Parameter()))
         for name, keys in state.items():
-            optimizer.state[parameters[name]] = keys
-    return bool(average)
+            optimizer.state[own[name]] = keys
+    if first_names(model):
+        _fill_copies(model, optimizer, ema if average else None)
+    return ema is not None and bool(held.average_entries())
+
+
+def averages_to_fill(ema: Ema) -> dict[str, torch.Tensor]:
+    """`average_tensors` for reading, as `tensors_to_fill`."""
+    tensors, own = average_tensors(ema), {plain_name(name): tensor for name, tensor in ema.tensors().items()}
+    for copy, first in first_names(ema.model).items():
+        if copy in own:
+            tensors.setdefault(first, own[copy])
+    return tensors
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What an average is kept of, by name."""
+    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def _fill_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Ema | None) -> None:
+    """Where one rank has a shared weight and its copy, the weight was read: give the copy the same."""
+    own = dict(model.named_parameters())
+    averages = ema.tensors() if ema is not None else {}
+    for copy, first in first_names(model).items():
+        if first not in own:
+            continue
+        if copy in named_copies(model):
+            own[copy].copy_(own[first])
+        if copy in averages:
+            averages[copy].copy_(averages[first])
+        if optimizer is not None and own[first] in optimizer.state:
+            optimizer.state[own[copy]] = {key: value.clone() for key, value in optimizer.state[own[first]].items()}
 
 
 def load_state(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
@@ -168,6 +207,10 @@ class TensorIndex:
         """Room for the optimizer state that the checkpoint holds."""
         self._check_optimizer(optimizer)
         parameters = trained_parameters(model, optimizer)
+        for copy, first in first_names(model).items():
+            if copy in parameters:
+                parameters.setdefault(first, parameters[copy])
+        elsewhere = trainable_parameters(whole_of(model)).keys() - parameters.keys()
         on_device = {
             id(p) for g in optimizer.param_groups for p in g["params"] if g.get("fused") or g.get("capturable")
         }
@@ -177,6 +220,8 @@ class TensorIndex:
             if not full_name.startswith(start):
                 continue
             name, _, key = full_name.removeprefix(start).rpartition(".")
+            if name in elsewhere:
+                continue
             if name not in parameters:
                 raise CheckpointError(
                     "has optimizer state for a parameter that is not trained here",

@@ -10,6 +10,7 @@ from torch import nn
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.fsdp.checkpoint.storage import Tree
 from mindspeed_mm.fsdp.models.lora_names import lora_of
+from mindspeed_mm.fsdp.models.share import first_names
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 
 MODEL = "model"
@@ -26,16 +27,36 @@ def plain_name(name: str) -> str:
     return name
 
 
+def tensors_to_fill(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`model_tensors` for reading: a pipeline's rank that has only the copy of a shared weight gives it under the name
+    of the weight."""
+    tensors = model_tensors(model)
+    for copy, parameter in named_copies(model).items():
+        tensors.setdefault(first_names(model)[copy], parameter.detach())
+    return tensors
+
+
+def named_copies(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Copies of weights that another stage keeps, by own name; of a model with adapters those that are trained."""
+    lora = lora_of(model)
+    return {
+        name: model.get_parameter(name)
+        for name, first in first_names(model).items()
+        if lora is None or first in lora.trained
+    }
+
+
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters (frozen ones too) and persistent buffers, by name; they alias the model's memory. Of a model with
     adapters only what is trained: the rest is in the folder that the run started from.
 
-    A shared parameter appears once, under the first of its names: see `tied_names`.
+    A shared parameter appears once, under the first of its names: see `tied_names`. A pipeline's rank gives what it
+    holds, and of a weight that another stage keeps nothing.
 
     Raises:
         CheckpointError: A module keeps state that is no tensor.
     """
-    aliases, lora = tied_names(model), lora_of(model)
+    aliases, lora, copies = tied_names(model), lora_of(model), first_names(model)
     tensors: dict[str, torch.Tensor] = {}
     for key, value in model.state_dict().items():  # FSDP2 hooks in here and hands out shards
         name = plain_name(key)
@@ -47,7 +68,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 where=name,
                 way_out="Keep it in a buffer: checkpoints hold tensors only.",
             )
-        if name not in aliases:
+        if name not in aliases and name not in copies:
             tensors[name] = value.detach()
     return tensors
 
@@ -76,7 +97,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         CheckpointError: The optimizer keeps state that is no tensor.
     """
     tensors: dict[str, torch.Tensor] = {}
+    copies = first_names(model)
     for name, parameter in trained_parameters(model, optimizer).items():
+        if name in copies:
+            continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(f"optimizer state '{key}' of '{name}' is a {type(value).__name__}, not a tensor")
@@ -86,7 +110,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def average_tensors(ema: Ema) -> dict[str, torch.Tensor]:
     """The average of the trainable parameters by their names; they alias its memory."""
-    return {plain_name(name): tensor for name, tensor in ema.tensors().items()}
+    copies = first_names(ema.model)
+    return {plain_name(name): tensor for name, tensor in ema.tensors().items() if plain_name(name) not in copies}
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -44,13 +44,16 @@ class IdleTowers:
         model: The root module, called with the batch as keyword arguments. Not sharded yet: these hooks must stand
             before those of sharding.
         towers: One entry a modality; several may feed the same module.
+        runs: False on a stage of a pipeline that has no towers: what it reads is counted all the same.
     """
 
-    def __init__(self, model: nn.Module, towers: Sequence[Tower]) -> None:
+    def __init__(self, model: nn.Module, towers: Sequence[Tower], *, runs: bool = True) -> None:
         self._model = model
         self._towers = tuple(towers)
         self._active: frozenset[str] = frozenset()
         self._idle: list[Tower] = []
+        if not runs:
+            return
         model.register_forward_pre_hook(self._note_missing, with_kwargs=True)
         for decoder in {tower.decoder for tower in towers}:
             model.get_submodule(decoder).register_forward_pre_hook(self._add_idle_outputs, with_kwargs=True)

@@ -35,8 +35,11 @@ from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
     sum_gradients,
 )
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
+from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, check_units
+from mindspeed_mm.fsdp.distributed.pipeline_stage import StageModule
 from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
+from mindspeed_mm.fsdp.models.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.encoder_sizes import EncoderSizes, resolve_encoder_sizes
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
 
@@ -54,6 +57,7 @@ class ParallelApplier:
         towers: Names of towers, whose patches context parallelism spreads as well.
         gather_logits: Under tensor parallelism, let the output head return the whole vocabulary on every rank.
         expert_copies: Under expert parallelism, copies of busy experts that a rank may hold.
+        pipeline: Of `split_into_stages`, when the model is this rank's part of a pipeline: its stages are sharded.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class ParallelApplier:
         towers: Collection[str] = (),
         gather_logits: bool = False,
         expert_copies: int = 0,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._parallel = parallel_args
         self._plan = parallel_args.fsdp_plan
@@ -82,7 +87,9 @@ class ParallelApplier:
         self.media: MediaSharing | None = None
         """Towers that encode the media of other ranks, if they do."""
         self._encoder: EncoderSizes | None = None
+        self._pipeline = pipeline
         self._units: list[Unit] = []
+        self._sharded: list[tuple[nn.Module, list[Unit]]] = []
         self._model_shards_itself = False
 
     def __call__(self, model: nn.Module) -> nn.Module:
@@ -101,8 +108,12 @@ class ParallelApplier:
                 would train another model than the plan says.
         """
         parallel = self._parallel
-        if (stages := parallel.pipeline_parallel_size) > 1:
-            raise ConfigError(f"{stages} is not supported yet, only 1", key="parallel.pipeline_parallel_size")
+        if (stages := parallel.pipeline_parallel_size) > 1 and self._pipeline is None:
+            raise ConfigError(
+                f"{stages}, and the model was not split into stages before",
+                key="parallel.pipeline_parallel_size",
+                way_out="Train with the trainer, or call split_into_stages first.",
+            )
         state = get_parallel_state()
         self._encoder = resolve_encoder_sizes(parallel, state.sizes.dp)
         if parallel.tensor_parallel_size > 1:
@@ -114,7 +125,7 @@ class ParallelApplier:
             self.experts = apply_expert_parallel(model, parallel, state, copies=self._expert_copies)
         if parallel.ring_attention_size * parallel.ulysses_parallel_size > 1:
             follow = self._encoder is None or self._encoder.parts == 1
-            self.context = apply_context_parallel(model, state, self._towers if follow else ())
+            self.context = apply_context_parallel(model, state, own_names(model, self._towers if follow else ()))
         if self._encoder is not None:
             self.media = share_media(model, self._towers, self._encoder, state)
 
@@ -127,9 +138,11 @@ class ParallelApplier:
         self._model_shards_itself = own_hook is not None and own_hook(self._plan)
         if self._model_shards_itself and self._whole_towers():
             raise unsummed_towers(f"{type(model).__name__} shards itself")
-        if not self._model_shards_itself:
-            self._shard(model)
-        sum_gradients(model)
+        roots = [model] if self._pipeline is None else self._pipeline.stages
+        for root in roots:
+            if not self._model_shards_itself:
+                self._shard(root, model)
+            sum_gradients(root)
 
     def post_fully_shard_apply(self, model: nn.Module) -> None:
         """Set the order of prefetching.
@@ -141,25 +154,29 @@ class ParallelApplier:
             return
         if not self._model_shards_itself:
             forward, backward = self._plan.num_to_forward_prefetch, self._plan.num_to_backward_prefetch
-            set_prefetch(model, self._units, forward, backward)
+            for root, units in self._sharded:
+                set_prefetch(root, units, forward, backward)
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, root: nn.Module, model: nn.Module) -> None:
+        """Shard `root`: the model, or a stage, which holds some of the model's modules."""
         state = get_parallel_state()
         if state.sizes.world == 1 and changes_nothing_on_one_rank(self._plan):
             return
         mesh = state.get_hsdp_device_mesh() if state.is_hsdp_enable() else state.get_fsdp_device_mesh()
-        ignored = self._ignored_modules(model)
+        ignored = _names_in(root, self._ignored_modules(model))
         trained_whole = [
-            name for name in ignored if any(p.requires_grad for p in model.get_submodule(name).parameters())
+            name for name in ignored if any(p.requires_grad for p in root.get_submodule(name).parameters())
         ]
         if trained_whole and state.sizes.world > 1:
-            replicate_modules(map(model.get_submodule, trained_whole), state.build_copies_device_mesh())
-        self._units = plan_units(self._module_names(model), self._tie_groups, ignored)
+            replicate_modules(map(root.get_submodule, trained_whole), state.build_copies_device_mesh())
+        groups = [names for group in self._tie_groups if (names := _names_in(root, group))]
+        self._units = plan_units(_names_in(root, self._module_names(model)), groups, ignored)
         if whole_towers := self._whole_towers():
-            self._units = on_tower_mesh(model, self._units, whole_towers, ignored, state)
-        ignored_params = {p for name in ignored for p in model.get_submodule(name).parameters()}
-        cut_dims = self._shard_experts(model, ignored, mesh.size(mesh.ndim - 1))
-        shard_units(model, self._units, self._plan, mesh, ignored_params, cut_dims)
+            self._units = on_tower_mesh(root, self._units, whole_towers, ignored, state)
+        ignored_params = {p for name in ignored for p in root.get_submodule(name).parameters()}
+        cut_dims = self._shard_experts(root, ignored, mesh.size(mesh.ndim - 1))
+        shard_units(root, self._units, self._plan, mesh, ignored_params, cut_dims)
+        self._sharded.append((root, self._units))
 
     def _shard_experts(self, model: nn.Module, ignored: Sequence[str], shards: int) -> dict[nn.Parameter, int]:
         """Experts that are spread are wrapped here, inside of what is wrapped later. Returned is, of the others, which
@@ -180,7 +197,11 @@ class ParallelApplier:
     def _module_names(self, model: nn.Module) -> Sequence[str]:
         if not self._plan.apply_modules:
             return self._shard_modules
-        return resolve_patterns(self._plan.apply_modules, _names(model), key="parallel.fsdp_plan.apply_modules")
+        key = "parallel.fsdp_plan.apply_modules"
+        names = resolve_patterns(self._plan.apply_modules, _names(whole_of(model)), key=key)
+        if self._pipeline is not None:
+            check_units(names, self._pipeline.plan, key)
+        return names
 
     def _ignored_modules(self, model: nn.Module) -> list[str]:
         """The outermost of the modules that `ignored_modules` names."""
@@ -194,6 +215,12 @@ def changes_nothing_on_one_rank(plan: FsdpPlan) -> bool:
     """Whether sharding over one rank would only cost time: for gathering what is there already it takes a third of the
     step of a small model (`python -m benchmarks step_time`). Precision and offload are its work on one rank too."""
     return not plan.cpu_offload and {plan.param_dtype, plan.reduce_dtype, plan.output_dtype} == {None}
+
+
+def _names_in(root: nn.Module, names: Sequence[str]) -> list[str]:
+    """Names of a model's modules as they are below `root`: all of them below the model itself, below a stage those
+    that it holds."""
+    return root.names_of(names) if isinstance(root, StageModule) else list(names)
 
 
 def _names(model: nn.Module) -> list[str]:

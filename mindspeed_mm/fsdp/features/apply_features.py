@@ -13,6 +13,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
+from mindspeed_mm.fsdp.models.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 
 __all__ = ["FeaturesApplier"]
@@ -50,7 +51,8 @@ class FeaturesApplier:
             return
         if plan.mode != "full":
             raise ConfigError(f"'{plan.mode}' is not supported yet, only full", key="features.recompute_plan.mode")
-        recompute_modules(model, self.modules_to_recompute(model), use_reentrant=plan.use_reentrant)
+        names = own_names(model, self.modules_to_recompute(whole_of(model)))
+        recompute_modules(model, names, use_reentrant=plan.use_reentrant)
 
     def post_fully_shard_apply(self, model: nn.Module) -> None:
         """Steps after sharding; no feature of this version has one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mindspeed_mm.fsdp.models.share import bind_stages, holders_of
 from mindspeed_mm.fsdp.models.ties import shared_parameters, tie
 
 
@@ -17,12 +18,14 @@ def materialize(model: nn.Module, device: torch.device, buffer_device: torch.dev
         buffer_device: Of the buffers; `device` when None. They differ when parameters are offloaded to the host.
     """
     ties = shared_parameters(model)
-    buffers = {id(buffer) for buffer in model.buffers()}
+    buffers = {id(buffer) for holder in holders_of(model) for buffer in holder.buffers()}
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in buffers:
             return tensor.to(buffer_device or device)
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    model._apply(place)  # and not `to_empty`, which would lose the buffers' values
+    for holder in holders_of(model):
+        holder._apply(place)  # and not `to_empty`, which would lose the buffers' values
+    bind_stages(model)
     tie(model, ties)

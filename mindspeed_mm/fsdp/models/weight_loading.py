@@ -21,6 +21,7 @@ from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.initialization import initialize
 from mindspeed_mm.fsdp.models.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight, naming_of
+from mindspeed_mm.fsdp.models.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.ties import shared_parameters
 
 _MOST = 5
@@ -98,16 +99,17 @@ def stream_weights(
             that differ in the folder.
     """
     started = time.perf_counter()
-    targets, stored_name = _targets(model), naming_of(model)
+    whole, stored_name = whole_of(model), naming_of(model)  # a pipeline's rank reads its part, and compares everything
+    targets = _targets(whole)
     aliases = {
-        stored_name(alias): stored_name(first) for first, *others in shared_parameters(model) for alias in others
+        stored_name(alias): stored_name(first) for first, *others in shared_parameters(whole) for alias in others
     }
     with open_weights(folder) as stored:
-        steps = _steps(model, stored, {*targets, *aliases})
-        diff, initialized, ignored = _compare(model, targets, aliases, steps, allow_missing, allow_unexpected)
+        steps = _steps(whole, stored, {*targets, *aliases})
+        diff, initialized, ignored = _compare(whole, targets, aliases, steps, allow_missing, allow_unexpected)
         diff.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
-        nonfinite = _copy(targets, aliases, steps, folder)
+        nonfinite = _copy(_own_targets(model), aliases, steps, folder)
         size_bytes = sum(tensor.size_bytes for tensor in stored.values())
     unfilled = set(initialized)
     if fresh := {name for name, _ in model.named_parameters() if stored_name(name) in unfilled}:
@@ -122,6 +124,15 @@ def stream_weights(
         nonfinite=tuple(nonfinite),
         warnings=tuple(_warnings(folder, initialized, ignored, nonfinite)),
     )
+
+
+def _own_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank reads; a copy of a weight that another stage has too is read under that one's name."""
+    stored_name, targets = naming_of(model), _targets(model)
+    for copy, first in first_names(model).items():
+        tensor = targets.pop(stored_name(copy))
+        targets.setdefault(stored_name(first), tensor)
+    return targets
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.models.share import first_names, whole_of
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
 
@@ -39,24 +40,31 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def parameter_groups(model: nn.Module, training: TrainingArguments) -> list[dict[str, Any]]:
-    """Trainable parameters by (weight decay, lr scale); vectors (norms, biases) and what is named do not decay."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """Trainable parameters by (weight decay, lr scale); vectors (norms, biases) and what is named do not decay.
+
+    The groups are those of the whole model: a stage of a pipeline may have no parameter in some of them.
+    """
+    whole, copies = whole_of(model), first_names(model)
+    trainable = {name: p for name, p in whole.named_parameters() if p.requires_grad}
     if not trainable:
         raise ConfigError("every parameter is frozen", key="model.freeze", way_out="Leave something to train.")
-    undecayed = _undecayed_names(model, trainable, training)
+    undecayed = _undecayed_names(whole, trainable, training)
     scales = _lr_scales(trainable, training)
-    by_settings: dict[tuple[float, float], list[str]] = {}
-    for name in trainable:
-        settings = (0.0 if name in undecayed else training.weight_decay, scales[name])
-        by_settings.setdefault(settings, []).append(name)
+    by_settings: dict[tuple[float, float], list[nn.Parameter]] = {}
+    settings = {name: (0.0 if name in undecayed else training.weight_decay, scales[name]) for name in trainable}
+    for each in settings.values():
+        by_settings.setdefault(each, [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            by_settings[settings[copies.get(name, name)]].append(parameter)
     return [
         {
-            "params": [trainable[name] for name in names],
+            "params": parameters,
             "weight_decay": decay,
             "lr_scale": scale,
             "lr": training.lr * scale,
         }
-        for (decay, scale), names in sorted(by_settings.items())
+        for (decay, scale), parameters in sorted(by_settings.items(), key=lambda item: item[0])
     ]
 
 

@@ -17,7 +17,7 @@ ShardGroups = tuple[dist.ProcessGroup, ...]
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+def grad_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """2-norm of all gradients of the model, as if it lay on one device: √ Σ g².
 
     Squares are summed over the ranks that hold different shards, and once over those that hold copies.
@@ -25,21 +25,27 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     Args:
         parameters: The same on every rank. Those without a gradient count as zero, and still take part in what is
             communicated, so that ranks may differ in which they have.
+        stages: Ranks of a pipeline, each of which gives its own parameters; a weight that two of them hold is given by
+            one.
 
     Returns:
         A plain 0-d tensor, equal on all ranks; fp64 if any gradient is, else fp32.
     """
+    parameters = list(parameters)
     trainable = [p for p in parameters if p.requires_grad]
-    if not trainable:
+    if not parameters:
         return torch.zeros(())
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in trainable) else torch.float32
-    device = _mesh_device(trainable[0])
+    # Of all parameters: the stages of a pipeline, some frozen, must add up the same type.
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    device = _mesh_device(parameters[0])
     total = torch.zeros((), dtype=dtype, device=device)
     for groups, members in _by_shard_groups(trainable).items():
         squares = _sum_of_squares([p.grad for p in members if p.grad is not None], dtype, device)
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += squares
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.models.share import holders_of
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments
 
 
@@ -34,7 +35,7 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, args: EmaArguments) -> None:
-        self._model = model
+        self.model = model
         self._args = args
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._average = {name: _copy(parameter) for name, parameter in self._parameters.items()}
@@ -111,7 +112,7 @@ class Ema:
     @torch.no_grad()
     def _exchange(self, done: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Fill `done` with (weights, average, weights kept aside) of what has changed places."""
-        _forget_gathered(self._model)
+        _forget_gathered(self.model)
         for _, average, weights in self._local_pairs():
             if average.dtype == weights.dtype:
                 _swap(average, weights)
@@ -122,7 +123,7 @@ class Ema:
 
     @torch.no_grad()
     def _undo(self, done: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
-        _forget_gathered(self._model)
+        _forget_gathered(self.model)
         for weights, average, aside in done:
             if aside is None:
                 _swap(average, weights)
@@ -157,6 +158,7 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
 def _forget_gathered(model: nn.Module) -> None:
     """Modules may stay gathered after a forward pass without a backward one; what they gathered is out of date once the
     shards change."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for holder in holders_of(model):
+        for module in holder.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

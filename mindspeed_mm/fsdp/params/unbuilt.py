@@ -29,7 +29,6 @@ _DATASET: dict[str, tuple[Any, ...]] = {
 """Keys of the built-in datasets; a plugin's dataset may act on more of them."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
-    "parallel.pipeline_parallel_size": (1,),
     "parallel.fsdp_plan.pregather": (False,),
     "parallel.fsdp_plan.hook_modules": (None, ()),
     "features.recompute_plan.mode": ("full",),

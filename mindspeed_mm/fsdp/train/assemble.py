@@ -20,6 +20,8 @@ from mindspeed_mm.fsdp.distributed.encoder_media import MediaSharing
 from mindspeed_mm.fsdp.distributed.expert_parallel_plan import ExpertPlan, balance_copies
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import expect_views
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
+from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
+from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, split_into_stages
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
@@ -57,6 +59,8 @@ class Assembled:
     """How sequences are spread over ranks."""
     experts: ExpertPlan | None = None
     """How experts are spread over ranks."""
+    pipeline: Pipeline | None = None
+    """How layers are spread over ranks; `model` is then this rank's part."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user about what the plan costs."""
 
@@ -103,13 +107,16 @@ def assemble(
         apply_lora(model, lora, default_targets=targets, param_dtype=torch_dtype(param_dtype))
     spec = resolve_spec(model)
 
-    # Both hooks read full hidden states and modules by their own names: they stand before sharding.
-    head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
-    towers = IdleTowers(model, spec.towers) if spec.towers else None
-
     leave_router_loss_to_us(model)
     grouped, skip_padding = arguments.model.use_grouped_expert_matmul, arguments.features.skip_moe_pad_tokens
     choose_experts(model, grouped=grouped, skip_padding=skip_padding)
+
+    is_cut = arguments.parallel.pipeline_parallel_size > 1
+    pipeline = split_into_stages(model, arguments.parallel, get_parallel_state()) if is_cut else None
+
+    # Both hooks read full hidden states and modules by their own names: they stand before sharding.
+    head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
+    towers = IdleTowers(model, spec.towers) if spec.towers and pipeline is None else None
 
     plans = ParallelApplier(
         parallel_for(arguments.parallel, is_generator=adapter is not None),
@@ -118,12 +125,15 @@ def assemble(
         towers={tower.module for tower in spec.towers},
         gather_logits=arguments.features.loss_cfg.loss_type == "raw",
         expert_copies=balance_copies(arguments.features, arguments.parallel),
+        pipeline=pipeline,
     )
     features = FeaturesApplier(arguments.features, spec.blocks)
     plans.pre_fully_shard_apply(model)
     if plans.context is not None and adapter is None:
         check_spread_sequences(model, arguments)
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
+    if pipeline is not None:
+        towers = build_stages(pipeline, spec, model, casts_inputs=adapter is None)
     if adapter is not None:
         expect_views()
     plans.fully_shard_apply(model)
@@ -148,6 +158,8 @@ def assemble(
         materialize(model, parameter_device, device)
     if lora.enable and load_weights:
         initialize_lora(model, lora, training.seed)
+    if pipeline is not None:
+        pipeline.equalise()
     model.train()
     return Assembled(
         model,
@@ -158,9 +170,19 @@ def assemble(
         plans.tensor_plan,
         plans.context,
         experts=plans.experts,
+        pipeline=pipeline,
         media=plans.media,
         warnings=tuple(plans.warnings),
     )
+
+
+def build_stages(pipeline: Pipeline, spec: ModelSpec, model: nn.Module, *, casts_inputs: bool) -> IdleTowers | None:
+    """Make the stages; returns the hooks of their towers, which only the first stage has."""
+    pipeline.build_stages([tower.key for tower in spec.towers], casts_inputs=casts_inputs)
+    if not spec.towers:
+        return None
+    first = pipeline.first_model
+    return IdleTowers(first if first is not None else model, spec.towers, runs=first is not None)
 
 
 def check_spread_sequences(model: nn.Module, arguments: Arguments) -> None:
@@ -179,9 +201,13 @@ def check_spread_sequences(model: nn.Module, arguments: Arguments) -> None:
 
 
 def parallel_for(parallel: ParallelArguments, *, is_generator: bool) -> ParallelArguments:
-    """The plan as it is applied: a generator gets its inputs in their right types. Cast by `fully_shard` all together,
-    timesteps and rotary tables would be rounded to bf16, which tells 999 from 1000 no more."""
-    if not is_generator:
-        return parallel
-    plan = parallel.fsdp_plan.model_copy(update={"cast_forward_inputs": False})
-    return parallel.model_copy(update={"fsdp_plan": plan})
+    """The plan as it is applied.
+
+    A generator gets its inputs in their right types: cast by `fully_shard` all together, timesteps and rotary tables
+    would be rounded to bf16, which tells 999 from 1000 no more. A stage stays gathered for the length of a step:
+    several micro-batches are under way in it.
+    """
+    changes: dict[str, bool] = {"cast_forward_inputs": False} if is_generator else {}
+    if parallel.pipeline_parallel_size > 1:
+        changes["reshard_after_forward"] = False
+    return parallel.model_copy(update={"fsdp_plan": parallel.fsdp_plan.model_copy(update=changes)})

@@ -19,6 +19,10 @@ class ForwardBackward(Protocol):
         """Accumulate gradients of Σ terms / denominators; returns this rank's share of each normalised term."""
         ...
 
+    def evaluate(self, micro_batches: Sequence[Batch]) -> Terms:
+        """Each term's sum over micro-batches, without gradients."""
+        ...
+
 
 class PlainForwardBackward:
     """Forward and backward of each micro-batch in turn; gradients are communicated after the last one only.
@@ -48,3 +52,11 @@ class PlainForwardBackward:
             for name, value in normalised.items():
                 totals[name] = totals[name] + value.detach() if name in totals else value.detach()
         return totals
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> Terms:
+        """See `ForwardBackward`."""
+        sums: Terms = {}
+        for batch in micro_batches:
+            for name, value in self._objective.terms(self._model, batch).items():
+                sums[name] = sums[name] + value if name in sums else value
+        return sums

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
+from mindspeed_mm.fsdp.models.share import first_names
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 StepRecord = dict[str, Any]
@@ -43,13 +44,16 @@ def record_step(model: nn.Module, loss: torch.Tensor, grad_norm: torch.Tensor) -
 
     Collective on a sharded model. `loss` is the loss of the whole global batch.
     """
-    gradients = {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
+    copies = first_names(model)  # of a weight on two stages the copy is what is looked at
+    parameters = {copies.get(name, name): p for name, p in model.named_parameters()}
+    gradients = {name: None if p.grad is None else full(p.grad) for name, p in parameters.items()}
     return {"loss": full(loss), "grad_norm": full(grad_norm), "gradients": gradients, "weights": {}}
 
 
 def record_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Full copies of all parameters. Collective on a sharded model."""
-    return {name: full(p) for name, p in model.named_parameters()}
+    copies = first_names(model)
+    return {copies.get(name, name): full(p) for name, p in model.named_parameters()}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DivergedError, MMError
 from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
+from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.optimizer.adamw import set_lr
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
@@ -107,6 +108,7 @@ class TrainEngine:
         all_ranks: Every rank, which stop together; None for one process.
         counts_samples: False on ranks that compute on the samples of another one (tensor and context parallelism).
         context: How sequences are spread over ranks, when they are.
+        pipeline: How layers are spread over ranks, when they are.
         towers: Stand-ins for towers whose modality a rank lacks.
         ema: Moving average of the weights.
         stop_signal: Whether this process was asked to stop.
@@ -126,6 +128,7 @@ class TrainEngine:
     all_ranks: dist.ProcessGroup | None = None
     counts_samples: bool = True
     context: ContextParallel | None = None
+    pipeline: Pipeline | None = None
     towers: IdleTowers | None = None
     ema: Ema | None = None
     stop_signal: StopSignal | None = None
@@ -181,7 +184,7 @@ class TrainEngine:
         set_lr(self.optimizer, lr)
         with explained_out_of_memory(prepared, self.iteration + 1, self.rank):
             local_losses = self.forward_backward([self._own(b) for b in prepared], tally.denominators)
-            norm = grad_norm(self.model.parameters())
+            norm = self._norm()
             for hook in self.hooks:
                 hook.on_gradients(self, norm)
             losses, grad_norm_value = self._read_together(local_losses, norm)
@@ -243,9 +246,8 @@ class TrainEngine:
                 prepared = [self.objective.prepare(batch, training=False) for batch in micro_batches]
                 for name, count in self._tally(prepared).counts.items():
                     counts[name] = counts.get(name, 0) + count
-                for batch in prepared:
-                    for name, value in self.objective.terms(self.model, self._own(batch)).items():
-                        sums[name] = sums[name] + value if name in sums else value
+                for name, value in self.forward_backward.evaluate([self._own(batch) for batch in prepared]).items():
+                    sums[name] = sums[name] + value if name in sums else value
         means = {name: value / max(counts[name], 1) for name, value in sums.items()}
         return self._read_together(means, torch.zeros((), device=self.device))[0]
 
@@ -273,6 +275,11 @@ class TrainEngine:
             self.context.sum_losses(numbers)
         *losses, norm_value = torch.cat([numbers, norm.to(numbers.dtype).reshape(1)]).tolist()
         return dict(zip(names, losses, strict=True)), norm_value
+
+    def _norm(self) -> torch.Tensor:
+        if self.pipeline is None:
+            return grad_norm(self.model.parameters())
+        return grad_norm(self.pipeline.counted_parameters(), self.pipeline.group)
 
     def _update(self, norm: torch.Tensor) -> None:
         if self.training.clip_grad > 0:

@@ -40,6 +40,7 @@ from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, build_objective
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
+from mindspeed_mm.fsdp.models.share import whole_of
 from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
@@ -47,12 +48,13 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
-from mindspeed_mm.fsdp.train.failures import ending_of, explained
-from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
+from mindspeed_mm.fsdp.train.failures import PeersLost, ending_of, explained, has_lost_peers
+from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward, PlainForwardBackward
 from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, LogHook, ValidationHook
 from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
+from mindspeed_mm.fsdp.train.pipeline_forward_backward import PipelineForwardBackward
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
 from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
@@ -207,8 +209,11 @@ class Trainer:
                 self.data_group = self.state.get_dp_group() if self.state.data_size > 1 else None
             with numerics(self.arguments):
                 yield
-        except BaseException:
+        except BaseException as error:
+            absent = self.watchdog.absent() if self.watchdog is not None and has_lost_peers(error) else ""
             leave(joined_already, wait=False)  # the other ranks may never arrive
+            if absent:
+                raise PeersLost(f"lost other ranks: {absent}", way_out="See there what happened.") from error
             raise
         with self._setup("leaving together"):
             leave(joined_already, wait=True)
@@ -281,7 +286,7 @@ class Trainer:
         engine = TrainEngine(
             model=assembled.model,
             objective=objective,
-            forward_backward=PlainForwardBackward(assembled.model, objective, set_gradient_sync),
+            forward_backward=self._forward_backward(assembled, objective),
             optimizer=optimizer,
             schedule=build_schedule(self.arguments, total_steps),
             training=training,
@@ -290,6 +295,7 @@ class Trainer:
             all_ranks=dist.group.WORLD if self.world_size > 1 else None,
             counts_samples=self.state.is_first_of_its_samples,
             context=assembled.context,
+            pipeline=assembled.pipeline,
             towers=assembled.towers,
             ema=ema,
             stop_after=self.options.steps,
@@ -303,6 +309,12 @@ class Trainer:
             else:
                 seed_everything(training.seed, self.state.random_rank, engine.iteration)
         return engine
+
+    def _forward_backward(self, assembled: Assembled, objective: Objective) -> ForwardBackward:
+        if assembled.pipeline is None:
+            return PlainForwardBackward(assembled.model, objective, set_gradient_sync)
+        pp_plan = self.arguments.parallel.pp_plan
+        return PipelineForwardBackward(assembled.pipeline, objective, pp_plan, self.device)
 
     def _build_hooks(
         self, assembled: Assembled, record: RunRecord, resume: ResumePoint, loader: Any, validation_set: Any
@@ -393,8 +405,9 @@ class Trainer:
         }
 
     def _introduce(self, assembled: Assembled, loader: Any, engine: TrainEngine) -> None:
-        parameters = sum(p.numel() for p in assembled.model.parameters())
-        trainable = sum(p.numel() for p in assembled.model.parameters() if p.requires_grad)
+        whole = whole_of(assembled.model)
+        parameters = sum(p.numel() for p in whole.parameters())
+        trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
         dtype = self.arguments.parallel.fsdp_plan.param_dtype or "fp32"
         note = self.progress.note
         for warning in (*self.config.warnings, *assembled.warnings, *assembled.loaded.warnings):
@@ -407,6 +420,8 @@ class Trainer:
             note(f"lora   {assembled.lora}")
         if assembled.tensor_plan is not None:
             note(f"split  {assembled.tensor_plan.describe()}")
+        if assembled.pipeline is not None:
+            note(f"split  {assembled.pipeline.plan.describe()}")
         if assembled.experts is not None:
             note(f"split  {assembled.experts.describe()}")
         if assembled.media is not None:

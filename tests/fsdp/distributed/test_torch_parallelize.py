@@ -139,17 +139,10 @@ def test_trainable_parameters_of_one_unit_share_a_dtype():
     check_dtypes(["blocks.0"], [block], set())
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "pipeline_parallel_size",
-        "expert_parallel_size",
-    ],
-)
-def test_what_is_not_built_is_refused(key):
-    applier = ParallelApplier(ParallelArguments.model_validate({key: 2}))
-    with pytest.raises(ConfigError, match=f"parallel.{key}  2 is not supported yet"):
-        applier.pre_fully_shard_apply(nn.Module())
+def test_stages_are_made_before():
+    applier = ParallelApplier(ParallelArguments.model_validate({"pipeline_parallel_size": 2}))
+    with pytest.raises(ConfigError, match="parallel.pipeline_parallel_size  2, and the model was not split"):
+        applier.pre_fully_shard_apply(nn.Linear(2, 2))
 
 
 class Recorder:

@@ -22,6 +22,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 
@@ -56,6 +57,8 @@ class DiffusionAdapter(ABC):
     """Patterns of the transformer's repeated blocks in execution order: what is sharded and recomputed one by one."""
     sample_plan: ClassVar[SamplePlan | None] = None
     """Where forward is cut when a sample is spread over ranks; None: it cannot be."""
+    cut_points: ClassVar[CutPoints | None] = None
+    """Where the transformer is cut into stages; None: it cannot be."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module patterns that LoRA adapts when the YAML names none."""
     tokenizer: ClassVar[str]
@@ -201,6 +204,15 @@ class DiffusionAdapter(ABC):
             output: What forward returned.
             latent_shape: (B, C, H, W) or (B, C, T, H, W).
         """
+
+    def stage_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
+        """Shapes of what passes between stages, for families with `cut_points`: hidden states, then the outputs of the
+        module that `cut_points.carried` names.
+
+        Args:
+            batch: A prepared micro-batch.
+        """
+        raise NotImplementedError
 
     def init_weights(self, module: nn.Module) -> None:
         """From scratch: set a module's own parameters that torch's `reset_parameters` does not know. A module that has

@@ -14,6 +14,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.cut_points import CutPoints
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
@@ -32,6 +33,13 @@ class WanAdapter(DiffusionAdapter):
     pipelines = {"t2v": "WanPipeline", "i2v": "WanImageToVideoPipeline"}
     blocks = ("blocks.{*}",)
     sample_plan = SamplePlan(module_inputs={"blocks.0": 1}, module_outputs={"rope": 1})
+    cut_points = CutPoints(
+        layers="blocks",
+        behind=("norm_out", "proj_out"),
+        behind_parameters=("scale_shift_table",),
+        carried="condition_embedder",
+        carried_outputs=4,
+    )
     lora_targets = tuple(f"blocks.{{*}}.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
     tokenizer = "tokenizer"
 
@@ -141,6 +149,18 @@ class WanAdapter(DiffusionAdapter):
         if "image_embeds" in batch:
             inputs["encoder_hidden_states_image"] = batch["image_embeds"]
         return inputs
+
+    def stage_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
+        """Hidden states (B, tokens, D); of the time (B, D) and (B, 6 D), of the text (B, L, D) and, for i2v, of the
+        picture (B, N, D)."""
+        config = self.transformer_config
+        width = config.get("num_attention_heads", 40) * config.get("attention_head_dim", 128)
+        rows, *size = batch["latents"].shape
+        shapes = [(rows, self.geometry.tokens(tuple(size)), width), (rows, width), (rows, 6 * width)]
+        shapes.append((rows, batch["prompt_embeds"].shape[1], width))
+        if "image_embeds" in batch:
+            shapes.append((rows, batch["image_embeds"].shape[1], width))
+        return shapes
 
     def _first_frame_mask(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """(B, frames of a latent frame, T, H, W): one where frames are given."""

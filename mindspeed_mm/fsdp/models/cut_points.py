@@ -1,0 +1,88 @@
+"""Where a model can be cut into stages that run one after the other: data, read off the live model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+
+KEY = "parallel.pipeline_parallel_size"
+
+
+@dataclass(frozen=True)
+class CutPoints:
+    """The list of layers that is cut, and what stands around it. Modules named nowhere here belong to the first stage.
+
+    Code between layers runs on the stage that has the layer in front of it; code in front of the layers runs on every
+    stage (masks, rotary tables), with placeholders where modules of the first stage would be called.
+    """
+
+    layers: str
+    """Name of the list."""
+    behind: tuple[str, ...]
+    """Modules of the last stage, in the order in which they are called; the first takes what the last layer returns."""
+    behind_parameters: tuple[str, ...] = ()
+    """Parameters of the modules around the list that the last stage uses."""
+    embedding: str = ""
+    """The token embedding: what is called elsewhere in its place must return hidden states, of zeros."""
+    carried: str = ""
+    """A module of the first stage whose outputs all stages need: they travel beside the hidden states."""
+    carried_outputs: int = 0
+    """How many outputs it returns; some may be None."""
+
+
+def find_cut_points(model: nn.Module) -> CutPoints:
+    """The cut points of a model: a generator's adapter states them, a model of one's own by `get_cut_points()`, of a
+    decoder of transformers they are read off.
+
+    Raises:
+        ConfigError: They are not known.
+    """
+    own = getattr(model, "get_cut_points", None)
+    if own is not None:
+        return own()
+    adapter = getattr(model, "_mm_adapter", None)
+    points = adapter.cut_points if adapter is not None else _of_decoder(model)
+    if points is None:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be cut into stages: its family states no cut points",
+            key=KEY,
+            way_out="Set it to 1; shard (fully_shard_parallel_size) or split matrices (tensor_parallel_size) instead.",
+        )
+    return points
+
+
+def _of_decoder(model: nn.Module) -> CutPoints | None:
+    """`embed_tokens → layers → norm` inside, `lm_head` outside, as all decoders of transformers have it."""
+    decoder = _part(model, "get_decoder")
+    embedding, head = _part(model, "get_input_embeddings"), _part(model, "get_output_embeddings")
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if decoder is None or embedding is None or not isinstance(layers, nn.ModuleList) or norm is None:
+        return None
+    known = {id(embedding), id(layers), id(norm)}
+    strange = [
+        name
+        for name, child in decoder.named_children()
+        if id(child) not in known and next(child.parameters(), None) is not None
+    ]
+    if strange:
+        raise ConfigError(
+            f"{type(decoder).__name__} holds {', '.join(strange)}, and nobody says which stage needs it",
+            key=KEY,
+            way_out="Set it to 1, or give the model class a get_cut_points().",
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    behind = [names[id(norm)], *([names[id(head)]] if head is not None else [])]
+    return CutPoints(layers=names[id(layers)], behind=tuple(behind), embedding=names[id(embedding)])
+
+
+def _part(model: nn.Module, getter: str) -> Any:
+    get = getattr(model, getter, None)
+    try:
+        module = get() if get is not None else None
+    except (AttributeError, NotImplementedError):  # transformers' way to say that there is none
+        return None
+    return module if isinstance(module, nn.Module) else None
