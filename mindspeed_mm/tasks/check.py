@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.encoder_sizes import check_encoder_plan, is_given
 from mindspeed_mm.fsdp.params.loader import PluginKeys, ResolvedConfig, load_config, read_plugins
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.path_checks import check_paths
 
 
@@ -190,12 +190,22 @@ class _Check:
         if arguments.features.recompute:
             applier = FeaturesApplier(arguments.features, find_blocks(self.model))
             self._collect([partial(applier.modules_to_recompute, self.model)])
-        self._collect([partial(check_plans, self.model, arguments)])
+        self._collect([partial(check_plans, self.model, arguments), self.experts])
         if self.adapter is not None and not (arguments.model.train_from_scratch or arguments.training.load):
             self._collect([lambda: find_entries(transformer_weights(self.adapter.folder))])
         if arguments.training.lora.enable:
             targets = self.adapter.lora_targets if self.adapter is not None else ()
             self._collect([partial(apply_lora, self.model, arguments.training.lora, default_targets=targets)])
+
+    def experts(self) -> None:
+        """Experts can be spread, balanced and kept from padding as the plan says; a warning where they are padded."""
+        from mindspeed_mm.fsdp.distributed.expert_parallel_plan import is_spread, padding_warnings
+
+        parallel = self.config.arguments.parallel
+        sizes = resolve_parallel_sizes(parallel, self.nproc) if self.nproc else None
+        check_expert_features(self.model, self.config.arguments, sizes)
+        if sizes is not None and not is_spread(parallel):
+            self.result.warnings += padding_warnings(self.model, sizes.fsdp)
 
     def first_samples(self) -> None:
         """The data set opens and its first batch is made."""
@@ -307,6 +317,41 @@ def check_towers_plan(model: Any, parallel: ParallelArguments) -> list[str]:
     names = sorted({tower.module for tower in find_towers(model)})
     check_towers(model, names, in_teams=(plan.ring_attention_size or 1) * (plan.ulysses_parallel_size or 1) > 1)
     return names if plan.tensor_parallel_size == 1 else []
+
+
+def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes | None) -> None:
+    """What the configuration asks of a model's experts fits the model. Raises `ConfigError`.
+
+    Args:
+        model: Built; it is not for training afterwards.
+        arguments: The whole configuration.
+        sizes: Of the groups, if the number of ranks is known.
+    """
+    from mindspeed_mm.fsdp.distributed.expert_parallel_plan import (
+        balance_copies,
+        check_experts,
+        check_inside,
+        is_spread,
+    )
+    from mindspeed_mm.fsdp.distributed.fully_shard_parallel import is_below
+    from mindspeed_mm.fsdp.loss.router_aux import RouterLogits
+    from mindspeed_mm.fsdp.models.experts_choice import choose_experts
+    from mindspeed_mm.fsdp.models.spec import resolve_spec
+
+    features, parallel = arguments.features, arguments.parallel
+    copies = balance_copies(features, parallel)
+    choose_experts(model, grouped=False, skip_padding=features.skip_moe_pad_tokens)
+    if features.loss_cfg.router_aux_loss_coef:
+        RouterLogits(model)
+    if not is_spread(parallel):
+        return
+    efsdp = sizes.efsdp if sizes is not None else parallel.expert_fully_shard_parallel_size or 1
+    experts = check_experts(model, parallel, parallel.expert_parallel_size, efsdp, copies)
+    names, plan, spec = [name for name, _ in model.named_modules()], parallel.fsdp_plan, resolve_spec(model)
+    own = [*spec.shard_modules, *(name for group in spec.tie_groups for name in group)]
+    wrapped = resolve_patterns(plan.apply_modules, names, key="parallel.fsdp_plan.apply_modules") or own
+    ignored = resolve_patterns(plan.ignored_modules, names, key="parallel.fsdp_plan.ignored_modules")
+    check_inside(experts, lambda name: is_below(name, wrapped) and not is_below(name, ignored))
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

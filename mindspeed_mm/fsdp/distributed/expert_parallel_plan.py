@@ -24,6 +24,8 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 KEY = "parallel.expert_parallel_size"
 _MODULES = "parallel.ep_plan.apply_modules"
 _DISPATCHER = "parallel.ep_plan.dispatcher"
+_MOST = 5
+"""How many problems a message lists."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,18 @@ def resolve_expert_plan(model: nn.Module, parallel: ParallelArguments, sizes: Pa
     Raises:
         ConfigError: With all problems.
     """
+    names = check_experts(model, parallel, sizes.ep, sizes.efsdp, copies)
+    experts = max(expert_count(model.get_submodule(name)) for name in names)
+    return ExpertPlan(tuple(names), experts, sizes, parallel.ep_plan.dispatcher, copies)
+
+
+def check_experts(model: nn.Module, parallel: ParallelArguments, ep: int, efsdp: int, copies: int) -> list[str]:
+    """Names of the modules to spread, when all of them can be. Arguments and errors as of `resolve_expert_plan`."""
     check_expert_plan(parallel)
     names = expert_modules(model, parallel.ep_plan)
     modules = {name: model.get_submodule(name) for name in names}
     problems = [
-        *size_problems({name: expert_count(module) for name, module in modules.items()}, sizes.ep),
+        *size_problems({name: expert_count(module) for name, module in modules.items()}, ep),
         *_part_problems(modules),
         *_own_plan_problems(model, parallel.ep_plan, names),
     ]
@@ -79,11 +88,10 @@ def resolve_expert_plan(model: nn.Module, parallel: ParallelArguments, sizes: Pa
         what = f"{others[0]} has a forward of its own (ep_forward), which knows no copies of experts"
         problems.append(Problem(what, key="features.enable_ep_balance", way_out="Set it to false."))
     if not problems:
-        problems = [problem for name, module in modules.items() for problem in _cut_problems(name, module, sizes)][:1]
+        problems = [problem for name, module in modules.items() for problem in _cut_problems(name, module, ep, efsdp)]
     if problems:
-        raise ConfigError("the experts cannot be spread as the plan says", problems=problems)
-    experts = max(expert_count(module) for module in modules.values())
-    return ExpertPlan(tuple(names), experts, sizes, parallel.ep_plan.dispatcher, copies)
+        raise ConfigError("the experts cannot be spread as the plan says", problems=problems[:_MOST])
+    return names
 
 
 def check_expert_plan(parallel: ParallelArguments) -> None:
@@ -113,8 +121,16 @@ def balance_copies(features: FeatureArguments, parallel: ParallelArguments) -> i
     """Copies of busy experts that a rank may hold; 0 without `enable_ep_balance`.
 
     Raises:
-        ConfigError: There are no ranks to balance between, or the dispatcher has no way for copies.
+        ConfigError: There are no ranks to balance between, or the dispatcher has no way for copies; or a feature of
+            experts is asked for together with pipeline stages.
     """
+    asked = {
+        "features.skip_moe_pad_tokens": features.skip_moe_pad_tokens,
+        "features.loss_cfg.router_aux_loss_coef": features.loss_cfg.router_aux_loss_coef,
+    }
+    if parallel.pipeline_parallel_size > 1 and (keys := [key for key, value in asked.items() if value]):
+        what = "together with pipeline stages, is not supported yet"
+        raise ConfigError(f"{asked[keys[0]]}, {what}", key=keys[0], way_out="Leave it out, or use no stages.")
     if not features.enable_ep_balance:
         return 0
     key, size, dispatcher = "features.enable_ep_balance", parallel.expert_parallel_size, parallel.ep_plan.dispatcher
@@ -255,12 +271,13 @@ def _own_plan_problems(model: nn.Module, plan: EpPlan, names: Sequence[str]) -> 
     return [Problem(what, key=key, way_out="Leave apply_efsdp_modules out: it is the same modules.")]
 
 
-def _cut_problems(name: str, module: nn.Module, sizes: ParallelSizes) -> Iterator[Problem]:
+def _cut_problems(name: str, module: nn.Module, ep: int, efsdp: int) -> Iterator[Problem]:
     for inner, parameter in module.named_parameters():
-        if cut_dim(parameter.shape, sizes.ep, sizes.efsdp) is None:
-            widths = " × ".join(map(str, parameter.shape))
+        if cut_dim(parameter.shape, ep, efsdp) is None:
+            shape = " × ".join(map(str, parameter.shape))
+            fitting = nearest_divisors(parameter.shape[-1], efsdp)
             yield Problem(
-                f"{sizes.efsdp} ranks cannot cut {name}.{inner} ({widths}, {sizes.ep} ways by expert) evenly",
+                f"{efsdp} ranks cannot cut {name}.{inner} ({shape}, {ep} ways by expert) evenly",
                 key="parallel.expert_fully_shard_parallel_size",
-                way_out=f"Nearest that can: {', '.join(map(str, nearest_divisors(parameter.shape[1], sizes.efsdp)))}.",
+                way_out=f"Nearest sizes that do: {', '.join(map(str, fitting))}.",
             )

@@ -104,7 +104,7 @@ def combine(outputs_SH: torch.Tensor, pairs: Pairs, weights_TK: torch.Tensor) ->
     weighted = outputs_SH * weights_TK.reshape(-1)[pairs.slots_S, None]
     # Slots and a sum instead of `index_add`, which adds in any order on an accelerator.
     slots = weighted.new_zeros(tokens * choices, weighted.shape[1]).index_copy(0, pairs.slots_S, weighted)
-    return slots.view(tokens, choices, -1).sum(dim=1)
+    return slots.view(tokens, choices, weighted.shape[1]).sum(dim=1)
 
 
 class ExpertsForward:

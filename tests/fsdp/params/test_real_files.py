@@ -79,7 +79,7 @@ def test_expert_file_with_merge_keys() -> None:
     assert (plan.recipe_name, plan.quant_converters) == ("mxfp8", ("quantize.linear.mx",))
     assert plan.extra_args == {"block_size": 32}
     unbuilt = {problem.key for problem in unbuilt_features(arguments)}
-    assert {"parallel.expert_parallel_size", "features.enable_chunk_loss", "training.quantization_plan"} <= unbuilt
+    assert {"features.enable_chunk_loss", "training.quantization_plan"} <= unbuilt
 
 
 def test_text_suite_file() -> None:
