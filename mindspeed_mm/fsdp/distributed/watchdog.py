@@ -15,7 +15,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,14 @@ class Watchdog:
             yield
         finally:
             self._leave_phase()
+
+    def absent(self) -> str:
+        """Which ranks do not answer when those that are left call one another, after a collective that failed. Empty on
+        one host, where the launcher knows it. Takes the grace period, at most twice."""
+        if len(set(self.hosts)) < 2:
+            return ""
+        places = _places("lost the other ranks", self._grace_s)
+        return "; ".join(self._lines({rank: place for rank, place in places.items() if place in (SILENT, UNKNOWN)}))
 
     def close(self) -> None:
         """Stop watching."""
@@ -186,17 +194,18 @@ def _exchange(places: dict[int, str], grace_s: float) -> None:
     """Publish this rank's place and read the others' into `places`, over a connection of its own."""
     if not _meeting_place_answers(grace_s):
         return
-    store = dist.distributed_c10d._get_default_store().clone()
     rank = _rank()
-    store.set(f"hang/{rank}", places[rank])
     missing = [other for other in places if other != rank]
-    places.update(dict.fromkeys(missing, SILENT))
-    deadline = time.monotonic() + grace_s
-    while missing and time.monotonic() < deadline:
-        for other in [other for other in missing if store.check([f"hang/{other}"])]:
-            places[other] = store.get(f"hang/{other}").decode()
-            missing.remove(other)
-        time.sleep(0.1)
+    with suppress(RuntimeError):  # the store may go while it is asked: with the host that keeps it
+        store = dist.distributed_c10d._get_default_store().clone()
+        store.set(f"hang/{rank}", places[rank])
+        places.update(dict.fromkeys(missing, SILENT))
+        deadline = time.monotonic() + grace_s
+        while missing and time.monotonic() < deadline:
+            for other in [other for other in missing if store.check([f"hang/{other}"])]:
+                places[other] = store.get(f"hang/{other}").decode()
+                missing.remove(other)
+            time.sleep(0.1)
 
 
 def _meeting_place_answers(limit_s: float) -> bool:
