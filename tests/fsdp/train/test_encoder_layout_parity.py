@@ -48,11 +48,11 @@ CASES = {  # name → (rows, ranks, data ranks, accumulation, overrides)
     "ring2, whole media": ("pictures", 2, 1, 2, (RING, *WHOLE_MEDIA)),
     "dp2, tower ulysses2": ("pictures", 2, 2, 4, (BALANCE, TEAM_ULYSSES)),
     "balance, dp2 × tp2, whole tower": ("pictures", 4, 2, 2, (BALANCE, TP, WHOLE_TOWER)),
-    "balance, dp2 × tp2": ("pictures", 4, 2, 2, (BALANCE, TP)),
     "balance, dp2 × ulysses2, whole media": ("videos", 4, 2, 4, (BALANCE, ULYSSES, *WHOLE_MEDIA)),
-    "balance, dp2 × ring2": ("pictures", 4, 2, 4, (BALANCE, RING)),
 }
 SLOW = {
+    "balance, dp2 × tp2": ("pictures", 4, 2, 2, (BALANCE, TP)),
+    "balance, dp2 × ring2": ("pictures", 4, 2, 4, (BALANCE, RING)),
     "balance, dp2, recompute": ("videos", 2, 2, 2, (BALANCE, RECOMPUTE)),
     "balance, dp2, lora": ("pictures", 2, 2, 2, (BALANCE, *LORA)),
     "balance, dp2, frozen": ("pictures", 2, 2, 2, (BALANCE, FROZEN)),
@@ -69,8 +69,8 @@ SLOW = {
         ("videos", 8, 2, 2, (BALANCE, TP, RING, WHOLE_TOWER, *WHOLE_MEDIA)),
 }  # fmt: skip
 FAULTS = {
-    "features in another order": "balance, dp2 × tp2, whole tower",
-    "gradients counted on every tensor rank": "balance, dp2 × tp2, whole tower",
+    "features in another order": "balance, dp2",
+    "gradients counted on every tensor rank": "tp2, whole tower",
     "gradients of one context rank alone": "ring2, whole media",
     "tower not summed over tensor ranks": "tp2, whole tower",
 }
