@@ -294,6 +294,13 @@ def check_plans(model: Any, arguments: Arguments) -> None:
         plan = resolve_tensor_plan(model, parallel.tp_plan).without(whole_towers)
         check_split_sizes(model, plan, parallel.tensor_parallel_size)
         sequence_stretches(model, plan)
+    if parallel.pipeline_parallel_size > 1:
+        from mindspeed_mm.fsdp.distributed.pipeline_parallel import check_composition
+        from mindspeed_mm.fsdp.distributed.pipeline_plan import plan_stages
+        from mindspeed_mm.fsdp.models.cut_points import find_cut_points
+
+        check_composition(model, parallel)
+        plan_stages(model, find_cut_points(model), parallel.pipeline_parallel_size, parallel.pp_plan)
     is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
     if is_spread and not hasattr(model, "_mm_adapter"):
         from mindspeed_mm.fsdp.train.assemble import check_spread_sequences

@@ -110,26 +110,14 @@ def hidden_dtype(model: nn.Module, parallel: ParallelArguments) -> torch.dtype:
 
 
 def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
-    """Raise `ConfigError` for plans that do not go together with stages."""
+    """Raise `ConfigError` for models that do not go together with stages; what the configuration alone shows is in
+    `params/pipeline_checks.py`."""
     is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
     if is_spread and hasattr(model, "_mm_adapter"):
         raise ConfigError(
             "a generator's samples cannot be spread over ranks as well: several are under way at a time",
             key=f"{KEY} · parallel.ring_attention_size · parallel.ulysses_parallel_size",
             way_out="Set one of them to 1.",
-        )
-    chunks = parallel.pp_plan.virtual_stages > 1 or parallel.pp_plan.schedule == "zbv"
-    if parallel.tensor_parallel_size > 1 and parallel.tp_plan.sequence_parallel and chunks:
-        raise ConfigError(
-            "sequence parallelism joins tokens behind the last layer of a rank, not behind each chunk",
-            key="parallel.tp_plan.sequence_parallel",
-            way_out="Leave it empty, or use the schedule 1f1b or gpipe.",
-        )
-    if parallel.fsdp_plan.output_dtype is not None:
-        raise ConfigError(
-            f"'{parallel.fsdp_plan.output_dtype}' would be the type of what passes between stages",
-            key="parallel.fsdp_plan.output_dtype",
-            way_out="Leave it out.",
         )
     if hasattr(model, "fully_shard"):
         raise ConfigError(

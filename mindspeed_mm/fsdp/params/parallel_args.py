@@ -71,13 +71,15 @@ class PpPlan(Section):
     """Pipeline parallelism."""
 
     split_points: Names = ()
-    """First module of each further stage. Empty: stages of equal cost."""
+    """First module of each further stage; what stands behind the layers (`model.norm`) makes a last stage without any.
+    Empty: stages of equal cost, by numbers of parameters."""
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zbv"] = "1f1b"
-    """Order of forward and backward passes."""
+    """Order of forward and backward passes. zbv has two chunks on a rank: stages go forth and back."""
     virtual_stages: Positive = 1
-    """Model chunks on a rank."""
+    """Model chunks on a rank, with interleaved1f1b."""
     micro_batches: Positive | None = None
-    """Micro-batches in flight; null: `gradient_accumulation_steps`."""
+    """Micro-batches that go through the pipeline together; null: `gradient_accumulation_steps`, all of a step. A divisor
+    of it makes rounds: less memory under gpipe, more time in which ranks wait."""
 
 
 class EpPlan(Section):

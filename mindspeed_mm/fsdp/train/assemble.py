@@ -21,10 +21,10 @@ from mindspeed_mm.fsdp.distributed.expert_parallel_plan import ExpertPlan, balan
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import expect_views
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
-from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, split_into_stages
+from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, check_units, split_into_stages
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
-from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
+from mindspeed_mm.fsdp.features.apply_features import RECOMPUTE_MODULES, FeaturesApplier
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
 from mindspeed_mm.fsdp.loss.router_aux import leave_router_loss_to_us
 from mindspeed_mm.fsdp.models.attention_choice import attention_name
@@ -131,6 +131,8 @@ def assemble(
     plans.pre_fully_shard_apply(model)
     if plans.context is not None and adapter is None:
         check_spread_sequences(model, arguments)
+    if pipeline is not None and arguments.features.recompute:
+        check_units(features.modules_to_recompute(pipeline.share.whole), pipeline.plan, RECOMPUTE_MODULES)
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
     if pipeline is not None:
         towers = build_stages(pipeline, spec, model, casts_inputs=adapter is None)

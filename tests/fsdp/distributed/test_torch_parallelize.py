@@ -141,7 +141,7 @@ def test_trainable_parameters_of_one_unit_share_a_dtype():
 
 def test_stages_are_made_before():
     applier = ParallelApplier(ParallelArguments.model_validate({"pipeline_parallel_size": 2}))
-    with pytest.raises(ConfigError, match="parallel.pipeline_parallel_size  2, and the model was not split"):
+    with pytest.raises(ConfigError, match="the model was not split into stages"):
         applier.pre_fully_shard_apply(nn.Linear(2, 2))
 
 

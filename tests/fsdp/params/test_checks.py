@@ -114,7 +114,6 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("parallel.pipeline_parallel_size", 2),
         ("features.recompute_plan.mode", "selective"),
         ("features.enable_chunk_loss", True),
         ("features.enable_activation_offload", True),
