@@ -102,7 +102,7 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
         "first samples": [("rows.json:3", 4)],
     }
     assert result.skipped == {"batch keys": "module patterns", "samples": "module patterns"}
-    assert result.findings[0].problem.where.endswith("run.yaml:2:33")
+    assert result.findings[0].problem.where.endswith("run.yaml:2:31")
     assert "'layers.0'" in result.findings[2].problem.way_out
 
 
