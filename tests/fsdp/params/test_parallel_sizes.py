@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
@@ -49,6 +50,14 @@ def test_expert_groups_follow_the_sharding_group() -> None:
         ({"ulysses_parallel_size": 4, "fully_shard_parallel_size": 2}, "ulysses_parallel_size", ("4", "2")),
         ({"expert_parallel_size": 3}, "expert_parallel_size", ("3", "8")),
         ({"data_parallel_size": 4}, "data_parallel_size", ("4", "8")),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "pipeline_parallel_size", ("6", "8")),
+        ({"tensor_parallel_size": 2, "ring_attention_size": 3}, "ring_attention_size", ("3", "4")),
+        ({"tensor_parallel_size": 4, "ring_attention_size": 2, "ulysses_parallel_size": 2}, "ulysses", ("4", "2")),
+        (
+            {"expert_parallel_size": 2, "expert_fully_shard_parallel_size": 3},
+            "expert_fully_shard_parallel_size",
+            ("6", "8"),
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_name_both_numbers(keys: dict[str, Any], key: str, numbers: tuple[str, str]) -> None:
@@ -57,3 +66,26 @@ def test_sizes_that_do_not_fit_name_both_numbers(keys: dict[str, Any], key: str,
     problem = caught.value.problems[0]
     assert key in problem.key
     assert all(number in problem.what for number in numbers)
+
+
+def test_the_nearest_sizes_that_fit_are_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        sizes(24, tensor_parallel_size=5)
+    assert caught.value.problems[0].way_out == "Nearest sizes that do: 3, 4, 6."
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, "two", True, None])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "ring_attention_size",
+        "ulysses_parallel_size",
+        "expert_parallel_size",
+        "fully_shard_parallel_size",
+    ],
+)
+def test_a_size_is_a_whole_number_from_1(key: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=key):
+        ParallelArguments.model_validate({key: value})

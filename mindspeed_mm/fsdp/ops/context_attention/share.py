@@ -102,7 +102,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0]
-        if ctx.sum_gradients:
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(gradient, group=ctx.share.groups.everyone)
-        return ctx.share.take(gradient, ctx.dim), None, None, None
+        if not ctx.sum_gradients:
+            return ctx.share.take(gradient, ctx.dim), None, None, None
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.to(exact, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.share.groups.everyone)
+        return ctx.share.take(total, ctx.dim).to(gradient.dtype), None, None, None

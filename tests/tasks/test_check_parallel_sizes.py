@@ -1,0 +1,96 @@
+"""`mm check` on real models: sizes that do not fit heads, layers or features, and plans that do not fit the model, are
+found before anything is trained; each error names what does not fit and what would (catalogue I)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.tasks import check
+from tests.helpers.tiny_generator_run import make_tiny_generator_run
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_tiny_run
+
+NORMS = '"*.layers.{*}.input_layernorm"'
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 96}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    (root / "six").mkdir()
+    make_tiny_qwen3_vl(root / "six" / "model", **SIX_HEADS)
+    return {
+        "vlm": make_tiny_run(root / "vlm"),
+        "six heads": make_tiny_run(root / "six"),
+        "flux": make_tiny_generator_run(root / "flux"),
+    }
+
+
+# name → (run, overrides, what is wrong, way out)
+CASES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
+    "I100 query heads": ("vlm", ("tensor_parallel_size=3",), "3 does not divide the 4 heads of", "1, 2, 4"),
+    "I100 key-value heads": ("vlm", ("tensor_parallel_size=4",), "4 does not divide the 2 heads of", "1, 2"),
+    "I100 features": ("vlm", ("tensor_parallel_size=3",), "3 does not divide the 64 features of", "2, 4"),
+    "I100 heads of a tower": ("six heads", ("tensor_parallel_size=3",), "3 does not divide the 2 num_heads", "1, 2"),
+    "I100 heads of a generator": ("flux", ("tensor_parallel_size=7",), "7 does not divide the", "Nearest"),
+    "I104 nothing matches": (
+        "vlm",
+        (
+            "tensor_parallel_size=2",
+            'tp_plan.colwise_parallel=["model.language_model.layers.{*}.self_attn.q_prj"]',
+            'tp_plan.rowwise_parallel=["*.o_proj"]',
+        ),
+        "q_prj",
+        "q_proj",
+    ),
+    "half of a pair": (
+        "vlm",
+        ("tensor_parallel_size=2", 'tp_plan.colwise_parallel=["*.q_proj"]'),
+        "split by output features, and no layer near it by input features",
+        "",
+    ),
+    "a norm left out of the slice": (
+        "vlm",
+        ("tensor_parallel_size=2", f"tp_plan.sequence_parallel=[{NORMS}]"),
+        "runs on a slice of the sequence too",
+        "Name it as well",
+    ),
+    "two streams in slices": (
+        "flux",
+        ("tensor_parallel_size=2", 'tp_plan.sequence_parallel=["transformer_blocks.{*}.norm1"]'),
+        "side by side",
+        "ulysses_parallel_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_that_does_not_fit_is_found(name: str, runs: dict[str, Path]) -> None:
+    run, words, what, way_out = CASES[name]
+    result = check.run(runs[run], [f"parallel.{word}" for word in words])
+    problems = [finding.problem for finding in result.findings if finding.stage == "module patterns"]
+    found = [problem for problem in problems if what in f"{problem.key} {problem.what}"]
+    assert found, problems
+    assert any(way_out in (problem.way_out or "") for problem in found), found
+    assert result.exit_code == 2
+
+
+def test_the_models_own_loss_needs_whole_rows(runs: dict[str, Path]) -> None:
+    words = ["parallel.ring_attention_size=2", "features.loss_cfg.loss_type=raw"]
+    (finding,) = check.run(runs["vlm"], words).findings
+    assert finding.problem.key == "features.loss_cfg.loss_type"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tensor_parallel_size=2", "ring_attention_size=2", "ulysses_parallel_size=2"),
+        ("ulysses_parallel_size=3",),
+        ("ring_attention_size=5",),
+    ],
+)
+def test_what_need_not_divide_is_no_problem(words: tuple[str, ...], runs: dict[str, Path]) -> None:
+    """Heads over Ulysses and tokens over ranks may be uneven, with tensor parallelism and without."""
+    assert check.run(runs["vlm"], [f"parallel.{word}" for word in words]).findings == []
