@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder, how_
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.tasks.launcher import _last_words, _rendezvous
 from tests.helpers.distributed import run_ranks
+from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.helpers.runs import differing, mm, newest, tensors, train
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run
@@ -59,20 +59,6 @@ def wait_for_step(process: subprocess.Popen[str], save: Path, step: int) -> None
         time.sleep(0.01)
 
 
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Rank → process id of the launcher's children."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int(re.search(r"^PPid:\s*(\d+)", (folder / "status").read_text(), re.M)[1])  # type: ignore[index]
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", (folder / "environ").read_bytes())
-        except OSError:
-            continue
-        if parent == process.pid and rank:
-            found[int(rank[1])] = int(folder.name)
-    return found
-
-
 def finish(yaml: str, saves: list[str], last_step: int) -> None:
     """Train both to the same step on this rank."""
     for save in saves:
@@ -99,7 +85,7 @@ def test_stopped_then_killed_then_continued(yaml: Path, tmp_path: Path) -> None:
 
         process = start(yaml, save)
         wait_for_step(process, save, stopped_at + 2)
-        pids = ranks_of(process)
+        pids = ranks_of(process.pid)
         killed = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         out, said = process.communicate(timeout=LIMIT_S)
@@ -124,14 +110,11 @@ def test_ranks_do_not_outlive_their_launcher(yaml: Path, tmp_path: Path) -> None
     save = tmp_path / "save"
     process = start(yaml, save)
     wait_for_step(process, save, 1)
-    ranks = ranks_of(process)
+    ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)  # ranks hold the other ends of the pipes: this returns when they leave
-    deadline = time.monotonic() + LIMIT_S
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_gone(ranks.values(), LIMIT_S)
     assert json.loads((save / "run.json").read_text())["status"] == "stopped"  # they agreed on a step and saved
 
 

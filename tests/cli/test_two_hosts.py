@@ -6,6 +6,7 @@ is missing and where to go on, and the same command goes on.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.processes import ranks_of
 from tests.helpers.runs import differing, newest, tensors, train
 from tests.helpers.tiny_run import make_tiny_run
 from tests.helpers.two_hosts import TwoHosts, two_hosts
@@ -78,6 +80,13 @@ def endings(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]
     return found
 
 
+def wait_for_step(processes: list[subprocess.Popen[str]], save: Path, step: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while newest(save) < step:
+        assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+
+
 def train_on_one_host(yaml: str, save: str, steps: int) -> None:
     train(yaml, save, f"training.train_iters={steps}")
 
@@ -109,10 +118,7 @@ def test_torchrun_over_two_hosts(hosts: TwoHosts, yaml: Path, tmp_path: Path) ->
 def test_a_cut_link(hosts: TwoHosts, yaml: Path, tmp_path: Path) -> None:
     save = tmp_path / "save"
     processes = start(hosts, yaml, save, "training.train_iters=100000", nproc=2)
-    deadline = time.monotonic() + LIMIT_S
-    while newest(save) < 4:
-        assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
-        time.sleep(0.01)
+    wait_for_step(processes, save, 4)
     hosts.cut()
     cut = time.monotonic()
     (code, _, said), (code_b, _, said_b) = endings(processes)
@@ -135,6 +141,43 @@ def test_a_cut_link(hosts: TwoHosts, yaml: Path, tmp_path: Path) -> None:
     run_ranks(4, train_on_one_host, str(yaml), str(whole), reached + 2)
     assert newest(save) == newest(whole) == reached + 2
     assert differing(tensors(save), tensors(whole)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["a rank is killed", "the launcher is killed", "the launcher is asked to stop"])
+def test_the_other_host(hosts: TwoHosts, yaml: Path, tmp_path: Path, event: str) -> None:
+    save = tmp_path / "save"
+    processes = start(hosts, yaml, save, "training.train_iters=100000")
+    wait_for_step(processes, save, 2)
+    launcher = processes[1].pid
+    if event == "a rank is killed":
+        os.kill(ranks_of(launcher)[1], signal.SIGKILL)
+    else:
+        os.kill(launcher, signal.SIGKILL if "killed" in event else signal.SIGTERM)
+    (code, _, said), (code_b, _, said_b) = endings(processes)
+    if event == "a rank is killed":
+        assert (code, code_b) == (3, 3), said + said_b
+        assert said.splitlines()[-2].startswith("lost other ranks: rank 1 on host-b: no answer (dead")
+        assert said_b.splitlines()[-2] == "rank 1 was killed by SIGKILL"
+        assert f"the last committed step is {newest(save)}" in said.splitlines()[-1]
+    else:
+        assert (code, code_b) == (75, -signal.SIGKILL if "killed" in event else 75), said + said_b
+        assert f"stopped after step {newest(save)}; the checkpoint is saved" in said.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_demo(yaml: Path, tmp_path: Path, hosts: TwoHosts) -> None:
+    """`hosts` only skips it where there can be none: the demo makes its own."""
+    (tmp_path / "mm").write_text(f'#!/bin/sh\nexec {sys.executable} -m mindspeed_mm "$@"\n')
+    (tmp_path / "mm").chmod(0o755)
+    env = {**os.environ, "NPROC": "1", "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    demo = ["bash", str(ROOT / "examples" / "launch" / "demo_two_namespaces.sh"), str(yaml)]
+    done = subprocess.run(
+        [*demo, f"training.save={tmp_path / 'save'}"], env=env, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "host-1: host host-1: gloo uses wire1" in done.stderr
+    check_equal_to_one_host(yaml, tmp_path / "save", 4)
 
 
 @pytest.mark.slow

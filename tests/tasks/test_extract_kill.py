@@ -7,6 +7,9 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from mindspeed_mm.fsdp.data.feature_store import open_features
 from mindspeed_mm.fsdp.data.feature_store.feature_file import check_file
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.tasks.extraction_run import files, forked, make_run, run, wait_for
 
 FEW, MANY = 4, 1000
@@ -141,3 +145,20 @@ def test_killed_again_and_again(prepared: Path, tmp_path: Path) -> None:
     while extract_and_die(prepared, out, draw.randrange(6, 16)):
         check_invariants(prepared, out)
     assert files(out) == files(prepared / "features")
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
+    yaml = make_run(tmp_path, count=600)
+    command = [sys.executable, "-m", "mindspeed_mm", "extract", str(yaml), "--nproc", "2", "--batch-size", "1"]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    folder, deadline = FeatureFolder(tmp_path / "features"), time.monotonic() + 120
+    while not folder.path.is_dir() or len(folder.done()) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2 and not folder.is_finished
+    process.kill()
+    process.wait()
+    wait_until_gone(ranks.values(), limit_s=60)
+    assert not folder.is_finished
