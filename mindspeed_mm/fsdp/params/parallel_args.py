@@ -78,8 +78,8 @@ class PpPlan(Section):
     virtual_stages: Positive = 1
     """Model chunks on a rank, with interleaved1f1b."""
     micro_batches: Positive | None = None
-    """Micro-batches that go through the pipeline together; null: `gradient_accumulation_steps`, all of a step. A divisor
-    of it makes rounds: less memory under gpipe, more time in which ranks wait."""
+    """Micro-batches that go through the pipeline together; null: `gradient_accumulation_steps`, all of a step. A
+    divisor of it makes rounds: less memory under gpipe, more time in which ranks wait."""
 
 
 class EpPlan(Section):

@@ -54,8 +54,8 @@ def _micro_batches_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
             way_out=f"Raise it to {ranks}, or set {PLAN}.schedule to gpipe.",
         )
     elif plan.schedule == "interleaved1f1b" and count % (count // ranks):
-        fitting = [n for n in range(ranks, 2 * count + 1) if n % (n // ranks) == 0]
-        nearest = sorted(sorted(fitting, key=lambda n: abs(n - count))[:2])
+        numbers = [n for n in range(ranks, 2 * count + 1) if n % (n // ranks) == 0]
+        nearest = sorted(sorted(numbers, key=lambda n: abs(n - count))[:2])
         yield Problem(
             f"{count} micro-batches do not make equal rounds over {ranks} ranks",
             key=key,

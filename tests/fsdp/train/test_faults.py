@@ -130,11 +130,11 @@ def test_half_a_launcher_environment(yaml: Path, monkeypatch: pytest.MonkeyPatch
 def test_unbuilt_features_are_named_with_their_place(nproc: int, yaml: Path, tmp_path: Path) -> None:
     text = yaml.read_text() + "features:\n  enable_chunk_loss: true\n"
     (tmp_path / "run.yaml").write_text(text)
-    said = mm("train", tmp_path / "run.yaml", "parallel.pipeline_parallel_size=2", "--nproc", nproc)
+    said = mm("train", tmp_path / "run.yaml", "training.optimizer=muon", "--nproc", nproc)
     assert said.code == 2
     line = text.splitlines().index("  enable_chunk_loss: true") + 1
     assert f"run.yaml:{line}:22" in said.err and "features.enable_chunk_loss" in said.err
-    assert "parallel.pipeline_parallel_size" in said.err
+    assert "training.optimizer" in said.err
 
 
 # --- the run folder --------------------------------------------------------------------------------------------------
