@@ -73,7 +73,8 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
             raise MachineError(
                 f"the ranks could not be started: {str(error).splitlines()[0]}",
                 key="MASTER_PORT" if "MASTER_ADDR" in os.environ else "",
-                way_out="Check that the port is free and that every host has the same MASTER_ADDR and MASTER_PORT.",
+                way_out="Check that every host was started with the same NNODES, MASTER_ADDR and MASTER_PORT, and "
+                "that the port is free and can be reached.",
             ) from error
 
 

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.train.launched import starts_ranks
 from mindspeed_mm.tasks.launcher import _rendezvous
 
 FOLDER = Path(__file__).parents[2] / "examples" / "launch"
+TRAIN_JOB = FOLDER / "kubernetes" / "trainjob.yaml"
 SCRIPTS = sorted(path for path in FOLDER.iterdir() if path.suffix in (".sh", ".sbatch"))
 
 NOTE = """#!{python}
@@ -85,8 +86,8 @@ def test_the_shell_takes_it(path: Path) -> None:
 
 def test_every_file_is_documented() -> None:
     page = (FOLDER.parents[1] / "docs" / "multi-host.md").read_text()
-    for path in FOLDER.iterdir():
-        assert f"examples/launch/{path.name}" in page
+    for path in filter(Path.is_file, FOLDER.rglob("*")):
+        assert f"examples/launch/{path.relative_to(FOLDER)}" in page
 
 
 def test_two_hosts(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_slurm_goes_on_after_a_saved_stop(tmp_path: Path, name: str, ends_with: 
 
 
 def test_kubeflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = YAML(typ="safe").load(FOLDER / "kubeflow_trainjob.yaml")
+    job = YAML(typ="safe").load(TRAIN_JOB)
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     assert job["spec"].keys() == {"runtimeRef", "trainer", "runtimePatches"}
@@ -189,7 +190,7 @@ def test_kubeflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kubeflow_mounts_what_it_declares() -> None:
-    job = YAML(typ="safe").load(FOLDER / "kubeflow_trainjob.yaml")
+    job = YAML(typ="safe").load(TRAIN_JOB)
     (patch,) = job["spec"]["runtimePatches"]
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = replicated["template"]["spec"]["template"]["spec"]
