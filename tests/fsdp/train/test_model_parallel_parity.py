@@ -65,7 +65,7 @@ SLOW = {
     "vlm lora tp2 × ring2, sequence": ("vlm lora", 4, 1, 1, (TP, RING, SEQUENCE)),
     "flux tp2 × ring2, recompute": ("flux", 4, 1, 2, (TP, RING, RECOMPUTE)),
     "t2v tp2 × ring2": ("t2v", 4, 1, 2, (TP, RING)),
-    "t2v tp2 × ring2, sequence, recompute": ("t2v", 4, 1, 1, (TP, RING, SEQUENCE_OF_BLOCKS, RECOMPUTE)),
+    "t2v tp2, sequence, recompute": ("t2v", 2, 1, 1, (TP, SEQUENCE_OF_BLOCKS, RECOMPUTE)),
     "t2v tp2 × ulysses2": ("t2v", 4, 1, 1, (TP, ULYSSES)),
     "moe tp2": ("moe", 2, 1, 2, (TP,)),
     "moe tp2, recompute": ("moe", 2, 1, 1, (TP, RECOMPUTE)),
