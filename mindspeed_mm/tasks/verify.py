@@ -19,8 +19,15 @@ from mindspeed_mm.fsdp.params.path_checks import check_paths
 from mindspeed_mm.tasks.model_kind import is_generator
 from mindspeed_mm.tasks.train import load_with_plugins
 from mindspeed_mm.tasks.verify_faults import PlannedRun, check_fault
-from mindspeed_mm.tasks.verify_setup import set_up
+from mindspeed_mm.tasks.verify_progress import VerifyProgress
+from mindspeed_mm.tasks.verify_ranks import run_ranks
+from mindspeed_mm.tasks.verify_setup import Job, set_up
 from mindspeed_mm.tasks.verify_table import Verification, worst_rows
+
+RUNS = 5
+"""Of the trainer: one process, planned, accumulated, saved, resumed."""
+_IN_RANKS = "mindspeed_mm.tasks.verify_run"
+"""Imported there, not here: this process does without torch."""
 
 
 def run(
@@ -55,31 +62,19 @@ def run(
         setup = set_up(arguments, nproc, Path(name) / "cache", full=full)
         if fault is not None:
             check_fault(fault, PlannedRun(setup.sizes, _is_generator(arguments)))
-        # Imported here: what stands above answers without torch.
-        from mindspeed_mm.tasks.verify_progress import VerifyProgress
-        from mindspeed_mm.tasks.verify_ranks import run_ranks
-        from mindspeed_mm.tasks.verify_run import (
-            RUNS_OF_PLAN,
-            Job,
-            run_planned,
-            run_planned_of_sizes,
-            run_reference,
-        )
-
         job = Job(config, setup, Path(name), full=full)
-        progress = VerifyProgress(1 + len(RUNS_OF_PLAN), sys.stderr)
+        progress = VerifyProgress(RUNS, sys.stderr)
         try:
-            (reference,) = run_ranks(1, run_reference, job, progress.heard)
-            planned = run_planned if reference.one_size else run_planned_of_sizes
-            job = replace(job, setup=reference.setup, fault=fault)
-            found = run_ranks(setup.sizes.world, planned, job, progress.heard)
+            (reference,) = run_ranks(1, f"{_IN_RANKS}:run_reference", job, progress.heard)
+            job = replace(reference.job, fault=fault)
+            found = run_ranks(setup.sizes.world, f"{_IN_RANKS}:run_planned", job, progress.heard)
         finally:
             progress.end()
     return Verification(
         path=config_path,
         plan=describe_plan(setup.sizes),
         model=reference.model,
-        changes=reference.setup.changes,
+        changes=reference.job.setup.changes,
         rows=tuple(worst_rows(found)),
         seconds=time.monotonic() - began,
         fault=fault,

@@ -71,12 +71,18 @@ def check_fault(name: str, planned: PlannedRun) -> None:
 @contextmanager
 def swapped(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """While inside, an attribute of a module or class is another one."""
-    own = vars(owner)[name]
+    own = vars(owner).get(name, _INHERITED)
     setattr(owner, name, replacement)
     try:
         yield
     finally:
-        setattr(owner, name, own)
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+_INHERITED = object()
 
 
 # --- sums over ranks --------------------------------------------------------------------------------------------------

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+import torch.nn.functional as F
+
+from mindspeed_mm.tasks.verify_faults import swapped
+
+_TAKE_A_DTYPE: tuple[tuple[Any, str], ...] = (
+    (torch.Tensor, "to"), (torch.Tensor, "type"), (torch.Tensor, "softmax"), (torch.Tensor, "log_softmax"),
+    (torch, "softmax"), (torch, "log_softmax"), (F, "softmax"), (F, "log_softmax"),
+)  # fmt: skip
+"""Functions of torch (2.11 to 2.13) that models round with. A `TorchFunctionMode` would see all of them, but not in the
+backward pass, where layers are computed again: the autograd engine leaves it."""
 
 
-class KeepsDouble(TorchFunctionMode):
+@contextmanager
+def keeping_double() -> Iterator[None]:
     """While inside, what asks torch for fp32 of an fp64 tensor gets fp64: `x.float()`, `x.to(torch.float32)`,
     `softmax(x, dtype=torch.float32)`."""
+    with ExitStack() as stack:
+        stack.enter_context(swapped(torch.Tensor, "float", _float_of(torch.Tensor.float)))
+        for owner, name in _TAKE_A_DTYPE:
+            stack.enter_context(swapped(owner, name, _keeping(getattr(owner, name))))
+        yield
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Any call of torch."""
-        kwargs = kwargs or {}
-        tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.float64:
-            return func(*args, **kwargs)
-        if func is torch.Tensor.float:
-            return tensor
-        args = [_kept(value) for value in args]
-        return func(*args, **{name: _kept(value) for name, value in kwargs.items()})
+
+def _float_of(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(plain)
+    def own(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if tensor.dtype is torch.float64 else plain(tensor, *args, **kwargs)
+
+    return own
+
+
+def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def own(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float64:
+            args = tuple(_kept(value) for value in args)
+            kwargs = {name: _kept(value) for name, value in kwargs.items()}
+        return plain(tensor, *args, **kwargs)
+
+    return own
 
 
 def _kept(value: Any) -> Any:

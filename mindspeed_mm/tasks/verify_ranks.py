@@ -6,6 +6,7 @@ does over a pipe, and prints into a log of its own.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -52,12 +53,12 @@ class RankBugError(RuntimeError):
     """A rank ended with an error that nobody foresaw; the message has its traceback."""
 
 
-def run_ranks(world_size: int, function: Callable[[Any, Tell], Any], job: Any, heard: Tell) -> list[Any]:
-    """Call `function(job, tell)` on every rank of a gloo group and return the results by rank.
+def run_ranks(world_size: int, function: str, job: Any, heard: Tell) -> list[Any]:
+    """Call a `function(job, tell)` on every rank of a gloo group and return the results by rank.
 
     Args:
         world_size: Number of processes.
-        function: A function at the top of a module.
+        function: `module:name`; this process need not import it.
         job: What all ranks are told; can be pickled, as results can.
         heard: Called with what rank 0 tells, and with an empty string now and then.
 
@@ -168,7 +169,7 @@ def _without_accelerators() -> Iterator[None]:
 # --- in the rank ------------------------------------------------------------------------------------------------------
 
 
-def _main(pipe: connection.Connection, place: _Place, function: Callable[[Any, Tell], Any], job: Any) -> None:
+def _main(pipe: connection.Connection, place: _Place, function: str, job: Any) -> None:
     _print_into(place.folder / f"rank{place.rank}.log")
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
     try:
@@ -182,7 +183,7 @@ def _main(pipe: connection.Connection, place: _Place, function: Callable[[Any, T
     os._exit(0)
 
 
-def _run(place: _Place, function: Callable[[Any, Tell], Any], job: Any, tell: Tell) -> Any:
+def _run(place: _Place, function: str, job: Any, tell: Tell) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -194,7 +195,8 @@ def _run(place: _Place, function: Callable[[Any, Tell], Any], job: Any, tell: Te
         world_size=place.world_size,
         timeout=timedelta(seconds=COLLECTIVE_LIMIT_S),
     )
-    result = function(job, tell)
+    module, _, name = function.partition(":")
+    result = getattr(importlib.import_module(module), name)(job, tell)
     dist.barrier()
     return result
 

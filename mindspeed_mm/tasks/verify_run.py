@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from mindspeed_mm.core.errors import DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
@@ -29,41 +28,15 @@ from mindspeed_mm.tasks.verify_model import (
     small_models,
     write_weights,
 )
-from mindspeed_mm.tasks.verify_precision import KeepsDouble
+from mindspeed_mm.tasks.verify_precision import keeping_double
 from mindspeed_mm.tasks.verify_ranks import Tell
-from mindspeed_mm.tasks.verify_setup import Case, Setup, arguments_of
+from mindspeed_mm.tasks.verify_setup import Case, Job, Reference, arguments_of
 from mindspeed_mm.tasks.verify_table import TOLERANCE, Row
 
 PLANNED = "as planned = one process"
 ACCUMULATED = "accumulated = one big batch"
 RESUMED = "resumed = uninterrupted"
 PACKED = "packed = unpacked"
-RUNS_OF_PLAN = ("planned", "accumulated", "saved", "resumed")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every process is told."""
-
-    config: ResolvedConfig
-    """As the user wrote it."""
-    setup: Setup
-    folder: Path
-    """Records, small models, checkpoints."""
-    full: bool = False
-    fault: str | None = None
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What the one process has found out."""
-
-    setup: Setup
-    """With the model that is compared."""
-    model: str
-    one_size: bool
-    """Whether samples fit into batches of any size: those of generators have sizes."""
-
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
@@ -76,16 +49,17 @@ def run_reference(job: Job, tell: Tell) -> Reference:
     """
     import_plugin(job.config.arguments.training.plugin)
     arguments = job.setup.arguments
-    one_size = has_one_size(arguments)
-    setup = job.setup if one_size else replace(job.setup, accumulation=job.setup.rows // job.setup.sizes.dp)
+    if not has_one_size(arguments):
+        setup = replace(job.setup, accumulation=job.setup.rows // job.setup.sizes.dp)
+        job = replace(job, setup=setup, one_size=False)
     if job.full:
         candidates = [real_model(arguments, job.folder)]
     else:
         check_real_model(job.config.arguments, arguments)
-        candidates = list(small_models(arguments, setup.sizes, job.folder))
-    engine, setup = _first_that_runs(job, setup, candidates, one_size)
+        candidates = list(small_models(arguments, job.setup.sizes, job.folder))
+    engine, chosen = _first_that_runs(job, candidates)
     tell("reference")
-    return Reference(setup, _describe(engine, job.full), one_size)
+    return Reference(chosen, _describe(engine, job.full))
 
 
 def has_one_size(arguments: Arguments) -> bool:
@@ -94,9 +68,7 @@ def has_one_size(arguments: Arguments) -> bool:
     return len(set(getattr(dataset, "sizes", ()))) <= 1
 
 
-def _first_that_runs(
-    job: Job, setup: Setup, candidates: Sequence[Candidate], one_size: bool
-) -> tuple[TrainEngine, Setup]:
+def _first_that_runs(job: Job, candidates: Sequence[Candidate]) -> tuple[TrainEngine, Job]:
     """Run the smallest model that can be; the last one's error is the user's."""
     for number, (arguments, lines) in enumerate(candidates):
         is_last = number == len(candidates) - 1
@@ -104,9 +76,9 @@ def _first_that_runs(
             continue
         try:
             made = arguments if job.full else write_weights(arguments, job.folder / f"weights{number}")
-            chosen = replace(setup, arguments=made, changes=(*lines, *setup.changes))
-            case = Case(alone=True, micro_batches=1 if one_size else setup.rows)
-            engine, steps = steps_of(job, chosen, case)
+            setup = replace(job.setup, arguments=made, changes=(*lines, *job.setup.changes))
+            chosen = replace(job, setup=setup)
+            engine, steps = steps_of(chosen, Case(alone=True, micro_batches=1 if job.one_size else setup.rows))
         except (ModelFolderError, ValueError, TypeError, RuntimeError, LookupError):
             if is_last:
                 raise
@@ -125,33 +97,28 @@ def _describe(engine: TrainEngine, full: bool) -> str:
 # --- as planned -------------------------------------------------------------------------------------------------------
 
 
-def run_planned(job: Job, tell: Tell, *, one_size: bool = True) -> list[Row]:
+def run_planned(job: Job, tell: Tell) -> list[Row]:
     """Compute the same two steps as planned, accumulated and resumed, and compare them with the record."""
     import_plugin(job.config.arguments.training.plugin)
-    setup, run_folder = job.setup, job.folder / "run"
     reference = load_records(job.folder / "reference.safetensors")
-    case = Case(micro_batches=setup.accumulation)
+    case = Case(micro_batches=job.setup.accumulation)
+    kept = replace(case, save=job.folder / "run")
     with planted(job.fault):
-        _, planned = steps_of(job, setup, case)
+        _, planned = steps_of(job, case)
         tell("planned")
         rows = compare(PLANNED, reference, planned)
-        if one_size:
-            _, accumulated = steps_of(job, setup, replace(case, micro_batches=2 * case.micro_batches))
+        if job.one_size:
+            _, accumulated = steps_of(job, replace(case, micro_batches=2 * case.micro_batches))
             rows += compare(ACCUMULATED, reference, accumulated)
         else:
             rows.append(Row(ACCUMULATED, "", note="not used, each sample is a micro-batch: they have several sizes"))
         tell("accumulated")
-        steps_of(job, setup, replace(case, save=run_folder), TrainOptions(steps=1))
+        steps_of(job, replace(kept, stops=True))
         tell("saved")
-        _, resumed = steps_of(job, setup, replace(case, save=run_folder))
+        _, resumed = steps_of(job, replace(kept, resumes=True))
         tell("resumed")
     rows += compare(RESUMED, planned[1:], resumed, tolerance=0.0, first_step=2)
     return [*rows, Row(PACKED, "", note="not used, the configuration does not pack")]
-
-
-def run_planned_of_sizes(job: Job, tell: Tell) -> list[Row]:
-    """`run_planned` for samples of several sizes."""
-    return run_planned(job, tell, one_size=False)
 
 
 def compare(
@@ -178,15 +145,13 @@ def compare(
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def steps_of(
-    job: Job, setup: Setup, case: Case, options: TrainOptions | None = None
-) -> tuple[TrainEngine, list[StepRecord]]:
+def steps_of(job: Job, case: Case) -> tuple[TrainEngine, list[StepRecord]]:
     """The recorded steps of one run of the trainer."""
-    arguments = arguments_of(setup, case)
-    if options is None and job.full and case.save is None:
-        options = TrainOptions(weights_only=True)
+    arguments = arguments_of(job.setup, case)
+    # The real model may start from another run's checkpoint: from its weights, at step 0.
+    options = TrainOptions(steps=1 if case.stops else None, weights_only=job.full and not case.resumes)
     recorder = StepRecorder()
-    with KeepsDouble():
+    with keeping_double():
         engine = Trainer(replace(job.config, arguments=arguments), options, hooks=[recorder]).train()
     gc.collect()
     if engine is None or not recorder.steps:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DataArguments
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
 from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -55,6 +56,35 @@ class Case:
     """Of a rank in a step."""
     save: Path | None = None
     """Run folder."""
+    stops: bool = False
+    """After the first step, which it saves."""
+    resumes: bool = False
+    """Goes on from what is saved there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is told."""
+
+    config: ResolvedConfig
+    """As the user wrote it."""
+    setup: Setup
+    folder: Path
+    """Records, small models, checkpoints."""
+    full: bool = False
+    fault: str | None = None
+    one_size: bool = True
+    """Whether samples fit into batches of any size: those of generators have sizes."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the one process has found out."""
+
+    job: Job
+    """For the processes of the plan: with the model that is compared."""
+    model: str
+    """In words."""
 
 
 def set_up(arguments: Arguments, nproc: int | None, cache: Path, *, full: bool) -> Setup:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mindspeed_mm.tasks.train import load_with_plugins
 from mindspeed_mm.tasks.verify_ranks import Tell, run_ranks
-from mindspeed_mm.tasks.verify_run import Job, run_planned, run_planned_of_sizes, run_reference
-from mindspeed_mm.tasks.verify_setup import set_up
+from mindspeed_mm.tasks.verify_run import run_planned, run_reference
+from mindspeed_mm.tasks.verify_setup import Job, set_up
 from mindspeed_mm.tasks.verify_table import Row, worst_rows
 
 
@@ -26,8 +25,8 @@ def verify_all(ranks: int, asked: dict[str, Asked], folder: Path) -> dict[str, l
     """Name → rows, of verifications that all take so many processes."""
     jobs = {name: job_of(each, folder / str(number)) for number, (name, each) in enumerate(asked.items())}
     assert {job.setup.sizes.world for job in jobs.values()} == {ranks}
-    (prepared,) = run_ranks(1, references, jobs, str)
-    found = run_ranks(ranks, planned, prepared, str)
+    (prepared,) = run_ranks(1, f"{__name__}:references", jobs, str)
+    found = run_ranks(ranks, f"{__name__}:planned", prepared, str)
     return {name: worst_rows([of_rank[name] for of_rank in found]) for name in asked}
 
 
@@ -38,15 +37,9 @@ def job_of(asked: Asked, folder: Path) -> Job:
     return Job(config, setup, folder, full=asked.full, fault=asked.fault)
 
 
-def references(jobs: dict[str, Job], tell: Tell) -> dict[str, Any]:
-    found = {}
-    for name, job in jobs.items():
-        reference = run_reference(job, tell)
-        found[name] = (replace(job, setup=reference.setup), reference.one_size)
-    return found
+def references(jobs: dict[str, Job], tell: Tell) -> dict[str, Job]:
+    return {name: run_reference(job, tell).job for name, job in jobs.items()}
 
 
-def planned(jobs: dict[str, Any], tell: Tell) -> dict[str, list[Row]]:
-    return {
-        name: (run_planned if one_size else run_planned_of_sizes)(job, tell) for name, (job, one_size) in jobs.items()
-    }
+def planned(jobs: dict[str, Job], tell: Tell) -> dict[str, list[Row]]:
+    return {name: run_planned(job, tell) for name, job in jobs.items()}

@@ -1,0 +1,33 @@
+"""fp64 stays fp64 where a model rounds, also where layers are computed again in the backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mindspeed_mm.tasks.verify_precision import keeping_double
+
+
+def rounding(x: torch.Tensor) -> torch.Tensor:
+    dtypes.append((x.float().dtype, x.to(torch.float32).dtype, torch.softmax(x, -1, dtype=torch.float32).dtype))
+    return x.type(torch.float32).square().sum()
+
+
+dtypes: list[tuple[torch.dtype, ...]] = []
+
+
+def test_nothing_is_rounded() -> None:
+    dtypes.clear()
+    x = torch.full((3,), 1 + 1e-12, dtype=torch.float64, requires_grad=True)
+    with keeping_double():
+        checkpoint(rounding, x, use_reentrant=False).backward()
+    assert dtypes == [(torch.float64,) * 3] * 2
+    assert x.grad is not None and x.grad[0] == 2 * (1 + 1e-12)
+
+
+def test_what_is_no_fp64_is_left_alone() -> None:
+    with keeping_double():
+        assert torch.zeros(2, dtype=torch.bfloat16).float().dtype == torch.float32
+        assert torch.zeros(2, dtype=torch.int64).to(torch.float32).dtype == torch.float32
+        assert torch.zeros(2, dtype=torch.float64).to(torch.bfloat16).dtype == torch.bfloat16
+    assert torch.zeros(2, dtype=torch.float64).float().dtype == torch.float32
