@@ -48,8 +48,6 @@ def apply_expert_parallel(
         ConfigError: The plan does not fit the model or the machine.
     """
     plan = resolve_expert_plan(model, parallel, state.sizes, copies)
-    if state.sizes.ep == 1:
-        return plan  # nothing is cut by expert; sharding alone differs
     ranks = ExpertRanks(state.get_ep_device_mesh())
     for name in plan.modules:
         module = model.get_submodule(name)

@@ -45,7 +45,7 @@ class ExpertPlan:
         """One line for the log."""
         sizes = self.sizes
         parts = [f"{self.experts} experts × {len(self.modules)} layers, {self.experts // sizes.ep} on a rank"]
-        parts += [f"{self.dispatcher} over ep {sizes.ep}"] if sizes.ep > 1 else []
+        parts.append(f"{self.dispatcher} over ep {sizes.ep}")
         parts += [f"each cut over efsdp {sizes.efsdp}"] if sizes.efsdp > 1 else []
         parts += [f"edp {sizes.edp} copies"] if sizes.edp > 1 else []
         parts += [f"up to {self.copies} busy ones more"] if self.copies else []
@@ -53,8 +53,9 @@ class ExpertPlan:
 
 
 def is_spread(parallel: ParallelArguments) -> bool:
-    """Whether experts are laid out in another way than the rest of the model."""
-    return parallel.expert_parallel_size > 1 or parallel.expert_fully_shard_parallel_size is not None
+    """Whether experts are laid out in another way than the rest of the model. `expert_fully_shard_parallel_size` alone
+    is about no group: files for one rank of experts carry 1, and mean sharding like everything else."""
+    return parallel.expert_parallel_size > 1
 
 
 def resolve_expert_plan(model: nn.Module, parallel: ParallelArguments, sizes: ParallelSizes, copies: int) -> ExpertPlan:

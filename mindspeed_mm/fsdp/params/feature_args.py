@@ -74,7 +74,7 @@ class EpBalancePlan(Section):
     """Copies of busy experts."""
 
     max_dup_experts_num: Natural = 2
-    """Most copies of one expert."""
+    """Most copies that a rank holds of other ranks' experts."""
 
 
 class FeatureArguments(Section):

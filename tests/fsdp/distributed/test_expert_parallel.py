@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed.expert_parallel import apply_expert_parallel
 from mindspeed_mm.fsdp.distributed.expert_parallel_plan import (
     balance_copies,
     check_expert_plan,
     check_inside,
     cut_dim,
     expert_modules,
+    is_spread,
     padding_warnings,
     resolve_expert_plan,
     size_problems,
@@ -37,15 +37,16 @@ WIDTH, EXPERTS, CHOICES = 8, 4, 2
 
 
 class Experts(nn.Module):
-    """Fused experts as transformers declares them."""
+    """Fused experts as transformers declares them: plain ones, or with biases and transposed weights."""
 
-    def __init__(self, count: int = EXPERTS, width: int = WIDTH, with_bias: bool = False) -> None:
+    def __init__(self, count: int = EXPERTS, width: int = WIDTH, biased: bool = False) -> None:
         super().__init__()
         self.num_experts, self.config = count, SimpleNamespace(_experts_implementation="eager")
-        self.is_transposed, self.has_gate, self.has_bias = False, False, with_bias
-        self.up_proj = nn.Parameter(torch.randn(count, 2 * width, width))
-        self.down_proj = nn.Parameter(torch.randn(count, width, 2 * width))
-        if with_bias:
+        self.is_transposed, self.has_gate, self.has_bias = biased, False, biased
+        inner, outer = (width, 2 * width) if biased else (2 * width, width)
+        self.up_proj = nn.Parameter(torch.randn(count, inner, outer))
+        self.down_proj = nn.Parameter(torch.randn(count, outer, inner))
+        if biased:
             self.up_proj_bias = nn.Parameter(torch.randn(count, 2 * width))
             self.down_proj_bias = nn.Parameter(torch.randn(count, width))
         self.act_fn = nn.Tanh()
@@ -63,8 +64,10 @@ class Experts(nn.Module):
         up_bias, down_bias = (getattr(self, f"{name}_proj_bias", None) for name in ("up", "down"))
         outputs = torch.zeros_like(hidden)
         for expert in range(self.num_experts):
-            inner = self.act_fn(hidden @ self.up_proj[expert].T + (none if up_bias is None else up_bias[expert]))
-            made = inner @ self.down_proj[expert].T + (none if down_bias is None else down_bias[expert])
+            up, down = self.up_proj[expert], self.down_proj[expert]
+            up, down = (up, down) if self.is_transposed else (up.T, down.T)
+            inner = self.act_fn(hidden @ up + (none if up_bias is None else up_bias[expert]))
+            made = inner @ down + (none if down_bias is None else down_bias[expert])
             outputs = outputs + made * (weights * (chosen == expert)).sum(dim=1, keepdim=True)
         return outputs
 
@@ -99,7 +102,7 @@ class OwnBlock(Experts):
         routed = [torch.cat(all_gather(tensor, ep_group)) for tensor in (hidden, weights)]
         parts = [torch.empty_like(chosen) for _ in range(ranks)]
         dist.all_gather(parts, chosen.contiguous(), group=ep_group)
-        own = SimpleNamespace(num_experts=self.num_experts // ranks, act_fn=self.act_fn)
+        own = SimpleNamespace(num_experts=self.num_experts // ranks, act_fn=self.act_fn, is_transposed=False)
         own.up_proj, own.down_proj = self.up_proj.to_local(), self.down_proj.to_local()
         everyone = Experts.one_by_one(own, routed[0], torch.cat(parts) - rank * own.num_experts, routed[1])
         return all_reduce(everyone, group=ep_group).chunk(ranks)[rank]
@@ -154,15 +157,15 @@ def run_layers() -> dict[str, Any]:
     """Every routing by every way, on this rank; and how the parameters lie."""
     found: dict[str, Any] = {}
     for way, options in WAYS.items():
-        for with_bias in (False, True):
+        for biased in (False, True):
             parallel = ParallelArguments.model_validate({"expert_parallel_size": 2, **options})
             init_parallel_state(resolve_parallel_sizes(parallel, 2), "cpu")
-            model = Model(with_bias=with_bias)
+            model = Model(biased=biased)
             applier = ParallelApplier(parallel, shard_modules=["block"], expert_copies=2 if way == "balance" else 0)
             applier(model)
             for name, (tokens, fixed) in ROUTINGS.items():
                 model.zero_grad()
-                found[f"{way}, {name}, {with_bias}"] = step(model, routed(tokens, fixed)[dist.get_rank()])
+                found[f"{way}, {name}, {biased}"] = step(model, routed(tokens, fixed)[dist.get_rank()])
             found["placements"] = [str(placement) for placement in model.block.experts.up_proj.placements]
             found["line"] = applier.experts.describe()
             destroy_parallel_state()
@@ -203,16 +206,24 @@ def compare(model: nn.Module, tokens: tuple[int, ...], fixed: Any, found: list[d
             torch.testing.assert_close(own[name], gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("way", WAYS)
-def test_layer_equals_one_process(way: str, name: str, with_bias: bool) -> None:
-    found = [rank[f"{way}, {name}, {with_bias}"] for rank in layers()]
-    compare(Model(with_bias=with_bias), *ROUTINGS[name], found)
+def test_layer_equals_one_process(way: str, name: str, biased: bool) -> None:
+    found = [rank[f"{way}, {name}, {biased}"] for rank in layers()]
+    compare(Model(biased=biased), *ROUTINGS[name], found)
 
 
 def test_a_model_s_own_forward_is_used() -> None:
     compare(own_model(), (3, 3), None, [rank["own"] for rank in layers()])
+
+
+def test_the_log_names_sizes_above_one() -> None:
+    plan = plan_of(Model(), ranks=8, fully_shard_parallel_size=4)
+    assert plan.describe() == (
+        "4 experts × 1 layers, 2 on a rank, alltoall over ep 2, each cut over efsdp 2, edp 2 copies"
+    )
+    assert not is_spread(ParallelArguments.model_validate({"expert_fully_shard_parallel_size": 1}))
 
 
 def test_parameters_lie_by_expert_and_the_log_says_so() -> None:
@@ -368,13 +379,3 @@ def test_fewer_experts_than_ranks_are_cut_on_the_next_dimension() -> None:
     ranks = run_ranks(4, shard_over_more_ranks_than_experts, timeout_s=60)
     assert ranks[0]["shape"] == [2, 4, 8] and ranks[0]["placements"] == [str(Shard(1))] and not ranks[0]["warnings"]
     compare(Model(count=2), (2, 2, 2, 2), (0, 1), [rank["found"] for rank in ranks])
-
-
-def test_nothing_is_cut_with_one_rank_of_ep() -> None:
-    """`expert_fully_shard_parallel_size` alone lays experts out otherwise; no token travels."""
-    model = Model()
-    parallel = ParallelArguments.model_validate({"expert_fully_shard_parallel_size": 2})
-    state: Any = SimpleNamespace(sizes=resolve_parallel_sizes(parallel, 4))
-    plan = apply_expert_parallel(model, parallel, state)
-    assert type(model.block.experts.up_proj) is nn.Parameter
-    assert plan.describe() == "4 experts × 1 layers, 4 on a rank, each cut over efsdp 2, edp 2 copies"
