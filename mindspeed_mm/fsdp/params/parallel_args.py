@@ -144,8 +144,8 @@ class ParallelArguments(Section):
     expert_parallel_size: Positive = 1
     """Ranks that share the experts of a layer."""
     expert_fully_shard_parallel_size: Positive | None = None
-    """Ranks that shard one expert group's parameters; null: sharding group / `expert_parallel_size`. Of no effect without
-    expert parallelism."""
+    """Ranks that shard one expert group's parameters; null: sharding group / `expert_parallel_size`. Without effect
+    where that is 1."""
     ep_plan: EpPlan = Field(default_factory=EpPlan)
     """Which experts."""
     encoder_plan: EncoderPlan = Field(default_factory=EncoderPlan)
