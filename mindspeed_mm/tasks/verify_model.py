@@ -43,6 +43,9 @@ _PATTERN_KEYS = (
     "training.no_decay_modules",
 )
 
+REFUSALS = (ConfigError, ModelFolderError, ValueError, TypeError, ArithmeticError, RuntimeError, LookupError)
+"""How a model's class says that it cannot be had in these sizes."""
+
 Candidate = tuple[Arguments, tuple[str, ...]]
 """Arguments whose model is small, and what was changed."""
 
@@ -95,11 +98,10 @@ def real_model(arguments: Arguments, folder: Path) -> Candidate:
 
 
 def can_be_built(arguments: Arguments) -> bool:
-    """Whether the model's class takes its configuration, and the plan the model. A class may refuse sizes in any way it
-    likes: then another candidate is tried."""
+    """Whether the model's class takes its configuration, and the plan the model; if not, another candidate is tried."""
     try:
         check_plans(ModelHub.build(arguments.model, feature_args=arguments.features), arguments)
-    except (ConfigError, ModelFolderError, ValueError, TypeError, ArithmeticError, RuntimeError, LookupError):
+    except REFUSALS:
         return False
     return True
 
@@ -184,8 +186,10 @@ def _fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
     if not any(numbered.values()):
         return arguments, lines
     unfrozen = arguments.model.model_copy(update={"freeze": ()})
-    model = ModelHub.build(unfrozen, param_dtype=torch_dtype("fp32"), feature_args=arguments.features)
-    names = _names(model)
+    try:
+        names = _names(ModelHub.build(unfrozen, param_dtype=torch_dtype("fp32"), feature_args=arguments.features))
+    except REFUSALS:
+        return arguments, lines  # `can_be_built` will say no
     for key, patterns in numbered.items():
         gone = [pattern for pattern in patterns if not _matches(pattern, names)]
         if gone:
