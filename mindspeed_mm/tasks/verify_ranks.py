@@ -1,13 +1,12 @@
 """Runs a function on several gloo processes of this host, on the CPU, and hears how far they are and what they find.
 
-Every process is forked from a server that has imported torch once; it meets the others through a file (`joined`), says
-what it does over a pipe, and prints into a log of its own.
+Every process is forked from a server that has imported torch once; it meets the others through a file, says what it
+does over a pipe, and prints into a log of its own.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
 import multiprocessing
 import os
 import sys
@@ -55,7 +54,7 @@ class RankBugError(RuntimeError):
 
 
 def run_ranks(world_size: int, function: str, job: Any, heard: Tell) -> list[Any]:
-    """Call a `function(job, tell)` in so many processes and return the results by rank.
+    """Call a `function(job, tell)` on every rank of a gloo group and return the results by rank.
 
     Args:
         world_size: Number of processes.
@@ -170,39 +169,11 @@ def _without_accelerators() -> Iterator[None]:
 # --- in the rank ------------------------------------------------------------------------------------------------------
 
 
-_here: _Place | None = None
-"""The place of this process, when it is a rank."""
-_joins = itertools.count()
-
-
-@contextmanager
-def joined() -> Iterator[None]:
-    """In a rank: while inside, it is in a gloo group with the others. Every rank calls it equally often. One for each
-    run: the groups that a run makes within it, and their threads, go with it."""
-    import torch.distributed as dist
-
-    assert _here is not None
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{_here.folder / f'store{next(_joins)}'}",
-        rank=_here.rank,
-        world_size=_here.world_size,
-        timeout=timedelta(seconds=COLLECTIVE_LIMIT_S),
-    )
-    try:
-        yield
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
 def _main(pipe: connection.Connection, place: _Place, function: str, job: Any) -> None:
-    global _here
-    _here = place
     _print_into(place.folder / f"rank{place.rank}.log")
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
     try:
-        pipe.send(("done", _run(function, job, lambda what: pipe.send(("told", what)))))
+        pipe.send(("done", _run(place, function, job, lambda what: pipe.send(("told", what)))))
     except MMError as error:
         pipe.send(("failed", Failure(place.rank, error, follows=_lost_peers(error))))
     except Exception as error:  # noqa: BLE001 (the border of a process: its parent says what it was)
@@ -212,12 +183,22 @@ def _main(pipe: connection.Connection, place: _Place, function: str, job: Any) -
     os._exit(0)
 
 
-def _run(function: str, job: Any, tell: Tell) -> Any:
+def _run(place: _Place, function: str, job: Any, tell: Tell) -> Any:
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{place.folder / 'store'}",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=COLLECTIVE_LIMIT_S),
+    )
     module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)(job, tell)
+    result = getattr(importlib.import_module(module), name)(job, tell)
+    dist.barrier()
+    return result
 
 
 def _lost_peers(error: Exception) -> bool:

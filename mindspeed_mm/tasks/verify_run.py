@@ -29,7 +29,7 @@ from mindspeed_mm.tasks.verify_model import (
     write_weights,
 )
 from mindspeed_mm.tasks.verify_precision import keeping_double
-from mindspeed_mm.tasks.verify_ranks import Tell, joined
+from mindspeed_mm.tasks.verify_ranks import Tell
 from mindspeed_mm.tasks.verify_setup import Case, Job, Reference, arguments_of
 from mindspeed_mm.tasks.verify_table import TOLERANCE, Row
 
@@ -151,7 +151,7 @@ def steps_of(job: Job, case: Case) -> tuple[TrainEngine, list[StepRecord]]:
     # The real model may start from another run's checkpoint: from its weights, at step 0.
     options = TrainOptions(steps=1 if case.stops else None, weights_only=job.full and not case.resumes)
     recorder = StepRecorder()
-    with joined(), keeping_double():
+    with keeping_double():
         engine = Trainer(replace(job.config, arguments=arguments), options, hooks=[recorder]).train()
     gc.collect()
     if engine is None or not recorder.steps:

@@ -1,15 +1,18 @@
-"""Many verifications in two starts of processes: what each finds, without starting a command for each."""
+"""What verifications find, without starting a command for each."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.tasks.train import load_with_plugins
-from mindspeed_mm.tasks.verify_ranks import Tell, run_ranks
-from mindspeed_mm.tasks.verify_run import run_planned, run_reference
+from mindspeed_mm.tasks.verify_ranks import RankBugError, run_ranks
 from mindspeed_mm.tasks.verify_setup import Job, set_up
 from mindspeed_mm.tasks.verify_table import Row, worst_rows
+
+IN_RANKS = "mindspeed_mm.tasks.verify_run"
 
 
 class Asked(NamedTuple):
@@ -21,13 +24,20 @@ class Asked(NamedTuple):
     full: bool = False
 
 
-def verify_all(ranks: int, asked: dict[str, Asked], folder: Path) -> dict[str, list[Row]]:
-    """Name → rows, of verifications that all take so many processes."""
-    jobs = {name: job_of(each, folder / str(number)) for number, (name, each) in enumerate(asked.items())}
-    assert {job.setup.sizes.world for job in jobs.values()} == {ranks}
-    (prepared,) = run_ranks(1, f"{__name__}:references", jobs, str)
-    found = run_ranks(ranks, f"{__name__}:planned", prepared, str)
-    return {name: worst_rows([of_rank[name] for of_rank in found]) for name in asked}
+def verify_all(ranks: int, asked: dict[str, Asked], folder: Path) -> dict[str, list[Row] | str]:
+    """Name → rows, or what went wrong, of verifications that all take so many processes. Each has processes of its own:
+    the groups of a run, and their threads, end with them."""
+    return {name: _verify(ranks, each, folder / str(number)) for number, (name, each) in enumerate(asked.items())}
+
+
+def _verify(ranks: int, asked: Asked, folder: Path) -> list[Row] | str:
+    job = job_of(asked, folder)
+    assert job.setup.sizes.world == ranks
+    try:
+        (reference,) = run_ranks(1, f"{IN_RANKS}:run_reference", replace(job, fault=None), str)
+        return worst_rows(run_ranks(ranks, f"{IN_RANKS}:run_planned", replace(reference.job, fault=asked.fault), str))
+    except (MMError, RankBugError) as error:
+        return str(error)  # the other verifications go on
 
 
 def job_of(asked: Asked, folder: Path) -> Job:
@@ -35,11 +45,3 @@ def job_of(asked: Asked, folder: Path) -> Job:
     config = load_with_plugins(asked.yaml, asked.overrides)
     setup = set_up(config.arguments, None, folder / "cache", full=asked.full)
     return Job(config, setup, folder, full=asked.full, fault=asked.fault)
-
-
-def references(jobs: dict[str, Job], tell: Tell) -> dict[str, Job]:
-    return {name: run_reference(job, tell).job for name, job in jobs.items()}
-
-
-def planned(jobs: dict[str, Job], tell: Tell) -> dict[str, list[Row]]:
-    return {name: run_planned(job, tell) for name, job in jobs.items()}
