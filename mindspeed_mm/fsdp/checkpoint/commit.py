@@ -43,11 +43,13 @@ class Contents:
     optimizer: str | None
     ties: dict[str, str] = field(default_factory=dict)
     dtype: str | None = None
+    stages: float = 1.0
+    """Size of the whole model over that of this rank's stages of a pipeline."""
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors over all ranks."""
-        return tree_bytes(self.tree)
+        """Size of all tensors over all ranks; with a pipeline it is estimated."""
+        return round(tree_bytes(self.tree) * self.stages)
 
 
 def commit_checkpoint(save: Path, contents: Contents, context: dict[str, Any], ranks: Ranks) -> Path:

@@ -187,6 +187,7 @@ class CheckpointManager:
             optimizer=type(optimizer).__name__ if with_optimizer else None,
             ties=tied_names(whole_of(model)),
             dtype=dtype,
+            stages=_numbers(whole_of(model)) / max(1, _numbers(model)),
         )
 
     def _check_space(self, contents: Contents) -> None:
@@ -206,6 +207,10 @@ class CheckpointManager:
             return
         for iteration in gone:
             logger.info("deleted %s", layout.checkpoint_folder(self.save_folder, iteration))
+
+
+def _numbers(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _report_failure(future: Future[None]) -> None:

@@ -16,7 +16,9 @@ from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan, even_borders,
 from mindspeed_mm.fsdp.models.cut_points import CutPoints, find_cut_points
 from mindspeed_mm.fsdp.models.share import Elsewhere
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
+from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_tiny_run
 
 POINTS = CutPoints("model.layers", ("model.norm", "lm_head"), embedding="model.embed_tokens")
 
@@ -145,3 +147,11 @@ def test_placeholders_keep_numbers_and_end_the_stage() -> None:
     assert isinstance(stage.get_submodule("model.layers.3"), Exit)
     assert isinstance(model.get_submodule("model.layers.3"), Elsewhere)
     assert not isinstance(model.get_submodule("model.layers.3"), Exit)
+
+
+def test_mm_check_judges_the_stages(tmp_path: Path) -> None:
+    yaml = make_tiny_run(tmp_path)
+    words = ("parallel.pipeline_parallel_size=4", "training.gradient_accumulation_steps=4")
+    said = mm("check", yaml, *words)
+    assert said.code == 2
+    assert "4 ranks are more stages than the 2 layers of model.language_model.layers" in said.out + said.err

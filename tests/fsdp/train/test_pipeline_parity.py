@@ -6,15 +6,19 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
+from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
+from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers import tiny_models
 from tests.helpers.distributed import run_ranks
-from tests.helpers.parity import ParityError, StepRecord, compare_steps
-from tests.helpers.planned_steps import train_steps
+from tests.helpers.parity import ParityError, compare_steps
+from tests.helpers.planned_steps import Quiet
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_generators import make_tiny_wan
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
@@ -81,6 +85,10 @@ FP64 = {
 }
 
 
+Recorded = tuple[list[StepRecord], list[float]]
+"""Steps, and the losses of their batches after each."""
+
+
 @pytest.fixture(scope="module")
 def yamls(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, str], ...]:
     folder = tmp_path_factory.mktemp("stages")
@@ -110,7 +118,33 @@ def run_of(model: str, yamls: dict[str, str], data_ranks: int, accumulation: int
     return yamls[family], [*sizes, *words, *(["training.lora.enable=true"] if adapters else [])]
 
 
-def run_cases(ranks: int, yamls: dict[str, str], slow: bool) -> dict[str, list[StepRecord]]:
+class Evaluation(Hook):
+    """The loss of each step's batch once more, after the update. What it leaves behind the next step would show."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_begin(self, engine: TrainEngine) -> None:
+        real = engine.train_step
+
+        def watched(micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
+            self._batches = micro_batches
+            return real(micro_batches, *args, **kwargs)
+
+        engine.train_step = watched  # type: ignore[method-assign]
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        self.losses.append(engine.evaluate([self._batches])["loss"])
+
+
+def run_plan(yaml: str, overrides: list[str]) -> Recorded:
+    """Two optimizer steps on this rank through the real trainer, and what each left for evaluation."""
+    recorder, evaluation = StepRecorder(), Evaluation()
+    Quiet(load_with_plugins(Path(yaml), overrides), hooks=[recorder, evaluation]).train()
+    return recorder.steps, evaluation.losses
+
+
+def run_cases(ranks: int, yamls: dict[str, str], slow: bool) -> dict[str, Recorded]:
     """Every case that takes this many ranks; 1: the references."""
     cases = SLOW if slow else CASES
     measured = {}
@@ -119,21 +153,21 @@ def run_cases(ranks: int, yamls: dict[str, str], slow: bool) -> dict[str, list[S
             return references(cases, yamls)
         for name, (model, needed, data_ranks, accumulation, words) in cases.items():
             if needed == ranks:
-                measured[name] = train_steps(*run_of(model, yamls, data_ranks, accumulation, *words))
+                measured[name] = run_plan(*run_of(model, yamls, data_ranks, accumulation, *words))
         for fault, name in FAULTS.items():
             if not slow and cases[name][1] == ranks:
                 model, _, data_ranks, accumulation, words = cases[name]
                 with planted(fault):
-                    measured[fault] = train_steps(*run_of(model, yamls, data_ranks, accumulation, *words))
+                    measured[fault] = run_plan(*run_of(model, yamls, data_ranks, accumulation, *words))
     return measured
 
 
 def references(
     cases: dict[str, tuple[str, int, int, int, tuple[str, ...]]], yamls: dict[str, str]
-) -> dict[str, list[StepRecord]]:
-    found = {model: train_steps(*run_of(model, yamls, 1, 1)) for model in {case[0] for case in cases.values()}}
+) -> dict[str, Recorded]:
+    found = {model: run_plan(*run_of(model, yamls, 1, 1)) for model in {case[0] for case in cases.values()}}
     for name in FROZEN & cases.keys():
-        found[name] = train_steps(*run_of(cases[name][0], yamls, 1, 1, cases[name][-1][-1]))
+        found[name] = run_plan(*run_of(cases[name][0], yamls, 1, 1, cases[name][-1][-1]))
     return found
 
 
@@ -163,7 +197,7 @@ def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def results_of(ranks: int, yamls: tuple[tuple[str, str], ...], slow: bool = False) -> list[dict[str, list[StepRecord]]]:
+def results_of(ranks: int, yamls: tuple[tuple[str, str], ...], slow: bool = False) -> list[dict[str, Recorded]]:
     return run_ranks(ranks, run_cases, ranks, dict(yamls), slow, timeout_s=400)
 
 
@@ -171,7 +205,8 @@ def check(name: str, yamls: tuple[tuple[str, str], ...], slow: bool) -> None:
     model, ranks, *_ = (SLOW if slow else CASES)[name]
     expected = results_of(1, yamls, slow)[0][name if name in FROZEN else model]
     for measured in results_of(ranks, yamls, slow):
-        compare_steps(expected, measured[name], TOLERANCE)
+        compare_steps(expected[0], measured[name][0], TOLERANCE)
+        assert measured[name][1] == pytest.approx(expected[1], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -188,6 +223,6 @@ def test_more_stages_equal_one_process(name: str, yamls: tuple[tuple[str, str], 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault: str, yamls: tuple[tuple[str, str], ...]) -> None:
     model, ranks, *_ = CASES[FAULTS[fault]]
-    measured = results_of(ranks, yamls)[0][fault]
+    steps, _ = results_of(ranks, yamls)[0][fault]
     with pytest.raises(ParityError):
-        compare_steps(results_of(1, yamls)[0][model], measured, TOLERANCE)
+        compare_steps(results_of(1, yamls)[0][model][0], steps, TOLERANCE)
