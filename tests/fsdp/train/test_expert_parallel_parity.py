@@ -190,3 +190,23 @@ def test_planted_fault_is_found(fault: str, yamls: tuple[tuple[str, str], ...]) 
     measured = results_of(ranks, yamls)[0][fault]
     with pytest.raises(ParityError):
         compare_steps(results_of(1, yamls)[0][model], measured, TOLERANCE)
+
+
+def losses_in(yaml: str, dtype: str, *words: str) -> list[tuple[float, float]]:
+    ranks = torch.distributed.get_world_size()
+    words = (f"parallel.fsdp_plan.param_dtype={dtype}", GROUPED, *words)
+    steps = train_steps(*run_of("text", {"text": yaml}, ranks, 1, *words))
+    return [(float(step["loss"]), float(step["grad_norm"])) for step in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "of_loss", "of_norm"), [("fp32", 1e-5, 1e-5), ("bf16", 2e-3, 2e-2)])
+def test_shorter_types_by_the_grouped_kernel(
+    dtype: str, of_loss: float, of_norm: float, yamls: tuple[tuple[str, str], ...]
+) -> None:
+    yaml = dict(yamls)["text"]
+    expected = run_ranks(1, losses_in, yaml, dtype, timeout_s=120)[0]
+    found = run_ranks(2, losses_in, yaml, dtype, EP, timeout_s=120)[0]
+    for (loss, norm), (own_loss, own_norm) in zip(expected, found, strict=True):
+        assert own_loss == pytest.approx(loss, rel=of_loss)
+        assert own_norm == pytest.approx(norm, rel=of_norm)
