@@ -1,8 +1,8 @@
 """The one order in which a model is put together. Each step relies on those above it.
 
-Adapters → tied groups are read → (quantised linears → pipeline split →) hooks that must see full modules → tensor,
-context → recompute → `fully_shard`, children before the root → prefetch order → weights, straight into the shards →
-first values of adapters.
+Adapters → tied groups are read → (quantised linears →) pipeline split → hooks that must see full modules → tensor,
+expert, context → recompute → stages → `fully_shard`, children before the root → prefetch order → weights, straight into
+the shards → first values of adapters → ends that share a weight over stages.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ class Assembled:
     """How experts are spread over ranks."""
     pipeline: Pipeline | None = None
     """How layers are spread over ranks; `model` is then this rank's part."""
-    warnings: tuple[str, ...] = ()
-    """Sentences for the user about what the plan costs."""
-
     media: MediaSharing | None = None
     """How towers share media."""
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user about what the plan costs."""
 
     @property
     def adapter(self) -> DiffusionAdapter | None:
@@ -98,19 +97,8 @@ def assemble(
         ConfigError: A pattern of the plan matches nothing.
         ModelFolderError: Weights are missing, left over or of another shape.
     """
-    param_dtype = arguments.parallel.fsdp_plan.param_dtype
-    model = ModelHub.build(arguments.model, param_dtype=torch_dtype(param_dtype), feature_args=arguments.features)
-    adapter: DiffusionAdapter | None = getattr(model, "_mm_adapter", None)
-    lora = arguments.training.lora
-    if lora.enable:
-        targets = adapter.lora_targets if adapter is not None else ()
-        apply_lora(model, lora, default_targets=targets, param_dtype=torch_dtype(param_dtype))
+    model = build_model(arguments)
     spec = resolve_spec(model)
-
-    leave_router_loss_to_us(model)
-    grouped, skip_padding = arguments.model.use_grouped_expert_matmul, arguments.features.skip_moe_pad_tokens
-    choose_experts(model, grouped=grouped, skip_padding=skip_padding)
-
     is_cut = arguments.parallel.pipeline_parallel_size > 1
     pipeline = split_into_stages(model, arguments.parallel, get_parallel_state()) if is_cut else None
 
@@ -118,48 +106,20 @@ def assemble(
     head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
     towers = IdleTowers(model, spec.towers) if spec.towers and pipeline is None else None
 
-    plans = ParallelApplier(
-        parallel_for(arguments.parallel, is_generator=adapter is not None),
-        shard_modules=spec.shard_modules,
-        tie_groups=spec.tie_groups,
-        towers={tower.module for tower in spec.towers},
-        gather_logits=arguments.features.loss_cfg.loss_type == "raw",
-        expert_copies=balance_copies(arguments.features, arguments.parallel),
-        pipeline=pipeline,
-    )
+    plans = build_plans(arguments, spec, pipeline, is_generator=is_generator(model))
     features = FeaturesApplier(arguments.features, spec.blocks)
     plans.pre_fully_shard_apply(model)
-    if plans.context is not None and adapter is None:
-        check_spread_sequences(model, arguments)
-    if pipeline is not None and arguments.features.recompute:
-        check_units(features.modules_to_recompute(pipeline.share.whole), pipeline.plan, RECOMPUTE_MODULES)
+    check_plans(model, arguments, plans, features, pipeline)
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
     if pipeline is not None:
-        towers = build_stages(pipeline, spec, model, casts_inputs=adapter is None)
-    if adapter is not None:
+        towers = build_stages(pipeline, spec, model)
+    if is_generator(model):
         expect_views()
     plans.fully_shard_apply(model)
     plans.post_fully_shard_apply(model)
     features.post_fully_shard_apply(model)
 
-    training = arguments.training
-    loaded = LoadReport()
-    parameter_device = torch.device("cpu") if arguments.parallel.fsdp_plan.cpu_offload else device
-    if load_weights or lora.enable:  # a checkpoint of adapters holds nothing else
-        loaded = ModelHub.load_weights(
-            model,
-            arguments.model,
-            folder=weights,
-            seed=training.seed,
-            device=parameter_device,
-            buffer_device=device,
-            allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
-            allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
-        )
-    else:
-        materialize(model, parameter_device, device)
-    if lora.enable and load_weights:
-        initialize_lora(model, lora, training.seed)
+    loaded = fill(model, arguments, device, weights=weights, load_weights=load_weights)
     if pipeline is not None:
         pipeline.equalise()
     model.train()
@@ -171,16 +131,87 @@ def assemble(
         loaded,
         plans.tensor_plan,
         plans.context,
-        experts=plans.experts,
-        pipeline=pipeline,
-        media=plans.media,
-        warnings=tuple(plans.warnings),
+        plans.experts,
+        pipeline,
+        plans.media,
+        tuple(plans.warnings),
     )
 
 
-def build_stages(pipeline: Pipeline, spec: ModelSpec, model: nn.Module, *, casts_inputs: bool) -> IdleTowers | None:
+def build_model(arguments: Arguments) -> nn.Module:
+    """The model on one device, without values, with its adapters and the experts that the configuration chooses."""
+    param_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
+    model = ModelHub.build(arguments.model, param_dtype=param_dtype, feature_args=arguments.features)
+    if arguments.training.lora.enable:
+        targets = model._mm_adapter.lora_targets if is_generator(model) else ()  # type: ignore[union-attr]
+        apply_lora(model, arguments.training.lora, default_targets=targets, param_dtype=param_dtype)
+    leave_router_loss_to_us(model)
+    grouped, skip_padding = arguments.model.use_grouped_expert_matmul, arguments.features.skip_moe_pad_tokens
+    choose_experts(model, grouped=grouped, skip_padding=skip_padding)
+    return model
+
+
+def is_generator(model: nn.Module) -> bool:
+    """Whether a model bears the adapter of a family of generators."""
+    return hasattr(model, "_mm_adapter")
+
+
+def build_plans(
+    arguments: Arguments, spec: ModelSpec, pipeline: Pipeline | None, *, is_generator: bool
+) -> ParallelApplier:
+    """The applier of the `parallel` section to a model of this specification."""
+    return ParallelApplier(
+        parallel_for(arguments.parallel, is_generator=is_generator),
+        shard_modules=spec.shard_modules,
+        tie_groups=spec.tie_groups,
+        towers={tower.module for tower in spec.towers},
+        gather_logits=arguments.features.loss_cfg.loss_type == "raw",
+        expert_copies=balance_copies(arguments.features, arguments.parallel),
+        pipeline=pipeline,
+    )
+
+
+def check_plans(
+    model: nn.Module,
+    arguments: Arguments,
+    plans: ParallelApplier,
+    features: FeaturesApplier,
+    pipeline: Pipeline | None,
+) -> None:
+    """Raise `ConfigError` for a plan that a model cannot do with the other sections as they are."""
+    if plans.context is not None and not is_generator(model):
+        check_spread_sequences(model, arguments)
+    if pipeline is not None and arguments.features.recompute:
+        check_units(features.modules_to_recompute(pipeline.share.whole), pipeline.plan, RECOMPUTE_MODULES)
+
+
+def fill(
+    model: nn.Module, arguments: Arguments, device: torch.device, *, weights: Path | None, load_weights: bool
+) -> LoadReport:
+    """Give a sharded model its values; arguments as of `assemble`."""
+    training = arguments.training
+    parameter_device = torch.device("cpu") if arguments.parallel.fsdp_plan.cpu_offload else device
+    if not load_weights and not training.lora.enable:  # a checkpoint of adapters holds nothing else
+        materialize(model, parameter_device, device)
+        return LoadReport()
+    loaded = ModelHub.load_weights(
+        model,
+        arguments.model,
+        folder=weights,
+        seed=training.seed,
+        device=parameter_device,
+        buffer_device=device,
+        allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
+        allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
+    )
+    if training.lora.enable and load_weights:
+        initialize_lora(model, training.lora, training.seed)
+    return loaded
+
+
+def build_stages(pipeline: Pipeline, spec: ModelSpec, model: nn.Module) -> IdleTowers | None:
     """Make the stages; returns the hooks of their towers, which only the first stage has."""
-    pipeline.build_stages([tower.key for tower in spec.towers], casts_inputs=casts_inputs)
+    pipeline.build_stages([tower.key for tower in spec.towers], casts_inputs=not is_generator(model))
     if not spec.towers:
         return None
     first = pipeline.first_model
