@@ -4,6 +4,7 @@ those of the real classes, only the sizes are tiny. A folder takes a few tenths 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,23 +128,23 @@ def make_tiny_qwen3_vl_moe(
     return folder
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(special_tokens: Mapping[str, str] = SPECIAL_TOKENS) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 320 tokens trained on three lines, with Qwen's special tokens and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS.values()),
+        special_tokens=list(special_tokens.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    extra = {name: token for name, token in SPECIAL_TOKENS.items() if name not in ("eos_token", "pad_token")}
+    extra = {name: token for name, token in special_tokens.items() if name not in ("eos_token", "pad_token")}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=SPECIAL_TOKENS["eos_token"],
-        pad_token=SPECIAL_TOKENS["pad_token"],
+        eos_token=special_tokens["eos_token"],
+        pad_token=special_tokens["pad_token"],
         extra_special_tokens=extra,
         chat_template=CHAT_TEMPLATE,
         model_max_length=4096,

@@ -55,18 +55,20 @@ def find_blocks(model: nn.Module) -> list[str]:
     """Names of the repeated blocks, in execution order; also of a model that is sharded already.
 
     A generator's adapter states them; otherwise they are the instances of the classes that `_no_split_modules` names.
+    Some classes name whole towers beside the blocks inside them: what holds blocks is none.
     """
     adapter = getattr(model, "_mm_adapter", None)
     if adapter is not None:
         names = [name for name, _ in model.named_modules()]
         return [name for pattern in adapter.blocks for name in resolve_patterns([pattern], names, key="blocks")]
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    return [
+    names = [
         name
         for name, module in model.named_modules()
         # Sharding puts a class of its own in front: the blocks' class is among the bases then.
         if classes & {cls.__name__ for cls in type(module).__mro__} and next(module.parameters(), None) is not None
     ]
+    return [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
 
 
 def _with_towers(blocks: list[str], towers: list[Tower]) -> list[str]:

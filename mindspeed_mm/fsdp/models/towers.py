@@ -1,4 +1,4 @@
-"""Towers: the parts of a model that see images or video, and the smallest input of zeros that runs them.
+"""Towers: the parts of a model that see images or video or hear sound, and the smallest input of zeros that runs them.
 
 A sharded tower is gathered by all ranks together, so a rank whose batch lacks the modality runs it on such an input.
 Zeros and never noise: what is multiplied by zero afterwards must be finite.
@@ -22,7 +22,7 @@ class Tower:
     """One modality of a model."""
 
     name: str
-    """The modality: image or video."""
+    """The modality: image, video or audio."""
     module: str
     """Name of the tower's module; several modalities may share one."""
     key: str
@@ -42,7 +42,7 @@ def find_towers(model: nn.Module) -> list[Tower]:
     own = getattr(model, "get_towers", None)
     if own is not None:
         return list(own())
-    return [*_patch_towers(model), *_image_towers(model)]
+    return [*_patch_towers(model), *_image_towers(model), *_audio_towers(model)]
 
 
 def flat_tensors(output: Any) -> list[torch.Tensor]:
@@ -111,6 +111,29 @@ def _image_towers(model: nn.Module) -> list[Tower]:
         return whole.model.get_image_features(pixels, return_dict=True)
 
     return [Tower("image", "model.vision_tower", "pixel_values", "model.language_model", run)]
+
+
+def _audio_towers(model: nn.Module) -> list[Tower]:
+    """Qwen-Omni and Qwen-ASR style: spectra, called with a mask of their real frames. One window of frames is enough;
+    a tower without windows takes all of its frames at once."""
+    inner = getattr(model, "model", None)
+    config = getattr(getattr(model, "config", None), "audio_config", None)
+    parts = ("audio_tower", "language_model", "get_audio_features")
+    if not all(hasattr(inner, part) for part in parts) or not hasattr(config, "num_mel_bins"):
+        return []
+    names = list(inspect.signature(inner.get_audio_features).parameters)[:2]  # type: ignore[union-attr]
+    if names not in (["input_features", "feature_attention_mask"], ["input_features", "input_features_mask"]):
+        return []
+
+    def run(whole: nn.Module) -> Any:
+        audio: Any = whole.config.audio_config
+        frames = 2 * getattr(audio, "n_window", getattr(audio, "max_source_positions", 0))
+        dtype = whole.model.audio_tower.dtype
+        features = torch.zeros(1, audio.num_mel_bins, frames, device=current_device(), dtype=dtype)
+        mask = torch.ones(1, frames, device=current_device(), dtype=torch.long)
+        return whole.model.get_audio_features(features, mask, return_dict=True)
+
+    return [Tower("audio", "model.audio_tower", "input_features", "model.language_model", run)]
 
 
 def _product(size: int | Sequence[int]) -> int:

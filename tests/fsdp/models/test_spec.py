@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.models.ties import shared_parameters, tie_groups
 from mindspeed_mm.fsdp.models.towers import Tower, find_towers, flat_tensors
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_omni import make_tiny_omni
 
 
 def loaded(folder: Path) -> Any:
@@ -91,6 +92,26 @@ def test_fixed_size_towers() -> None:
     (tower,) = find_towers(model)
     assert tower.module == "model.vision_tower"
     assert any(output.shape[-1] == 16 for output in tower.run_idle(model))
+
+
+def test_a_model_that_hears(tmp_path: Path) -> None:
+    """Its class names whole towers beside the layers inside them; some of the tower's parameters are never used."""
+    model = loaded(make_tiny_omni(tmp_path))
+    spec = resolve_spec(model)
+    towers = ("model.audio_tower", "model.visual")
+    assert {"Qwen2_5OmniAudioEncoder", "Qwen2_5OmniVisionEncoder"} <= set(model._no_split_modules)
+    assert [name for name in spec.blocks if name in towers] == [] and len(spec.blocks) == 6
+    assert [name for name in spec.shard_modules if name in towers] == ["model.audio_tower", "model.visual"]
+    assert spec.shard_modules.index("model.audio_tower.layers.1") < spec.shard_modules.index("model.audio_tower")
+    (audio,) = [tower for tower in spec.towers if tower.name == "audio"]
+    assert (audio.module, audio.key) == ("model.audio_tower", "input_features")
+    (heard,) = audio.run_idle(model)
+    assert heard.isfinite().all() and heard.shape[-1] == 32
+    (heard * 0).sum().backward()
+    unreached = [
+        name for name, p in model.model.audio_tower.named_parameters() if p.grad is None or (p.grad != 0).any()
+    ]
+    assert unreached == ["audio_bos_eos_token.weight"]
 
 
 def test_a_model_may_name_its_towers_itself() -> None:
