@@ -1,5 +1,5 @@
 """What an accelerator gives: bf16 training steps of a language model at 0.5 to 2 B parameters and of a Wan2.1-shaped
-video generator at 1.3 B, parity with the CPU, and the digits job.
+video generator at 1.3 B, parity with the CPU, mechanisms of parallel plans on one device, and the digits job.
 
 Each part is a process of its own with a time limit: one that fails is written down as failed, and the others go on.
 `benchmarks/accelerator.sh` starts it where the project is not installed.
@@ -25,7 +25,7 @@ from benchmarks.figures import Figure, table
 from benchmarks.machine import ROOT, write_result
 
 LIMIT_S = 560.0
-PARTS = ("step", "generator", "parity", "job")
+PARTS = ("step", "generator", "parity", "mechanisms", "job")
 """The ones that say most come first."""
 LEAST_S = 25.0
 """A part is not begun with less time left."""
@@ -117,6 +117,11 @@ class Session:
         found = self._module("benchmarks.accelerator_parity", *words, limit_s=120).last_json()
         return found if found["agrees"] else found | {"error": "this device and the CPU differ"}
 
+    def mechanisms(self) -> dict[str, Any]:
+        """What of each parallel plan can run on one device, against plain computation on the CPU."""
+        found = self._module("benchmarks.accelerator_mechanisms", limit_s=150).last_json()
+        return found if found["agrees"] else found | {"error": "a mechanism and plain computation differ"}
+
     def job(self) -> dict[str, Any]:
         """The digits example, shortened: train from scratch, then answer held-out questions."""
         folder = self._workload().folder
@@ -196,7 +201,13 @@ def _shortened(error: Exception) -> str:
 
 def figures(result: dict[str, Any]) -> list[Figure]:
     """What the printed table shows of the parts that ran."""
-    shown = {"step": step_figures, "generator": clip_figures, "parity": parity_figures, "job": job_figures}
+    shown = {
+        "step": step_figures,
+        "generator": clip_figures,
+        "parity": parity_figures,
+        "mechanisms": mechanism_figures,
+        "job": job_figures,
+    }
     return [figure for part, of_part in shown.items() if part in result for figure in of_part(result[part])]
 
 
@@ -213,6 +224,14 @@ def step_figures(step: dict[str, Any]) -> list[Figure]:
 def parity_figures(parity: dict[str, Any]) -> list[Figure]:
     """Of the comparison with the CPU."""
     return [Figure("parity with the CPU, worst gradient", parity.get("worst_gradient"), "of its tolerance", 1.0)]
+
+
+def mechanism_figures(mechanisms: dict[str, Any]) -> list[Figure]:
+    """Of each mechanism; a fault that nobody would notice is a miss too."""
+    return [
+        Figure(f"{name}, worst gradient", check.get("worst"), "of its tolerance", 1.0)
+        for name, check in mechanisms.get("checks", {}).items()
+    ]
 
 
 def job_figures(job: dict[str, Any]) -> list[Figure]:

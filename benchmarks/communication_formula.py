@@ -1,0 +1,265 @@
+"""Bytes that one rank sends in an optimizer step, from the model's shapes and the plan alone. Pure.
+
+What is counted is what a ring algorithm sends, of n ranks and a tensor of `size` bytes: an all-gather and a
+reduce-scatter (n − 1) / n · size (of the whole tensor), an all-reduce twice that, an all-to-all what leaves the rank,
+and from one rank to another the size. Symbols and a worked example: docs/parallelism.md.
+
+Text decoders as Qwen3 and Qwen3-MoE are, without adapters, recompute and prefetch of other steps. Sizes divide evenly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+
+COUNT_BYTES = 8
+"""Of a whole number: how many rows there are, which expert is meant."""
+EXACT_BYTES = 4
+"""Of what is always in fp32: the loss over parts of the vocabulary, gradients of norms and of travelling keys."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Shape of a text decoder."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    """Features inside an MLP, or inside one expert."""
+    heads: int
+    key_heads: int
+    head_width: int
+    vocabulary: int
+    tied: bool = False
+    """Whether embedding and output head share their weight."""
+    experts: int = 0
+    """Of a layer; 0: a plain MLP."""
+    chosen: int = 0
+    """Experts that a token goes to."""
+
+    @property
+    def attention(self) -> int:
+        """Parameters of the four projections of a layer."""
+        return self.hidden * self.head_width * (2 * self.heads + 2 * self.key_heads)
+
+    @property
+    def norms(self) -> int:
+        """Parameters of the norms of a layer: before attention and MLP, of queries and of keys."""
+        return 2 * self.hidden + 2 * self.head_width
+
+    @property
+    def mlp(self) -> int:
+        """Parameters of a layer's MLP, or of all of its experts."""
+        return 3 * self.hidden * self.intermediate * max(1, self.experts)
+
+    @property
+    def router(self) -> int:
+        """Parameters that choose the experts of a layer."""
+        return self.hidden * self.experts
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of the output head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        layer = self.attention + self.norms + self.mlp + self.router
+        return self.layers * layer + self.embedding * (1 if self.tied else 2) + self.hidden
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a plan decides about communication."""
+
+    sizes: ParallelSizes
+    keeps_parameters: bool = False
+    """`fsdp_plan.reshard_after_forward: false`, ZeRO-2."""
+    sequence_parallel: bool = False
+    """`tp_plan.sequence_parallel` names the norms of the blocks."""
+    dispatcher: str = "alltoall"
+    stage: int = 0
+    """Of this rank; one stage on each, of equally many layers."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last norm and the head."""
+        return self.stage == self.sizes.pp - 1
+
+    def layers(self, model: Decoder) -> float:
+        """Layers on this rank."""
+        return model.layers / self.sizes.pp
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are laid out apart from the rest of the model."""
+        return self.sizes.ep > 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """The micro-batches of this rank."""
+
+    micro_batches: int
+    tokens: int
+    """Of a micro-batch, padding included: rows × length, of the whole sequence where ranks share it."""
+    labelled: int
+    """Tokens of a micro-batch that this rank takes a loss from."""
+    compute_bytes: int = 2
+    """Of a number of `param_dtype`."""
+    reduce_bytes: int = 4
+    """Of a number of `reduce_dtype`."""
+
+
+def bytes_sent(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
+    """Bytes by mesh axis; axes that send nothing are left out.
+
+    Raises:
+        ValueError: Experts together with tensor or pipeline parallelism, which this formula does not know.
+    """
+    if model.experts and plan.sizes.tp * plan.sizes.pp > 1:
+        raise ValueError("no formula for experts together with tensor or pipeline parallelism")
+    sent = Counter(_sharding(model, plan, step))
+    for part in (_tensor, _ring, _ulysses, _pipeline, _experts):
+        sent.update(part(model, plan, step))
+    return {axis: size for axis, size in sent.items() if size}
+
+
+def _sharding(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
+    """FSDP: parameters are gathered, gradients reduced and scattered, and summed over copies."""
+    sizes = plan.sizes
+    cut = model.attention + (0 if model.experts else model.mlp)  # what tensor parallelism cuts
+    experts = model.mlp if model.experts else 0
+    layer = cut / sizes.tp + model.norms + model.router + (0 if plan.spreads_experts else experts)
+    blocks = layer * plan.layers(model)
+    ends = model.embedding / sizes.tp * (1 if model.tied else plan.is_first + plan.is_last)
+    last_norm = model.hidden * plan.is_last
+    own = blocks + ends + last_norm
+    # Tied ends are one unit, which stays gathered for a step, as does what belongs to the root.
+    kept = last_norm + (ends if model.tied else 0)
+    keeps_all = plan.keeps_parameters or sizes.pp > 1
+    gathered = own if keeps_all else 2 * step.micro_batches * (own - kept) + kept
+    sent = _sharded("fsdp", "dp_replicate", sizes.fsdp, sizes.dp_replicate, gathered, own, step)
+    if plan.spreads_experts:
+        own = experts * model.layers / sizes.ep
+        gathered = own if plan.keeps_parameters else 2 * step.micro_batches * own
+        sent |= _sharded("efsdp", "edp", sizes.efsdp, sizes.edp, gathered, own, step)
+    return sent
+
+
+def _sharded(
+    axis: str, copies_axis: str, shards: int, copies: int, gathered: float, reduced: float, step: Step
+) -> dict[str, float]:
+    gradients = step.reduce_bytes * reduced
+    return {
+        axis: _share(shards) * (step.compute_bytes * gathered + gradients),
+        copies_axis: 2 * _share(copies) * gradients / shards,
+    }
+
+
+def _tensor(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
+    """Four crossings of all tokens a layer, each an all-reduce, or (sequence parallelism) an all-gather and a
+    reduce-scatter; one behind the embedding; the labelled tokens on their way back from the head; three numbers a
+    labelled token for the loss; gradients of norms."""
+    tokens, layers = step.tokens / plan.sizes.cp, plan.layers(model)
+    labelled = step.labelled * plan.is_last
+    crossings = 4 * layers * tokens + tokens * plan.is_first + labelled
+    norms = 2 * model.head_width
+    if plan.sequence_parallel:
+        crossings += tokens  # gradients in front of the blocks, outputs behind them: half a crossing each
+        norms = model.norms
+    exact = 3 * labelled + norms * layers
+    each = 2 * (crossings * model.hidden * step.compute_bytes + exact * EXACT_BYTES)
+    return {"tp": _share(plan.sizes.tp) * each * step.micro_batches}
+
+
+def _ring(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
+    """Keys and values of every rank but the next one go on, once forward and once backward, where the sums of their
+    gradients travel behind them."""
+    sizes = plan.sizes
+    numbers = 2 * step.tokens / sizes.ring * model.key_heads / sizes.ulysses / sizes.tp * model.head_width
+    each = (sizes.ring - 1) * numbers * (2 * step.compute_bytes + EXACT_BYTES)
+    return {"ring": each * plan.layers(model) * step.micro_batches}
+
+
+def _ulysses(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
+    """Queries, keys and values of own tokens leave for the ranks of their heads, outputs come back; backward mirrors
+    it."""
+    sizes = plan.sizes
+    heads = (2 * model.heads + 2 * model.key_heads) / sizes.tp
+    each = 2 * _share(sizes.ulysses) * step.tokens / sizes.cp * heads * model.head_width * step.compute_bytes
+    return {"ulysses": each * plan.layers(model) * step.micro_batches}
+
+
+def _pipeline(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
+    """Hidden states to the next stage, their gradients to the one before, and the loss to all."""
+    sizes = plan.sizes
+    if sizes.pp == 1:
+        return {}
+    neighbours = (plan.stage > 0) + (plan.stage < sizes.pp - 1)
+    hidden = step.tokens / sizes.cp * model.hidden * step.compute_bytes
+    return {"pp": neighbours * hidden * step.micro_batches + 2 * _share(sizes.pp) * EXACT_BYTES}
+
+
+def _experts(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
+    """Tokens to their experts and back, forward and backward. Routing is even, or the same on all of two ranks."""
+    ranks = plan.sizes.ep
+    tokens = step.tokens / plan.sizes.cp
+    if plan.dispatcher == "alltoall":
+        rows = 4 * tokens * model.chosen * model.hidden * step.compute_bytes
+        each = _share(ranks) * (rows + model.experts * COUNT_BYTES)
+    else:
+        rows = 4 * tokens * model.hidden * step.compute_bytes
+        weights = 2 * tokens * model.chosen * step.compute_bytes
+        each = (ranks - 1) * (rows + weights + COUNT_BYTES * (1 + tokens * model.chosen))
+    return {"ep": each * model.layers * step.micro_batches}
+
+
+def _share(ranks: int) -> float:
+    """(n − 1) / n: the part of a tensor that a rank does not have, or does not keep."""
+    return (ranks - 1) / ranks
+
+
+QWEN3_8B = Decoder(
+    layers=36, hidden=4096, intermediate=12288, heads=32, key_heads=8, head_width=128, vocabulary=151_936
+)
+
+
+def example() -> dict[str, dict[str, float]]:
+    """GB by axis that a rank of 8 sends for Qwen3-8B in bf16, 32,768 tokens a step, all of them labelled; as it stands
+    in the docs. `python -m benchmarks.communication_formula` prints it."""
+    alone = ParallelSizes(world=8, pp=1, dp_replicate=1, dp_shard=8, ring=1, ulysses=1, tp=1, edp=1, efsdp=8, ep=1)
+    in_context = replace(alone, dp_shard=1)
+    by_rank, whole = Step(1, 4096, 4096), Step(1, 32768, 32768)
+    own_labels = replace(whole, labelled=4096)
+    plans = {
+        "fsdp 8": (Plan(alone), by_rank),
+        "fsdp 8, ZeRO-2": (Plan(alone, keeps_parameters=True), by_rank),
+        "hsdp 2 × 4": (Plan(replace(alone, dp_replicate=2, dp_shard=4)), by_rank),
+        "replicated 8": (Plan(replace(alone, dp_replicate=8, dp_shard=1)), by_rank),
+        "tp 8": (Plan(replace(alone, dp_shard=1, tp=8)), whole),
+        "tp 8, sequence": (Plan(replace(alone, dp_shard=1, tp=8), sequence_parallel=True), whole),
+        "fsdp 4 × tp 2": (Plan(replace(alone, dp_shard=4, tp=2)), Step(1, 8192, 8192)),
+        "ulysses 8": (Plan(replace(in_context, ulysses=8)), own_labels),
+        "ring 8": (Plan(replace(in_context, ring=8)), own_labels),
+        "ulysses 4 × ring 2": (Plan(replace(in_context, ulysses=4, ring=2)), own_labels),
+        "pp 8": (Plan(replace(alone, dp_shard=1, pp=8), stage=1), Step(8, 4096, 4096)),
+    }
+    return {
+        name: {axis: size / 1e9 for axis, size in bytes_sent(QWEN3_8B, plan, step).items()}
+        for name, (plan, step) in plans.items()
+    }
+
+
+if __name__ == "__main__":
+    for name, axes in example().items():
+        parts = ", ".join(f"{axis} {size:.2f}" for axis, size in axes.items())
+        print(f"{name:20} {sum(axes.values()):8.2f} GB  ({parts})")
