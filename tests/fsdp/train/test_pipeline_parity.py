@@ -21,7 +21,7 @@ from tests.helpers.parity import ParityError, compare_steps
 from tests.helpers.planned_steps import Quiet
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_generators import make_tiny_wan
-from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
+from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe, make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 TOLERANCE = 1e-9
@@ -33,6 +33,9 @@ LOOPS = ("parallel.pp_plan.schedule=interleaved1f1b", "parallel.pp_plan.virtual_
 TEXT, LAYERS = "model.layers", "model.language_model.layers"
 
 
+SEQUENCE = 'parallel.tp_plan.sequence_parallel=["model.layers.{*}.*layernorm", "model.norm"]'
+
+
 def splits(*names: str) -> str:
     return f"parallel.pp_plan.split_points=[{', '.join(names)}]"
 
@@ -41,19 +44,19 @@ CASES = {  # name → (model, ranks, data ranks, accumulation, overrides)
     "text 1f1b": ("text", 2, 1, 4, (PP2,)),
     "text gpipe, two rounds": ("text", 2, 1, 4, (PP2, GPIPE, "parallel.pp_plan.micro_batches=2")),
     "text interleaved": ("text", 2, 1, 4, (PP2, *LOOPS)),
-    "text zbv": ("text", 2, 1, 4, (PP2, ZBV)),
-    "tied 1f1b, no layer behind": ("tied", 2, 1, 2, (PP2, splits("model.norm"))),
     "tied zbv": ("tied", 2, 1, 4, (PP2, ZBV)),
     "vlm 1f1b, recompute": ("vlm", 2, 1, 4, (PP2, "features.recompute=true")),
     "vlm, tower alone": ("vlm", 2, 1, 2, (PP2, GPIPE, splits(f"{LAYERS}.0"))),
-    "vlm interleaved": ("vlm", 2, 1, 4, (PP2, *LOOPS)),
     "vlm zbv": ("vlm", 2, 1, 4, (PP2, ZBV)),
     "t2v 1f1b": ("t2v", 2, 1, 2, (PP2,)),
-    "t2v zbv": ("t2v", 2, 1, 4, (PP2, ZBV)),
     "vlm pp2 × fsdp2": ("vlm", 4, 2, 2, (PP2,)),
-    "tied pp2 × fsdp2 interleaved": ("tied", 4, 2, 2, (PP2, *LOOPS)),
 }
 SLOW = {
+    "text zbv": ("text", 2, 1, 4, (PP2, ZBV)),
+    "vlm interleaved": ("vlm", 2, 1, 4, (PP2, *LOOPS)),
+    "t2v zbv": ("t2v", 2, 1, 4, (PP2, ZBV)),
+    "tied 1f1b, no layer behind": ("tied", 2, 1, 2, (PP2, splits("model.norm"))),
+    "tied pp2 × fsdp2 interleaved": ("tied", 4, 2, 2, (PP2, *LOOPS)),
     "vlm lora": ("vlm lora", 2, 1, 2, (PP2,)),
     "t2v lora interleaved": ("t2v lora", 2, 1, 4, (PP2, *LOOPS)),
     "i2v 1f1b": ("i2v", 2, 1, 2, (PP2,)),
@@ -63,6 +66,9 @@ SLOW = {
     "vlm pp4": ("vlm", 4, 1, 4, (PP4,)),
     "tied pp4 zbv": ("deep", 4, 1, 8, (PP4, ZBV)),
     "tied pp2 × tp2": ("tied", 4, 1, 4, (PP2, TP)),
+    "text pp2 × tp2, sequence": ("text", 4, 1, 4, (PP2, TP, SEQUENCE)),
+    "moe 1f1b": ("moe", 2, 1, 4, (PP2,)),
+    "moe zbv": ("moe", 2, 1, 4, (PP2, ZBV)),
     "vlm pp2 × tp2 interleaved": ("vlm", 4, 1, 4, (PP2, TP, *LOOPS)),
     "vlm pp2 × ring2": ("vlm", 4, 1, 2, (PP2, "parallel.ring_attention_size=2")),
     "vlm pp2 × ulysses2": ("vlm", 4, 1, 2, (PP2, "parallel.ulysses_parallel_size=2")),
@@ -94,11 +100,12 @@ def yamls(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, str], ..
     folder = tmp_path_factory.mktemp("stages")
     make_tiny_qwen3(folder / "text" / "model", num_hidden_layers=4)
     make_tiny_qwen3(folder / "tied" / "model", num_hidden_layers=4, tie=True)
+    make_tiny_qwen3_moe(folder / "moe" / "model", num_hidden_layers=4)
     make_tiny_qwen3(folder / "deep" / "model", num_hidden_layers=8, tie=True)
     with mock.patch.dict(tiny_models._VISION, {"deepstack_visual_indexes": [0, 1]}):
         make_tiny_qwen3_vl(folder / "vlm" / "model", num_hidden_layers=4)
     made = {name: make_tiny_run(folder / name, **FP64) for name in ("vlm",)}
-    made |= {name: make_text_run(folder / name) for name in ("text", "tied", "deep")}
+    made |= {name: make_text_run(folder / name) for name in ("text", "tied", "deep", "moe")}
     for task in ("t2v", "i2v"):
         make_tiny_wan(folder / task / "model", task=task, num_layers=4)
         made[task] = make_tiny_generator_run(folder / task, task, **FP64)
