@@ -1,7 +1,7 @@
 """`python -m benchmarks [NAME…]`: measure, write `benchmarks/results/NAME.json`, print one table.
 
-Names: step_time, startup, loading, help, diffusion_step, extraction, accelerator; none given: all. A target that is
-missed is written and printed as missed; it is no error.
+Names: step_time, startup, loading, help, diffusion_step, extraction, communication, plans, accelerator; none given:
+all. A target that is missed is written and printed as missed; it is no error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from pathlib import Path
 from benchmarks.figures import Figure, table
 from benchmarks.machine import write_result
 
-NAMES = ("help", "loading", "startup", "step_time", "diffusion_step", "extraction", "accelerator")
+NAMES = (
+    "help",
+    "loading",
+    "startup",
+    "step_time",
+    "diffusion_step",
+    "extraction",
+    "communication",
+    "plans",
+    "accelerator",
+)
 
 
 def main(names: list[str]) -> int:

@@ -72,7 +72,7 @@ def main() -> None:
 
 TOLERANCE = (
     "‖ours − reference‖ ≤ rtol · ‖reference‖ + 1e-6 · ‖all‖ of the output and of every gradient; `worst` is the share "
-    f"of that which is used, `planted` the same where all is off by {PLANTED:g} (models) or a mistake is made (operators)"
+    f"of that which is used, `planted` the same where all is off by {PLANTED:g} (models), or a mistake is made"
 )
 
 

@@ -99,6 +99,15 @@ def ratio_of(sent: float, expected: float) -> float:
     return sent / expected if expected else (math.inf if sent else 1.0)
 
 
+def table_of(result: Mapping[str, Any]) -> str:
+    """The rows as a table in Markdown, for the docs."""
+    lines = ["| plan | model | ranks | kB a rank | sent / formula |", "|---|---|---|---|---|"]
+    for name, found in result["rows"].items():
+        sent, ratio = (figure.value or 0.0 for figure in figures(name, found))
+        lines.append(f"| {name} | {found['model']} | {found['ranks']} | {sent:,.1f} | {ratio:.4f} |")
+    return "\n".join(lines)
+
+
 def figures(name: str, found: dict[str, Any]) -> list[Figure]:
     """Bytes of the rank that sends most, and of the rank and axis that are furthest from the formula."""
     most = max(sum(rank["sent"].values()) for rank in found["on_ranks"])

@@ -231,35 +231,43 @@ def _share(ranks: int) -> float:
 QWEN3_8B = Decoder(
     layers=36, hidden=4096, intermediate=12288, heads=32, key_heads=8, head_width=128, vocabulary=151_936
 )
+QWEN3_30B_A3B = Decoder(
+    layers=48, hidden=2048, intermediate=768, heads=32, key_heads=4, head_width=128, vocabulary=151_936,
+    experts=128, chosen=8,
+)  # fmt: skip
 
 
 def example() -> dict[str, dict[str, float]]:
-    """GB by axis that a rank of 8 sends for Qwen3-8B in bf16, 32,768 tokens a step, all of them labelled; as it stands
-    in the docs. `python -m benchmarks.communication_formula` prints it."""
-    alone = ParallelSizes(world=8, pp=1, dp_replicate=1, dp_shard=8, ring=1, ulysses=1, tp=1, edp=1, efsdp=8, ep=1)
-    in_context = replace(alone, dp_shard=1)
-    by_rank, whole = Step(1, 4096, 4096), Step(1, 32768, 32768)
-    own_labels = replace(whole, labelled=4096)
-    plans = {
-        "fsdp 8": (Plan(alone), by_rank),
-        "fsdp 8, ZeRO-2": (Plan(alone, keeps_parameters=True), by_rank),
-        "hsdp 2 × 4": (Plan(replace(alone, dp_replicate=2, dp_shard=4)), by_rank),
-        "replicated 8": (Plan(replace(alone, dp_replicate=8, dp_shard=1)), by_rank),
-        "tp 8": (Plan(replace(alone, dp_shard=1, tp=8)), whole),
-        "tp 8, sequence": (Plan(replace(alone, dp_shard=1, tp=8), sequence_parallel=True), whole),
-        "fsdp 4 × tp 2": (Plan(replace(alone, dp_shard=4, tp=2)), Step(1, 8192, 8192)),
-        "ulysses 8": (Plan(replace(in_context, ulysses=8)), own_labels),
-        "ring 8": (Plan(replace(in_context, ring=8)), own_labels),
-        "ulysses 4 × ring 2": (Plan(replace(in_context, ulysses=4, ring=2)), own_labels),
-        "pp 8": (Plan(replace(alone, dp_shard=1, pp=8), stage=1), Step(8, 4096, 4096)),
+    """GB by axis that one of 8 ranks sends in a step of 32,768 tokens, all labelled, in bf16 with fp32 gradients: of
+    Qwen3-8B, and behind it of Qwen3-30B-A3B. As it stands in docs/parallelism.md."""
+    fsdp = ParallelSizes(world=8, pp=1, dp_replicate=1, dp_shard=8, ring=1, ulysses=1, tp=1, edp=1, efsdp=8, ep=1)
+    alone = replace(fsdp, dp_shard=1)
+    own_rows, all_rows, own_labels = Step(1, 4096, 4096), Step(1, 32768, 32768), Step(1, 32768, 4096)
+    dense = {
+        "fsdp 8": (Plan(fsdp), own_rows),
+        "fsdp 8, ZeRO-2": (Plan(fsdp, keeps_parameters=True), own_rows),
+        "hsdp, 2 copies × 4 shards": (Plan(replace(fsdp, dp_replicate=2, dp_shard=4)), own_rows),
+        "replicated 8": (Plan(replace(alone, dp_replicate=8)), own_rows),
+        "fsdp 4 × tp 2": (Plan(replace(fsdp, dp_shard=4, tp=2)), Step(1, 8192, 8192)),
+        "tp 8": (Plan(replace(alone, tp=8)), all_rows),
+        "tp 8, sequence parallel": (Plan(replace(alone, tp=8), sequence_parallel=True), all_rows),
+        "ulysses 8": (Plan(replace(alone, ulysses=8)), own_labels),
+        "ring 8": (Plan(replace(alone, ring=8)), own_labels),
+        "ring 2 × ulysses 4": (Plan(replace(alone, ring=2, ulysses=4)), own_labels),
+        "pp 4 × fsdp 2, a middle stage": (Plan(replace(fsdp, pp=4, dp_shard=2), stage=1), Step(4, 4096, 4096)),
     }
-    return {
-        name: {axis: size / 1e9 for axis, size in bytes_sent(QWEN3_8B, plan, step).items()}
-        for name, (plan, step) in plans.items()
+    experts = {
+        "30B-A3B: fsdp 8": (Plan(fsdp), own_rows),
+        "30B-A3B: ep 8, alltoall": (Plan(replace(fsdp, efsdp=1, ep=8)), own_rows),
+        "30B-A3B: ep 8, allgather": (Plan(replace(fsdp, efsdp=1, ep=8), dispatcher="allgather"), own_rows),
+        "30B-A3B: ep 2 × efsdp 4": (Plan(replace(fsdp, efsdp=4, ep=2)), own_rows),
     }
+    sent = {name: bytes_sent(QWEN3_8B, *case) for name, case in dense.items()}
+    sent |= {name: bytes_sent(QWEN3_30B_A3B, *case) for name, case in experts.items()}
+    return {name: {axis: size / 1e9 for axis, size in axes.items()} for name, axes in sent.items()}
 
 
 if __name__ == "__main__":
-    for name, axes in example().items():
+    for title, axes in example().items():
         parts = ", ".join(f"{axis} {size:.2f}" for axis, size in axes.items())
-        print(f"{name:20} {sum(axes.values()):8.2f} GB  ({parts})")
+        print(f"| {title} | {sum(axes.values()):.1f} | {parts} |")
