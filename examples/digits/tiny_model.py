@@ -1,4 +1,5 @@
-"""A Qwen3-VL of 398,016 parameters with its real processor: configuration, locally trained tokenizer, chat template.
+"""A Qwen3-VL of 398,016 parameters with its real processor: configuration, locally trained tokenizer, chat template;
+and the same as a mixture of experts.
 
 The folder holds no weights: training starts from scratch (`model.train_from_scratch: true`).
 """
@@ -19,12 +20,14 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessor,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
 
 VOCABULARY = 344
 PATCH, MERGE = 16, 2
+SECTIONS = ("text_config", "vision_config")
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -58,10 +61,14 @@ CHAT_TEMPLATE = """\
 """
 
 
-def write_model_folder(folder: Path, texts: Sequence[str]) -> None:
-    """Write configuration, processor and generation configuration; `texts` teach the tokenizer its merges."""
+def write_model_folder(folder: Path, texts: Sequence[str], experts: int = 0) -> None:
+    """Write configuration, processor and generation configuration; `texts` teach the tokenizer its merges.
+
+    With `experts`, each layer of the text model has so many instead of one inner layer, and a token goes through two.
+    """
     tokenizer = train_tokenizer(texts)
-    build_config(tokenizer).save_pretrained(folder)
+    config = build_config(tokenizer)
+    (mixture_of_experts(config, experts) if experts else config).save_pretrained(folder)
     build_processor(tokenizer).save_pretrained(folder)
     build_generation_config(tokenizer).save_pretrained(folder)
 
@@ -151,6 +158,22 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
             "num_position_embeddings": 4,
             "deepstack_visual_indexes": [0],
         },
+    )
+
+
+def mixture_of_experts(config: Qwen3VLConfig, experts: int) -> Qwen3VLMoeConfig:
+    """The same model with experts of half the inner width."""
+    inner = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+    sections = config.to_dict()
+    text, vision = ({k: v for k, v in sections[name].items() if k != "model_type"} for name in SECTIONS)
+    tokens = {name: value for name, value in sections.items() if name.endswith("_token_id")}
+    return Qwen3VLMoeConfig(
+        architectures=["Qwen3VLMoeForConditionalGeneration"],
+        dtype="float32",
+        tie_word_embeddings=True,
+        text_config=text | inner,
+        vision_config=vision,
+        **tokens,
     )
 
 
