@@ -75,14 +75,17 @@ def generator_config(folder: Path, preprocess: dict[str, Any], **sections: dict[
     return config
 
 
-def make_tiny_generator_run(folder: Path, family: str = "flux", **sections: dict[str, Any]) -> Path:
-    """Write model, data and `run.yaml` of a FLUX (`flux`) or Wan (`t2v`, `i2v`) run into `folder`; returns the YAML."""
+def make_tiny_generator_run(folder: Path, family: str = "flux", side: int = 16, **sections: dict[str, Any]) -> Path:
+    """Write model, data and `run.yaml` of a FLUX (`flux`) or Wan (`t2v`, `i2v`) run into `folder`; returns the YAML.
+
+    Media are squares of `side` pixels: 16 are 16 tokens of FLUX and 2 of Wan, 32 are 8 of Wan.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         make_tiny_flux(folder / "model") if family == "flux" else make_tiny_wan(folder / "model", task=family)
     if not (folder / "rows.jsonl").exists():
-        make_pictures(folder) if family == "flux" else make_clips(folder)
-    sizes = {"height": 16, "width": 16, **({} if family == "flux" else {"num_frames": 5})}
+        make_pictures(folder, sizes=((side, side),)) if family == "flux" else make_clips(folder, size=side)
+    sizes = {"height": side, "width": side, **({} if family == "flux" else {"num_frames": 5})}
     path = folder / "run.yaml"
     with path.open("w", encoding="utf-8") as file:
         YAML().dump(generator_config(folder, sizes, **sections), file)
