@@ -56,6 +56,7 @@ def row(case: Case, folder: Path, on_ranks: Sequence[dict[str, Any]]) -> dict[st
     """What one plan sent, rank by rank and axis by axis, beside the formula."""
     arguments = load_config(folder / case.model / "run.yaml", case.words).arguments
     sizes = resolve_parallel_sizes(arguments.parallel, case.ranks)
+    is_v = arguments.parallel.pp_plan.schedule == "zbv"
     ranks = []
     for rank, found in enumerate(on_ranks):
         plan = Plan(
@@ -63,7 +64,9 @@ def row(case: Case, folder: Path, on_ranks: Sequence[dict[str, Any]]) -> dict[st
             keeps_parameters=ZERO_2 in case.plan,
             sequence_parallel=bool(arguments.parallel.tp_plan.sequence_parallel),
             dispatcher=arguments.parallel.ep_plan.dispatcher,
-            stage=rank * sizes.pp // case.ranks,
+            pipeline_rank=rank * sizes.pp // case.ranks,
+            chunks=2 if is_v else arguments.parallel.pp_plan.virtual_stages,
+            is_v=is_v,
         )
         sent = dict(found["sent"])
         control = sent.pop("control", 0)

@@ -16,7 +16,9 @@ MODELS = {"dense": DENSE, "tied": TIED, "experts": EXPERTS}
 ROWS_A_STEP = 8
 TP, ULYSSES, RING = (f"parallel.{axis}=2" for axis in
                      ("tensor_parallel_size", "ulysses_parallel_size", "ring_attention_size"))  # fmt: skip
-PP = ("parallel.pipeline_parallel_size=2", "parallel.pp_plan.split_points=[model.layers.2]")
+PP_SIZE, SCHEDULE = "parallel.pipeline_parallel_size=2", "parallel.pp_plan.schedule"
+PP = (PP_SIZE, "parallel.pp_plan.split_points=[model.layers.2]")
+PP_CHUNKS = (PP_SIZE, "parallel.pp_plan.split_points=[model.layers.1, model.layers.2, model.layers.3]")
 EP, ALLGATHER = "parallel.expert_parallel_size=2", "parallel.ep_plan.dispatcher=allgather"
 ZERO_2 = "parallel.fsdp_plan.reshard_after_forward=false"
 
@@ -62,6 +64,10 @@ CASES = {
     "ulysses2": Case("dense", 2, 1, (ULYSSES,)),
     "ring2": Case("dense", 2, 2, (RING,)),
     "pp2, 1f1b": Case("dense", 2, 4, PP),
+    "pp2, interleaved1f1b, 2 chunks": Case(
+        "dense", 2, 4, (*PP_CHUNKS, f"{SCHEDULE}=interleaved1f1b", "parallel.pp_plan.virtual_stages=2")
+    ),
+    "pp2, zbv": Case("dense", 2, 4, (*PP_CHUNKS, f"{SCHEDULE}=zbv")),
     "fsdp2, experts": Case("experts", 2, 1),
     "ep2, alltoall": Case("experts", 2, 1, (EP,)),
     "ep2, allgather": Case("experts", 2, 1, (EP, ALLGATHER)),

@@ -81,18 +81,38 @@ class Plan:
     sequence_parallel: bool = False
     """`tp_plan.sequence_parallel` names the norms of the blocks."""
     dispatcher: str = "alltoall"
-    stage: int = 0
-    """Of this rank; one stage on each, of equally many layers."""
+    pipeline_rank: int = 0
+    """Place of this rank in its pipeline."""
+    chunks: int = 1
+    """Stages on each rank, all of equally many layers."""
+    is_v: bool = False
+    """Stages go from the first rank to the last and back (zbv), instead of round and round."""
+
+    @property
+    def last_stage(self) -> int:
+        """Number of the last stage of all ranks."""
+        return self.sizes.pp * self.chunks - 1
+
+    def rank_of(self, stage: int) -> int:
+        """The rank in the pipeline that has a stage."""
+        lap, place = divmod(stage, self.sizes.pp)
+        return self.sizes.pp - 1 - place if self.is_v and lap % 2 else place
 
     @property
     def is_first(self) -> bool:
         """Whether this rank has the embedding."""
-        return self.stage == 0
+        return self.rank_of(0) == self.pipeline_rank
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last norm and the head."""
-        return self.stage == self.sizes.pp - 1
+        return self.rank_of(self.last_stage) == self.pipeline_rank
+
+    @property
+    def stage_ends(self) -> int:
+        """Ends of this rank's stages behind or in front of which another rank's stage stands."""
+        borders = ((self.rank_of(stage), self.rank_of(stage + 1)) for stage in range(self.last_stage))
+        return sum(self.pipeline_rank in border for border in borders if border[0] != border[1])
 
     def layers(self, model: Decoder) -> float:
         """Layers on this rank."""
@@ -204,9 +224,8 @@ def _pipeline(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
     sizes = plan.sizes
     if sizes.pp == 1:
         return {}
-    neighbours = (plan.stage > 0) + (plan.stage < sizes.pp - 1)
     hidden = step.tokens / sizes.cp * model.hidden * step.compute_bytes
-    return {"pp": neighbours * hidden * step.micro_batches + 2 * _share(sizes.pp) * EXACT_BYTES}
+    return {"pp": plan.stage_ends * hidden * step.micro_batches + 2 * _share(sizes.pp) * EXACT_BYTES}
 
 
 def _experts(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
@@ -254,7 +273,7 @@ def example() -> dict[str, dict[str, float]]:
         "ulysses 8": (Plan(replace(alone, ulysses=8)), own_labels),
         "ring 8": (Plan(replace(alone, ring=8)), own_labels),
         "ring 2 × ulysses 4": (Plan(replace(alone, ring=2, ulysses=4)), own_labels),
-        "pp 4 × fsdp 2, a middle stage": (Plan(replace(fsdp, pp=4, dp_shard=2), stage=1), Step(4, 4096, 4096)),
+        "pp 4 × fsdp 2, a middle stage": (Plan(replace(fsdp, pp=4, dp_shard=2), pipeline_rank=1), Step(4, 4096, 4096)),
     }
     experts = {
         "30B-A3B: fsdp 8": (Plan(fsdp), own_rows),

@@ -100,6 +100,18 @@ def test_plans_by_hand() -> None:
     assert bytes_sent(tiny, Plan(ONE), step) == {}
 
 
+def test_ends_of_stages_by_hand() -> None:
+    two = replace(ONE, world=2, pp=2)
+    ends = {
+        "a stage each": Plan(two),
+        "round and round: 0 1 0 1": Plan(two, chunks=2),
+        "forth and back: 0 1 1 0": Plan(two, chunks=2, is_v=True),
+    }
+    assert [plan.stage_ends for plan in ends.values()] == [1, 3, 2]
+    assert [replace(plan, pipeline_rank=1).stage_ends for plan in ends.values()] == [1, 3, 2]
+    assert Plan(replace(ONE, world=4, pp=4), pipeline_rank=1).stage_ends == 2
+
+
 def test_experts_with_tensor_parallelism_have_no_formula() -> None:
     with pytest.raises(ValueError, match="no formula"):
         bytes_sent(MODELS["experts"], Plan(replace(ONE, tp=2)), Step(1, 8, 4))
