@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
@@ -63,8 +63,8 @@ def main() -> None:
     initialize_distributed(timeout_s=120.0)
     device = set_local_device(0)
     init_parallel_state(resolve_parallel_sizes(ParallelArguments(), 1), get_device_type())
-    checks = {name: judged(lambda check=check: check(device)) for name, check in OPERATORS.items()}
-    checks |= {name: judged(lambda check=check: model_check(check, device)) for name, check in MODELS.items()}
+    checks = {name: judged(partial(check, device)) for name, check in OPERATORS.items()}
+    checks |= {name: judged(partial(model_check, step, device)) for name, step in MODELS.items()}
     agrees = all(check.get("agrees", False) for check in checks.values())
     print(json.dumps({"agrees": agrees, "device": str(device), "tolerance": TOLERANCE, "checks": checks}))
     leave()
@@ -220,4 +220,4 @@ MODELS: dict[str, Step] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -117,9 +117,9 @@ def grouped(device: torch.device) -> tuple[Results, Results, Results, float]:
     rows, weight, grad = torch.randn(sum(COUNTS), 64), torch.randn(len(COUNTS), 96, 64), torch.randn(sum(COUNTS), 96)
     rows, weight, grad = (each.to(dtype) for each in (rows, weight, grad))
     reference = products(rows.double(), weight.double(), grad.double(), one_by_one, COUNTS)
-    on_device = [each.to(device) for each in (rows, weight, grad)]
-    wrong = [1, COUNTS[1] - 1, *COUNTS[2:]]
-    found, faulty = (products(*on_device, grouped_rows, counts) for counts in (COUNTS, wrong))
+    rows, weight, grad = (each.to(device) for each in (rows, weight, grad))
+    found = products(rows, weight, grad, grouped_rows, COUNTS)
+    faulty = products(rows, weight, grad, grouped_rows, [1, COUNTS[1] - 1, *COUNTS[2:]])
     return found, reference, faulty, RTOL[dtype]
 
 

@@ -7,8 +7,7 @@ Every collective passes torch's dispatcher as an op of `c10d` or `_c10d_function
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class Wire(TorchDispatchMode):
         super().__init__()
         self.names_by_group = names_by_group
         self.in_passes = False
-        self.sent: Counter[str] = Counter()
+        self.sent: dict[str, float] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,7 +47,8 @@ class Wire(TorchDispatchMode):
             return NotImplemented  # it comes again as ops on plain tensors
         if func.namespace in ("c10d", "_c10d_functional") and func.__name__.split(".")[0] not in _SILENT:
             group, size = _sent_by(func, args)
-            self.sent[self.names_by_group[group.group_name] if self.in_passes else CONTROL] += size
+            name = self.names_by_group[group.group_name] if self.in_passes else CONTROL
+            self.sent[name] = self.sent.get(name, 0.0) + size
         return func(*args, **(kwargs or {}))
 
 
@@ -76,6 +76,10 @@ class CountedPasses:
             return self._real(micro_batches, denominators)
         finally:
             self._wire.in_passes = False
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> Any:
+        """As the strategy; what it sends is no training step's."""
+        return self._real.evaluate(micro_batches)
 
 
 class WireCount(Hook):
@@ -123,7 +127,7 @@ def _sent_by(func: Any, args: tuple[Any, ...]) -> tuple[dist.ProcessGroup, float
     return group, _SENT[name](args, group)
 
 
-def _group_of(args: Iterable[Any]) -> dist.ProcessGroup:
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
