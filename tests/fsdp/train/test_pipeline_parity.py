@@ -72,9 +72,7 @@ SLOW = {
     "vlm pp2 × tp2 interleaved": ("vlm", 4, 1, 4, (PP2, TP, *LOOPS)),
     "vlm pp2 × ring2": ("vlm", 4, 1, 2, (PP2, "parallel.ring_attention_size=2")),
     "vlm pp2 × ulysses2": ("vlm", 4, 1, 2, (PP2, "parallel.ulysses_parallel_size=2")),
-    "t2v pp2 × fsdp2": ("t2v", 4, 2, 2, (PP2,)),
     "t2v pp2 × tp2": ("t2v", 4, 1, 2, (PP2, TP)),
-    "vlm pp2 × tp2 × fsdp2": ("vlm", 8, 2, 2, (PP2, TP)),
     "tied pp2 × tp2 × fsdp2": ("tied", 8, 2, 2, (PP2, TP)),
 }
 FROZEN = {"frozen first stage zbv"}
