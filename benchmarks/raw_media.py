@@ -50,8 +50,8 @@ PICTURES = Kind("pictures", "flux", 8, 160, (1, 120, 160), {"height": 96, "width
 CLIPS = Kind("clips", "wan", 4, 60, (12, 72, 96), {"height": 64, "width": 64, "num_frames": 9})
 KINDS = {kind.name: kind for kind in (PICTURES, CLIPS)}
 
-# Half and a third as wide as the released VAEs, on pictures a hundredth as large: what is decoded still weighs a hundred
-# times more against what is encoded than in a real extraction.
+# Narrower than the released VAEs, and the text encoder is tiny beside T5-XXL: decoding files weighs more here than in a
+# real extraction.
 PICTURE_VAE: dict[str, Any] = {
     "block_out_channels": (64, 128),
     "down_block_types": ("DownEncoderBlock2D",) * 2,

@@ -239,6 +239,7 @@ def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
         if not streams:
             raise DataError(f"'{name}' has no video stream", way_out=_REPLACE)
         _check_not_cut(streams[0], size, name)
+        streams[0].codec_context.thread_count = 1  # whole clips are decoded side by side, by threads or by workers
         yield container, streams[0]
 
 
