@@ -23,7 +23,7 @@ def compare() -> list[str]:
     trials: list[dict[str, Any]] = [
         {"data": Rows("abc"), "validation": None},
         {"data": Rows("abc"[: 3 - rank]), "validation": None},
-        {"data": Rows("abc" if rank == 0 else "abd"), "validation": None},
+        {"data": Rows("abc" if rank == 0 else "abx"), "validation": None},
         {"data": Rows("abc"), "validation": Rows("x" if rank == 0 else "y")},
         {"data": ["a"] * (4 + rank)},
     ]
