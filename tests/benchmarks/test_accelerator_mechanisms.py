@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 from benchmarks.accelerator import has_failed, mechanism_figures
@@ -24,9 +25,19 @@ MECHANISMS = {
 
 def test_all_mechanisms_agree_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "accelerator.json"
-    script = ROOT / "benchmarks" / "accelerator.sh"
-    command = ["bash", str(script), "--device", "cpu", "--tiny", "--parts", "mechanisms", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.accelerator",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--parts",
+        "mechanisms",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(out.read_text(encoding="utf-8"))["mechanisms"]["checks"]
     assert checks.keys() == MECHANISMS
