@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
 from mindspeed_mm.fsdp.params.path_checks import check_paths
 from mindspeed_mm.tasks.model_kind import is_generator
 from mindspeed_mm.tasks.train import load_with_plugins
-from mindspeed_mm.tasks.verify_faults import PlannedRun, check_fault
+from mindspeed_mm.tasks.verify_faults import PlannedRun, check_fault, find_fault
 from mindspeed_mm.tasks.verify_progress import VerifyProgress
 from mindspeed_mm.tasks.verify_ranks import run_ranks
 from mindspeed_mm.tasks.verify_setup import Job, set_up
@@ -51,6 +51,8 @@ def run(
         MMError: Whatever `mm train` would refuse; a fault that cannot show.
     """
     began = time.monotonic()
+    if fault is not None:
+        find_fault(fault)  # a word that is none is answered first
     config = load_with_plugins(config_path, overrides)
     arguments = config.arguments
     if problems := config.locate(unbuilt_features(arguments)):

@@ -12,28 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
+
+from mindspeed_mm.fsdp.distributed.axis_ranks import AxisRanks
 
 # Renamed in torch 2.13, where the older names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class ExpertRanks:
-    """The ranks that share the experts of a layer with this one.
-
-    Args:
-        mesh: The one-dimensional mesh of the axis `ep`.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.group = mesh.get_group()
-        self.size = mesh.size()
-        self.rank = mesh.get_local_rank()
-
-    def __deepcopy__(self, memo: Any) -> ExpertRanks:
-        return self  # process groups cannot be copied, and a copied model has the same ranks
+class ExpertRanks(AxisRanks):
+    """The ranks that share the experts of a layer with this one (axis `ep`)."""
 
 
 def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ranks: ExpertRanks) -> torch.Tensor:

@@ -14,28 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
+
+from mindspeed_mm.fsdp.distributed.axis_ranks import AxisRanks
 
 # Renamed in torch 2.13, where the older names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class TensorRanks:
-    """The ranks that split matrices with this one.
-
-    Args:
-        mesh: The one-dimensional mesh of the axis `tp`.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.group = mesh.get_group()
-        self.size = mesh.size()
-        self.rank = mesh.get_local_rank()
-
-    def __deepcopy__(self, memo: Any) -> TensorRanks:
-        return self  # process groups cannot be copied, and a copied model has the same ranks
+class TensorRanks(AxisRanks):
+    """The ranks that split matrices with this one (axis `tp`)."""
 
 
 def copy_to_ranks(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
