@@ -103,7 +103,8 @@ def _read_question(reader: RowReader, index: int, needs_answers: bool, media_dir
     row, place = reader.read(index), reader.place(index)
     sample = convert_row(_as_conversation(row, needs_answers), RowFormat(), place)
     *messages, answer = sample.messages
-    _check_images_exist(sample.images, media_dir, place)
+    images = tuple(item.source for item in sample.media)
+    _check_images_exist(images, media_dir, place)
     expected = _text_of(answer["content"])
     return Question(
         row=place.row,
@@ -111,7 +112,7 @@ def _read_question(reader: RowReader, index: int, needs_answers: bool, media_dir
         place=str(place),
         task=str(row.get("task", DEFAULT_TASK)),
         messages=tuple(messages),
-        images=tuple(sample.images),
+        images=images,
         expected=expected if expected or needs_answers else None,
     )
 

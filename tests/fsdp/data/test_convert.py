@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
-from mindspeed_mm.fsdp.data.data_utils.sample import Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Place, Sample
 from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr
 
@@ -81,8 +81,8 @@ SHARED = turns([IMAGE, text("\nWhich?")], "seven", "sure?", "yes")
 def test_every_format_gives_the_same_sample(row: dict[str, Any], attr: dict[str, Any]) -> None:
     sample = convert(row, **attr)
     assert sample.messages == SHARED
-    assert sample.trained == [False, True, False, True]
-    assert sample.images == ["a.png"]
+    assert sample.weights == [0, 1, 0, 1]
+    assert sample.media == [MediaItem("image", "a.png")]
 
 
 def test_system_prompts_placeholders_and_alpaca_inputs() -> None:
@@ -99,7 +99,7 @@ def test_a_turn_may_be_left_untrained() -> None:
     row["messages"][1]["train"] = False
     row["messages"][3]["weight"] = 0
     row["messages"][5]["weight"] = 1
-    assert convert(row).trained == [False, False, False, False, False, True]
+    assert convert(row).weights == [0, 0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.fsdp.data.conftest import picture
 def sample(length: int, trained: int, images: Sequence[Any] = (), name: str = "r:1") -> dict[str, Any]:
     ids = np.arange(10, 10 + length)
     labels = np.where(np.arange(length) >= length - trained, ids, -100)
-    return {"sample_id": name, "input_ids": ids, "labels": labels, "images": list(images), "shrunk": False}
+    return {"sample_id": name, "input_ids": ids, "labels": labels, "media": list(images), "shrunk": False}
 
 
 def collator(owner: Any, **options: Any) -> Any:

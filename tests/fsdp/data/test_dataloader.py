@@ -325,7 +325,7 @@ def test_real_rows_through_real_workers(
         for row, name in enumerate(batch["sample_ids"]):
             length = len(reference[name]["input_ids"])
             assert batch["input_ids"][row, :length].tolist() == reference[name]["input_ids"].tolist()
-        images = [image for name in batch["sample_ids"] for image in reference[name]["images"]]
+        images = [image for name in batch["sample_ids"] for image in reference[name]["media"]]
         assert torch.equal(batch["pixel_values"], dataset._plugin.collate(images)["pixel_values"])
 
 

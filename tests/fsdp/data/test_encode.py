@@ -58,7 +58,7 @@ LONG = {
 def test_ids_and_tensors_equal_those_of_the_processor(build: Build, processor: Any, row: dict[str, Any]) -> None:
     dataset = build(row)
     sample, converted = dataset[0], dataset.sample(0)
-    images = [dataset._encoder._media.load_image(name) for name in converted.images]
+    images = [dataset._encoder._media.load_image(item.source) for item in converted.media]
     remaining = iter(images)
     chat = [
         {
@@ -91,7 +91,7 @@ def test_mask_options(build: Build, processor: Any) -> None:
     everything = build(LONG, train_on_prompt=True)[0]
     untrained = everything["input_ids"][everything["labels"] == IGNORED]
     assert set(untrained.tolist()) == {processor.image_token_id}
-    assert len(untrained) == sum(len(image.token_ids) for image in everything["images"])
+    assert len(untrained) == sum(len(image.token_ids) for image in everything["media"])
 
 
 def test_image_tokens_of_the_models_own_turn_are_not_trained(build: Build, processor: Any) -> None:
@@ -151,9 +151,9 @@ class TestTruncation:
         for cutoff in (whole - 1, first):
             sample = build(LONG, cutoff_len=cutoff, truncation="shrink")[0]
             assert sample["shrunk"]
-            assert len(sample["images"]) == 2
+            assert len(sample["media"]) == 2
             assert (sample["input_ids"] == processor.image_token_id).sum() == sum(
-                len(image.token_ids) for image in sample["images"]
+                len(image.token_ids) for image in sample["media"]
             )
             assert trained_text(processor.tokenizer, sample) == ["seven<|im_end|>"]
         with pytest.raises(TooLongError):

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.sample import Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Place, Sample
 from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 
 Row = Mapping[str, Any]
@@ -35,7 +35,9 @@ def convert_row(row: Row, row_format: RowFormat, place: Place) -> Sample:
         )
     sample = converter(row, row_format, place)
     _refuse_unbuilt_media(row, row_format, place)
-    sample.images = _media_list(row, row_format.images, ("images", "image"), place)
+    sample.media = [
+        MediaItem("image", source) for source in _media_list(row, row_format.images, ("images", "image"), place)
+    ]
     _place_media(sample)
     _check_turns(sample)
     return sample
@@ -69,7 +71,7 @@ def from_sharegpt(row: Row, row_format: RowFormat, place: Place) -> Sample:
     system = row.get(row_format.system or "system")
     if isinstance(system, str) and system and not any(m["role"] == "system" for m in sample.messages):
         sample.messages.insert(0, {"role": "system", "content": system})
-        sample.trained.insert(0, False)
+        sample.weights.insert(0, 0.0)
     return sample
 
 
@@ -110,7 +112,7 @@ def _message_column(row: Row, row_format: RowFormat) -> str | None:
 
 def _add(sample: Sample, role: str, content: str, trained: bool | None = None) -> None:
     sample.messages.append({"role": role, "content": content})
-    sample.trained.append(role == "assistant" if trained is None else trained)
+    sample.weights.append(float(role == "assistant" if trained is None else trained))
 
 
 def _add_turn(sample: Sample, turn: Any, number: int, row_format: RowFormat) -> None:
@@ -239,7 +241,7 @@ def _place_media(sample: Sample) -> None:
         content = message["content"]
         if "<" in content and _PLACEHOLDER.search(content):
             message["content"] = _split(content, counts)
-    given = {"image": len(sample.images), "video": 0, "audio": 0}
+    given = {"image": len(sample.media), "video": 0, "audio": 0}
     for kind, count in counts.items():
         if count != given[kind]:
             raise DataError(

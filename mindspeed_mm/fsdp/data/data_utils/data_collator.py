@@ -95,7 +95,7 @@ class GenericCollator:
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """Collate and check. Further arrays of a sample are joined along their first axis, under their own names."""
         batch = self._text_keys(samples)
-        batch |= self._plugin.collate([image for sample in samples for image in sample.get("images") or ()])
+        batch |= self._plugin.collate([item for sample in samples for item in sample.get("media") or ()])
         for name in samples[0].keys() - _SAMPLE_KEYS:
             batch[name] = torch.cat([torch.as_tensor(sample[name]) for sample in samples])  # type: ignore[literal-required]
         batch["sample_ids"] = [sample["sample_id"] for sample in samples]

@@ -126,7 +126,7 @@ class SampleEncoder:
         return _encoded(sample, ids, ids.copy(), [], shrunk=too_long)
 
     def _encode_conversation(self, sample: Sample) -> EncodedSample:
-        pictures = [self._media.load_image(item) for item in sample.images]
+        pictures = [self._media.load_image(item.source) for item in sample.media]
         features = [self._plugin.encode_image(picture) for picture in pictures]
         encoded = self._encode_turns(sample, len(sample.messages), features)
         length = len(encoded["input_ids"])
@@ -139,7 +139,7 @@ class SampleEncoder:
     def _shrink(self, sample: Sample, features: list[ImageFeatures], length: int) -> EncodedSample:
         """The longest beginning of the conversation that fits: whole turns with all their media, ended by the model."""
         for end in range(len(sample.messages) - 1, 0, -1):
-            if sample.messages[end - 1]["role"] == "assistant" and any(sample.trained[:end]):
+            if sample.messages[end - 1]["role"] == "assistant" and any(sample.weights[:end]):
                 encoded = self._encode_turns(sample, end, features)
                 if len(encoded["input_ids"]) <= self._options.cutoff_len:
                     return {**encoded, "shrunk": True}
@@ -148,7 +148,7 @@ class SampleEncoder:
     def _encode_turns(self, sample: Sample, end: int, features: list[ImageFeatures]) -> EncodedSample:
         """Encode the first `end` messages."""
         assert self._template is not None  # only documents come without one, and they do not come here
-        messages, trained = sample.messages[:end], sample.trained[:end]
+        messages, trained = sample.messages[:end], [weight > 0 for weight in sample.weights[:end]]
         features = features[: sum(_count_images(message) for message in messages)]
         if self._options.mask_history:
             last = len(trained) - 1
@@ -202,7 +202,7 @@ class SampleEncoder:
 def _encoded(
     sample: Sample, ids: np.ndarray, labels: np.ndarray, images: list[ImageFeatures], shrunk: bool = False
 ) -> EncodedSample:
-    return {"sample_id": str(sample.place), "input_ids": ids, "labels": labels, "images": images, "shrunk": shrunk}
+    return {"sample_id": str(sample.place), "input_ids": ids, "labels": labels, "media": images, "shrunk": shrunk}
 
 
 def _count_images(message: dict[str, Any]) -> int:

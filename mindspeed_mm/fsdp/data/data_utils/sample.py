@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
+
+MediaKind = Literal["image", "video", "audio"]
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 
 
 class Place(NamedTuple):
@@ -21,20 +24,34 @@ class Place(NamedTuple):
         return f"{self.file}:{self.row}"
 
 
+class MediaItem(NamedTuple):
+    """A picture, video or sound of a row, not opened yet."""
+
+    kind: MediaKind
+    source: Any
+    """A path, bytes, base64 text or `{"path" | "bytes"}`; of a video also a list of such frames."""
+
+
 @dataclass(slots=True)
 class Sample:
     """A row, converted: the same shape for every row format."""
 
     place: Place
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """`{"role", "content"}` as chat templates take them; content is a string, or a list of typed parts where a turn
-    holds media: `{"type": "text", "text"}`, `{"type": "image"}`."""
-    trained: list[bool] = field(default_factory=list)
-    """Per message, whether its tokens may be trained."""
-    images: list[Any] = field(default_factory=list)
-    """Paths, bytes or `{"path" | "bytes"}`, one for each image part, in order."""
+    """`{"role", "content"}` as chat templates take them. Roles: system, user, assistant, tool. Content is a string, or
+    a list of typed parts where a turn holds media: `{"type": "text", "text"}`, `{"type": "image" | "video" | "audio"}`.
+    Further keys where the row has them: `tool_calls` (`[{"type": "function", "function": {"name", "arguments"}}]`,
+    arguments as an object) and `reasoning_content` of the model's turns, `name` and `tool_call_id` of tool results."""
+    weights: list[float] = field(default_factory=list)
+    """Per message, how much its tokens count in the loss; 0: not trained."""
+    media: list[MediaItem] = field(default_factory=list)
+    """One for each media part, in order of appearance over all messages."""
+    tools: list[dict[str, Any]] | None = None
+    """Descriptions of the tools that the model may call, as chat templates take them."""
     text: str | None = None
     """The document of a text-only row; `messages` is empty then."""
+    rejected: Sample | None = None
+    """Preference rows: this sample ends with the better answer, that one with the worse."""
 
 
 class TooLongError(DataError):
@@ -49,7 +66,26 @@ class EncodedSample(TypedDict):
     """(L,) int64."""
     labels: np.ndarray
     """(L,) int64, the token itself where trained, -100 elsewhere; not shifted."""
-    images: list[Any]
-    """The sample's images as its media plugin encoded them, in order."""
+    media: list[Any]
+    """The sample's media as its media plugin encoded them, in order of appearance."""
     shrunk: bool
     """Whether whole turns were left out to fit `cutoff_len`."""
+    loss_weights: NotRequired[np.ndarray]
+    """(L,) float32, only where some message's weight is neither 0 nor 1."""
+
+
+class EncodedPair(TypedDict):
+    """A preference row as token ids."""
+
+    sample_id: str
+    chosen: EncodedSample
+    rejected: EncodedSample
+
+
+class SampleSize(NamedTuple):
+    """What a sample costs, known before it is encoded."""
+
+    tokens: int
+    """The length that encoding gives."""
+    patches: int
+    """Work of the encoders: vision patches and audio frames."""
