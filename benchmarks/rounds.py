@@ -1,7 +1,8 @@
 """Rounds that alternate contenders with a floor, and the rule by which a round counts.
 
 A shared machine drifts by a tenth within minutes. So every contender's run stands between two runs of the floor, and it
-counts only when the two agree within 3 % and both lie within 10 % of the best floor seen; ratios then hold.
+counts only when the two agree within 3 % and both lie within 10 % of the best floor seen; ratios then hold. Where a run is
+too short for that (steps of ranks that wait for each other), a benchmark says how much wider its rule is.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ class Rounds:
     Args:
         floor: What the others are compared with.
         contenders: By name.
+        agree_within: How far the floors around a run that counts may be apart.
+        near_best_within: How far above the best floor they may be.
     """
 
     floor: Run
     contenders: Mapping[str, Run]
+    agree_within: float = AGREE_WITHIN
+    near_best_within: float = NEAR_BEST_WITHIN
     floors: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
 
@@ -67,8 +72,8 @@ class Rounds:
         """Whether the two floors around a run agree, and are near the best floor of all."""
         before, after = self._bracket(one)
         best = min(floor["value"] for floor in self.floors)
-        agree = abs(before - after) <= AGREE_WITHIN * min(before, after)
-        return agree and max(before, after) <= (1 + NEAR_BEST_WITHIN) * best
+        agree = abs(before - after) <= self.agree_within * min(before, after)
+        return agree and max(before, after) <= (1 + self.near_best_within) * best
 
     def accepted(self, name: str) -> list[Round]:
         """The rounds of a contender that count."""
@@ -81,8 +86,8 @@ class Rounds:
     def summary(self) -> dict[str, Any]:
         """Median, lowest and highest ratio by contender, and every run, rounds that do not count included."""
         return {
-            "rule": f"a round counts when the floors around it agree within {AGREE_WITHIN:.0%} "
-            f"and lie within {NEAR_BEST_WITHIN:.0%} of the best floor",
+            "rule": f"a round counts when the floors around it agree within {self.agree_within:.0%} "
+            f"and lie within {self.near_best_within:.0%} of the best floor",
             "ratio_to_floor": {name: spread(self.ratios(name)) for name in self.contenders},
             "contenders": {name: spread([r.run["value"] for r in self.accepted(name)]) for name in self.contenders},
             "floor": spread([floor["value"] for floor in self.floors]),
