@@ -1,8 +1,8 @@
 """Rounds that alternate contenders with a floor, and the rule by which a round counts.
 
 A shared machine drifts by a tenth within minutes. So every contender's run stands between two runs of the floor, and it
-counts only when the two agree within 3 % and both lie within 10 % of the best floor seen; ratios then hold. Where a run is
-too short for that (steps of ranks that wait for each other), a benchmark says how much wider its rule is.
+counts only when the two agree within 3 % and both lie within 10 % of the best floor seen; ratios then hold. Where that
+is too much to ask (steps of ranks that wait for each other), a benchmark says how much wider its rule is.
 """
 
 from __future__ import annotations
