@@ -1,9 +1,9 @@
 """Writes the digits example: scikit-learn's 1,797 scanned digits as image conversations, and a tiny Qwen3-VL folder.
 
-Run `python examples/digits/make_digits.py [FOLDER] [--experts N]` (default `runs/digits`, no experts). Nothing is
-downloaded; the same seed writes the same rows. A scan belongs to one split only, alone or beside others, so no test
-picture shows a scan trained on. Training pictures are turned and moved a little, each its own way; the others are the
-scans as they are.
+Run `python examples/digits/make_digits.py [FOLDER] [--experts N] [--layers N]` (default `runs/digits`, a dense model of
+two layers). Nothing is downloaded; the same seed writes the same rows. A scan belongs to one split only, alone or
+beside others, so no test picture shows a scan trained on. Training pictures are turned and moved a little, each its own
+way; the others are the scans as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 from sklearn.datasets import load_digits
-from tiny_model import write_model_folder
+from tiny_model import LAYERS, write_model_folder
 
 SEED = 0
 SPLITS = {"train": 0.75, "validation": 0.05, "test": 0.20}
@@ -141,11 +141,11 @@ def training_texts(data_folder: Path) -> list[str]:
     return [f"{message['role']}\n{message['content'].removeprefix('<image>')}" for message in messages]
 
 
-def make_digits(folder: Path, seed: int = SEED, experts: int = 0) -> dict[str, int]:
+def make_digits(folder: Path, seed: int = SEED, experts: int = 0, layers: int = LAYERS) -> dict[str, int]:
     """Write `folder/data` and `folder/model`; returns the number of rows of each split."""
     splits = split_scans(load_scans(), seed)
     rows = {name: write_split(name, scans, folder / "data", seed) for name, scans in splits.items()}
-    write_model_folder(folder / "model", training_texts(folder / "data"), experts)
+    write_model_folder(folder / "model", training_texts(folder / "data"), experts, layers)
     return rows
 
 
@@ -154,12 +154,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the digits example.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/digits"))
     parser.add_argument("--experts", type=int, default=0, help="of each text layer; 0: a dense model")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the text model")
     chosen = parser.parse_args()
     folder, experts = chosen.folder, chosen.experts
-    rows = make_digits(folder, experts=experts)
+    rows = make_digits(folder, experts=experts, layers=chosen.layers)
     print(f"{folder}/data   " + ", ".join(f"{count:,} {name} rows" for name, count in rows.items()) + f" (seed {SEED})")
-    kind = f"a Qwen3-VL with {experts} experts a layer" if experts else "a Qwen3-VL of 0.4 M parameters"
-    print(f"{folder}/model  {kind}, still without weights")
+    kind = f"{chosen.layers} text layers" + (f" of {experts} experts" if experts else "")
+    print(f"{folder}/model  a tiny Qwen3-VL ({kind}), still without weights")
 
 
 if __name__ == "__main__":

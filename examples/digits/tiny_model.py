@@ -27,6 +27,8 @@ from transformers import (  # noqa: E402
 
 VOCABULARY = 344
 PATCH, MERGE = 16, 2
+LAYERS = 2
+"""Of the text model, unless told otherwise."""
 SECTIONS = ("text_config", "vision_config")
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -61,13 +63,14 @@ CHAT_TEMPLATE = """\
 """
 
 
-def write_model_folder(folder: Path, texts: Sequence[str], experts: int = 0) -> None:
+def write_model_folder(folder: Path, texts: Sequence[str], experts: int = 0, layers: int = LAYERS) -> None:
     """Write configuration, processor and generation configuration; `texts` teach the tokenizer its merges.
 
-    With `experts`, each layer of the text model has so many instead of one inner layer, and a token goes through two.
+    The text model has `layers` layers. With `experts`, each of them has so many instead of one inner layer, and a token
+    goes through two.
     """
     tokenizer = train_tokenizer(texts)
-    config = build_config(tokenizer)
+    config = build_config(tokenizer, layers)
     (mixture_of_experts(config, experts) if experts else config).save_pretrained(folder)
     build_processor(tokenizer).save_pretrained(folder)
     build_generation_config(tokenizer).save_pretrained(folder)
@@ -116,8 +119,9 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
-    """Hidden width 64, two text layers, two vision layers (the first feeds the text through deepstack), tied head."""
+def build_config(tokenizer: PreTrainedTokenizerFast, layers: int = LAYERS) -> Qwen3VLConfig:
+    """Hidden width 64, two vision layers (the first feeds the text through deepstack), tied head; 0.4 M parameters with
+    two text layers."""
     token_ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     return Qwen3VLConfig(
         architectures=["Qwen3VLForConditionalGeneration"],
@@ -131,7 +135,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
             "vocab_size": VOCABULARY,
             "hidden_size": 64,
             "intermediate_size": 96,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
