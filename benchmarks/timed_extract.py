@@ -15,16 +15,16 @@ from pathlib import Path
 def run(times_file: Path, words: list[str]) -> int:
     """Extract; the progress that people see is what tells how far it is."""
     from mindspeed_mm.cli.main import main
-    from mindspeed_mm.tasks.extraction_progress import ExtractionProgress
+    from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
     times = []
-    advance = ExtractionProgress.advance
+    advance = WorkProgress.advance
 
-    def noted(progress: ExtractionProgress, samples: int) -> None:
+    def noted(progress: WorkProgress, samples: int) -> None:
         times.append({"time": time.time(), "samples": samples})
         advance(progress, samples)
 
-    ExtractionProgress.advance = noted  # type: ignore[method-assign]
+    WorkProgress.advance = noted  # type: ignore[method-assign]
     try:
         main(["extract", *words])
     except SystemExit as ending:

@@ -32,9 +32,9 @@ from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.extraction import BatchEncoder, WorkBatch, decoded_ahead, plan_batches, rows_fingerprint
 from mindspeed_mm.tasks.extraction_limits import FEATURES_KEY, BadRows, check_room, room_warning
-from mindspeed_mm.tasks.extraction_progress import ExtractionProgress
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "safetensors")
 _POLL_S = 0.2
@@ -144,7 +144,7 @@ class SetExtraction:
         self._preprocess, self._encoders, self._adapter = preprocess, encoders, encoders.adapter
         self._ranks, self._is_first = ranks, ranks.rank == 0
         self._options, self._stop = options, stop
-        self._progress = ExtractionProgress(ranks.rank, ranks.world_size, stream)
+        self._progress = WorkProgress(ranks.rank, ranks.world_size, stream)
         self._source = RawSource(basic, preprocess, self._adapter.geometry)
         self._bad = BadRows(basic, self._source.left_out, len(self._source))
 

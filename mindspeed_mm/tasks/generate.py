@@ -34,7 +34,7 @@ from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.train.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.device import current_device, set_local_device
-from mindspeed_mm.tasks.extraction_progress import ExtractionProgress
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.generator_loading import load_sampler
 from mindspeed_mm.tasks.launcher import launch
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
@@ -133,7 +133,7 @@ class _Work:
     def make(self, batches: Sequence[SampleBatch], notes: Sequence[str], stop: StopSignal) -> None:
         """Make what is missing of some batches. They are made whole, so that what comes out does not depend on what is
         there; what is there is not written again."""
-        progress = ExtractionProgress(self.ranks.rank, self.ranks.world_size, sys.stderr)
+        progress = WorkProgress(self.ranks.rank, self.ranks.world_size, sys.stderr)
         for note in notes:
             progress.note(note)
         progress.begin(sum(len(missing_of(batch, self.done)) for batch in batches))

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TextIO
 
-from mindspeed_mm.fsdp.train.progress import bar, clock
+from mindspeed_mm.fsdp.utils.work_progress import bar, clock
 
 _QUIET_S = 5.0
 _LIVE_EVERY_S = 0.5

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from mindspeed_mm.fsdp.utils.work_progress import bar, clock
+
 COLUMNS = (
     ("step", 7), ("loss", 9), ("grad", 9), ("lr", 9), ("tok/s", 8), ("MFU", 6), ("mem GiB", 8), ("data", 6), ("eta", 9),
 )  # fmt: skip
@@ -51,13 +53,6 @@ def short_count(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.1f}{unit}"
     return f"{value:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """Seconds → `h:mm:ss`."""
-    minutes, seconds_left = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:02}:{minutes:02}:{seconds_left:02}"
 
 
 class Progress:
@@ -168,9 +163,3 @@ class Progress:
         except OSError as error:
             self._log = None
             self._print(f"warning: the log file stops here ({error})\n")
-
-
-def bar(step: int, total_steps: int, eta_s: float, width: int = 40) -> str:
-    """A live progress bar on one line, redrawn in place."""
-    filled = round(width * step / max(total_steps, 1))
-    return f"\r\033[K  {'━' * filled}{'╌' * (width - filled)} {step}/{total_steps}  {clock(eta_s)} left"

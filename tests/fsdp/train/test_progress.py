@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from mindspeed_mm.fsdp.train.progress import HEADER, Progress, clock, format_line, short_count
+from mindspeed_mm.fsdp.train.progress import HEADER, Progress, format_line, short_count
+from mindspeed_mm.fsdp.utils.work_progress import clock
 
 METRICS = {
     "step": 120, "loss": 1.8342, "grad_norm": 0.71, "lr": 9.8e-6, "tokens_per_s": 41200.0, "samples_per_s": 9.0,

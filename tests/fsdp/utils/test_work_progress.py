@@ -1,4 +1,4 @@
-"""What a person sees of an extraction: nothing at first, then a bar or a line, with the rate and the time left."""
+"""What a person sees of long work: nothing at first, then a bar or a line, with the rate and the time left."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from mindspeed_mm.tasks import extraction_progress
-from mindspeed_mm.tasks.extraction_progress import ExtractionProgress
+from mindspeed_mm.fsdp.utils import work_progress
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
 
 class Terminal(io.StringIO):
@@ -18,14 +18,14 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(extraction_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(work_progress.time, "monotonic", lambda: now[0])
     monkeypatch.delenv("NO_COLOR", raising=False)
     return now
 
 
 def told(stream: io.StringIO, clock: list[float], rank: int = 0, world_size: int = 1) -> str:
     """Forty samples, one a second."""
-    progress = ExtractionProgress(rank, world_size, stream)
+    progress = WorkProgress(rank, world_size, stream)
     progress.begin(40)
     for _ in range(40):
         clock[0] += 1

@@ -1,4 +1,4 @@
-"""What a person sees of an extraction that takes more than a moment: a bar on a terminal, elsewhere a line at times."""
+"""What a person sees of work that takes more than a moment: a bar on a terminal, elsewhere a line at times."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import os
 import time
 from typing import TextIO
 
-from mindspeed_mm.fsdp.train.progress import bar, clock
-
 _QUIET_S = 5.0
 _LIVE_EVERY_S = 0.2
 _LINE_EVERY_S = 15.0
 
 
-class ExtractionProgress:
+class WorkProgress:
     """Speaks on rank 0, of its own share.
 
     Args:
@@ -71,3 +69,16 @@ class ExtractionProgress:
         if self._bar_stands:
             print("\r\033[K", end="", file=self._stream, flush=True)
             self._bar_stands = False
+
+
+def clock(seconds: float) -> str:
+    """Seconds → `h:mm:ss`."""
+    minutes, seconds_left = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{seconds_left:02}"
+
+
+def bar(step: int, total_steps: int, eta_s: float, width: int = 40) -> str:
+    """A live progress bar on one line, redrawn in place."""
+    filled = round(width * step / max(total_steps, 1))
+    return f"\r\033[K  {'━' * filled}{'╌' * (width - filled)} {step}/{total_steps}  {clock(eta_s)} left"
