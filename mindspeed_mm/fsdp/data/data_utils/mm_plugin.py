@@ -1,48 +1,28 @@
 """How media become token ids and tensors: one plugin for each kind of processor.
 
-A plugin turns one image into the ids that take the place of its placeholder and the tensors that the model's tower
-wants, and joins the tensors of a batch. `register_mm_plugin` adds one from outside.
+A plugin turns an item into the ids that take the place of its placeholder and the tensors that the model's tower wants,
+and joins the tensors of a batch. `register_mm_plugin` adds one from outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.media_features import MediaFeatures, MediaPlugin, MediaSize, Placeholder
 from mindspeed_mm.fsdp.data.data_utils.qwen_patches import PatchGrid, build_patch_grid
+from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaItem, MediaKind
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
 MM_PLUGINS = Registry("data.dataset_param.preprocess_parameters.mm_plugin")
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFeatures:
-    """One image, encoded."""
-
-    token_ids: np.ndarray
-    """What replaces the image's placeholder token."""
-    tensors: dict[str, Any]
-    """What the plugin's `collate` joins."""
-
-
-class MediaPlugin(Protocol):
-    """Encodes the media of one processor."""
-
-    image_token_id: int | None
-    """The placeholder token that the chat template writes for an image; None where the model takes no images."""
-
-    def encode_image(self, image: Image.Image) -> ImageFeatures:
-        """Encode an RGB image. Raises `DataError` for a size that the processor refuses."""
-
-    def collate(self, images: Sequence[ImageFeatures]) -> dict[str, torch.Tensor]:
-        """Join the tensors of a batch's images, in order, under the names that the model's `forward` takes."""
+ImageFeatures = MediaFeatures
 
 
 def register_mm_plugin(name: str) -> Callable[[type], type]:
@@ -66,17 +46,62 @@ def build_mm_plugin(processor: Any, preprocess: Any) -> MediaPlugin:
     return QwenVLPlugin(processor, grid) if grid is not None else ProcessorPlugin(processor)
 
 
+def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> MediaFeatures:
+    """Load and encode an item of a row.
+
+    Raises:
+        DataError: The file is missing, refused or broken, or the model does not take its kind.
+    """
+    if item.kind == "image":
+        return plugin.encode_image(media.load_image(item.source))
+    raise no_such_media(item.kind)
+
+
+def measure_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> MediaSize | None:
+    """The size of an item, from its file's header alone; None where it must be encoded to know.
+
+    Raises:
+        DataError: What `encode_media` would raise, as far as a header tells.
+    """
+    return None
+
+
+def no_such_media(kind: str) -> DataError:
+    """The error of a row with a medium that the model does not take."""
+    article = "a" if kind == "video" else "an"
+    return DataError(
+        f"the row has {article} {kind}, but the model takes none", way_out="Drop the row or take another model."
+    )
+
+
 class TextOnlyPlugin:
     """Of a text model: it takes no media."""
 
+    placeholders: Mapping[str, Placeholder] = {}
     image_token_id: int | None = None
 
-    def encode_image(self, image: Image.Image) -> ImageFeatures:
+    def encode_image(self, image: Image.Image) -> MediaFeatures:
         """Refuse."""
         raise DataError("the row has an image, but the model takes text only")
 
-    def collate(self, images: Sequence[ImageFeatures]) -> dict[str, torch.Tensor]:
+    def encode_video(self, clip: Any) -> MediaFeatures:
+        """Refuse."""
+        raise DataError("the row has a video, but the model takes text only")
+
+    def encode_audio(self, sound: Any) -> MediaFeatures:
+        """Refuse."""
+        raise DataError("the row has an audio, but the model takes text only")
+
+    def measure(self, kind: MediaKind, header: Any) -> MediaSize | None:
+        """Refuse."""
+        raise no_such_media(kind)
+
+    def collate(self, media: Sequence[MediaFeatures]) -> dict[str, torch.Tensor]:
         """Nothing to join."""
+        return {}
+
+    def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """None."""
         return {}
 
 
@@ -90,24 +115,40 @@ class QwenVLPlugin:
 
     def __init__(self, processor: Any, grid: PatchGrid) -> None:
         self.image_token_id: int | None = processor.image_token_id
-        self._grid = grid
+        self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
+        self._processor, self._grid = processor, grid
 
-    def encode_image(self, image: Image.Image) -> ImageFeatures:
+    def encode_image(self, image: Image.Image) -> MediaFeatures:
         """Patches as bytes; they become numbers for the whole batch at once."""
         patches, grid_thw = self._grid.cut(image)
         tokens = len(patches) // self._grid.merge_size**2
-        return ImageFeatures(
-            np.full(tokens, self.image_token_id, dtype=np.int64), {"patches": patches, "grid_thw": grid_thw}
-        )
+        ids = np.full(tokens, self.image_token_id, dtype=np.int64)
+        return MediaFeatures("image", ids, {"patches": patches, "grid_thw": grid_thw})
 
-    def collate(self, images: Sequence[ImageFeatures]) -> dict[str, torch.Tensor]:
+    def encode_video(self, clip: Any) -> MediaFeatures:
+        """Not built yet."""
+        raise no_such_media("video")
+
+    def encode_audio(self, sound: Any) -> MediaFeatures:
+        """Refuse."""
+        raise no_such_media("audio")
+
+    def measure(self, kind: MediaKind, header: Any) -> MediaSize | None:
+        """Not built yet."""
+        return None
+
+    def collate(self, media: Sequence[MediaFeatures]) -> dict[str, torch.Tensor]:
         """`pixel_values` (patches of all images, numbers of a patch) and `image_grid_thw` (images, 3)."""
-        if not images:
+        if not media:
             return {}
         return {
-            "pixel_values": self._grid.normalise([image.tensors["patches"] for image in images]),
-            "image_grid_thw": torch.tensor([image.tensors["grid_thw"] for image in images], dtype=torch.int64),
+            "pixel_values": self._grid.normalise([image.tensors["patches"] for image in media]),
+            "image_grid_thw": torch.tensor([image.tensors["grid_thw"] for image in media], dtype=torch.int64),
         }
+
+    def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """`mm_token_type_ids`, as the processor marks them."""
+        return token_marks_of(self._processor, input_ids)
 
 
 class ProcessorPlugin:
@@ -120,6 +161,7 @@ class ProcessorPlugin:
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._tokenizer = tokenizer_of(processor)
+        self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
         self.image_token_id: int | None = getattr(processor, "image_token_id", None)
         if self.image_token_id is None or not hasattr(processor, "replace_image_token"):
             raise ConfigError(
@@ -128,7 +170,7 @@ class ProcessorPlugin:
                 way_out="Write a plugin for it: `register_mm_plugin`.",
             )
 
-    def encode_image(self, image: Image.Image) -> ImageFeatures:
+    def encode_image(self, image: Image.Image) -> MediaFeatures:
         """Ask the processor."""
         try:
             features = dict(self._processor.image_processor([image], return_tensors="pt"))
@@ -136,19 +178,54 @@ class ProcessorPlugin:
             raise DataError(f"the processor refuses an image of {image.width} × {image.height}: {error}") from error
         text = self._processor.replace_image_token(features, 0)
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ImageFeatures(np.asarray(ids, dtype=np.int64), features)
+        return MediaFeatures("image", np.asarray(ids, dtype=np.int64), features)
 
-    def collate(self, images: Sequence[ImageFeatures]) -> dict[str, torch.Tensor]:
+    def encode_video(self, clip: Any) -> MediaFeatures:
+        """Not built yet."""
+        raise no_such_media("video")
+
+    def encode_audio(self, sound: Any) -> MediaFeatures:
+        """Not built yet."""
+        raise no_such_media("audio")
+
+    def measure(self, kind: MediaKind, header: Any) -> MediaSize | None:
+        """A processor does not tell."""
+        return None
+
+    def collate(self, media: Sequence[MediaFeatures]) -> dict[str, torch.Tensor]:
         """Join along the first axis, that of images or patches."""
-        if not images:
+        if not media:
             return {}
         unused = set(getattr(self._processor, "unused_input_names", ()))
         try:
             return {
-                name: torch.cat([torch.as_tensor(image.tensors[name]) for image in images])
-                for name in images[0].tensors
+                name: torch.cat([torch.as_tensor(image.tensors[name]) for image in media])
+                for name in media[0].tensors
                 if name not in unused
             }
         except RuntimeError as error:
-            sizes = {name: tuple(value.shape) for name, value in images[0].tensors.items()}
+            sizes = {name: tuple(value.shape) for name, value in media[0].tensors.items()}
             raise DataError(f"images of a batch do not join (the first: {sizes}): {error}") from error
+
+    def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """As the processor marks them."""
+        return token_marks_of(self._processor, input_ids)
+
+
+def placeholders_of(processor: Any) -> dict[str, Placeholder]:
+    """Kind of media → the token that stands for an item in a processor's chat template."""
+    found: dict[str, Placeholder] = {}
+    for kind in MEDIA_KINDS:
+        text = getattr(processor, f"{kind}_token", None)
+        if text is not None:
+            found[kind] = Placeholder(int(tokenizer_of(processor).convert_tokens_to_ids(text)), text)
+    return found
+
+
+def token_marks_of(processor: Any, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+    """`mm_token_type_ids` (or `token_type_ids`, as Gemma3 calls them), where the processor's model takes them."""
+    names = getattr(processor, "model_input_names", ())
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in names and getattr(processor, "return_mm_token_type_ids", False):
+            return {name: np.asarray(processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int32)}
+    return {}
