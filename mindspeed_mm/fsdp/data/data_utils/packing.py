@@ -1,0 +1,84 @@
+"""Which samples share a row: best fit, decreasing, under a cap on tokens and one on encoder patches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def best_fit(
+    tokens: Sequence[int],
+    capacity: int,
+    patches: Sequence[int] | None = None,
+    max_patches: int | None = None,
+) -> list[list[int]]:
+    """Deal samples into as few packs as best fit finds: the largest first, each into the fullest pack that has room.
+
+    A function of its arguments alone. It takes some seconds for 10⁶ samples.
+
+    Args:
+        tokens: Of each sample.
+        capacity: Most tokens of a pack.
+        patches: Encoder work of each sample; None: not counted.
+        max_patches: Most patches of a pack; None: any number.
+
+    Returns:
+        Indices of the samples of each pack, ascending; packs by their first index, so that the first pack holds the
+        first sample.
+
+    Raises:
+        ValueError: A sample exceeds a cap by itself.
+    """
+    counted = max_patches is not None and patches is not None
+    work = list(patches) if counted and patches is not None else [0] * len(tokens)
+    limit = max_patches if counted and max_patches is not None else 1
+    for index, (length, load) in enumerate(zip(tokens, work, strict=True)):
+        if length > capacity or load > limit:
+            raise ValueError(f"sample {index} does not fit a pack: {length} tokens, {load} patches")
+    packs = _Packs(capacity, limit)
+    # The cap that a sample uses up most of says how hard it is to place.
+    for index in sorted(range(len(tokens)), key=lambda i: (-max(tokens[i] / capacity, work[i] / limit), i)):
+        packs.add(index, tokens[index], work[index])
+    return sorted((sorted(pack) for pack in packs.members), key=lambda pack: pack[0])
+
+
+class _Packs:
+    """Open packs by the tokens they have room for."""
+
+    def __init__(self, capacity: int, max_patches: int) -> None:
+        self.members: list[list[int]] = []
+        self._capacity, self._max_patches = capacity, max_patches
+        self._spare_patches: list[int] = []
+        self._with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+        self._rooms = 0
+        """Bit r is set where some pack has room for r tokens: the tightest fit is the lowest bit that is high
+        enough."""
+
+    def add(self, index: int, tokens: int, patches: int) -> None:
+        """Put a sample into the fullest pack that takes it, or into a new one."""
+        found = next(self._fitting(tokens, patches), None)
+        if found is None:
+            pack, room = len(self.members), self._capacity
+            self.members.append([])
+            self._spare_patches.append(self._max_patches)
+        else:
+            room, place = found
+            pack = self._with_room[room].pop(place)
+            if not self._with_room[room]:
+                self._rooms ^= 1 << room
+        self.members[pack].append(index)
+        self._spare_patches[pack] -= patches
+        left = room - tokens
+        self._with_room[left].append(pack)
+        self._rooms |= 1 << left
+
+    def _fitting(self, tokens: int, patches: int) -> Iterator[tuple[int, int]]:
+        """(room, place among the packs with this room), the fullest first."""
+        rooms = self._rooms >> tokens << tokens
+        while rooms:
+            lowest = rooms & -rooms
+            room = lowest.bit_length() - 1
+            packs = self._with_room[room]
+            for place in range(len(packs) - 1, -1, -1):
+                if self._spare_patches[packs[place]] >= patches:
+                    yield room, place
+            rooms ^= lowest
