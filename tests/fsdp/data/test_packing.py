@@ -42,7 +42,7 @@ def test_every_sample_once_and_both_caps_kept() -> None:
     assert packs[0][0] == 0 and packs == sorted(packs)
     # The cap on patches is what binds here: without it far fewer packs would do.
     assert len(packs) > 1.2 * len(best_fit(tokens, 2048))
-    assert sum(patches) / (1400 * len(packs)) > 0.9
+    assert sum(patches) / (1400 * len(packs)) > 0.85
 
 
 def test_as_many_packs_as_best_fit_written_out() -> None:
