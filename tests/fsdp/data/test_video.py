@@ -231,16 +231,16 @@ def test_no_frames_no_frame_rate_and_a_damaged_frame(tmp_path: Path) -> None:
         found: list[Frame] = []
 
     with pytest.raises(DataError, match="has no frames that can be decoded"):
-        video._start(Container(), Stream(), path.name)
+        video.read_start(Container(), Stream(), path.name)
     Container.found = [Container.frame]
     with pytest.raises(DataError, match="has no frame rate"):
-        video._start(Container(), Stream(), path.name)
+        video.read_start(Container(), Stream(), path.name)
     Container.frame.is_corrupt = True
     with pytest.raises(DataError, match="a frame is damaged"):
-        video._start(Container(), Stream(), path.name)
+        video.read_start(Container(), Stream(), path.name)
     Container.frame.is_corrupt, Container.frame.width = False, 10**8
     with pytest.raises(DataError, match="too large"):
-        video._start(Container(), Stream(), path.name)
+        video.read_start(Container(), Stream(), path.name)
 
 
 def test_timestamps_that_run_backwards_are_refused() -> None:
@@ -249,9 +249,9 @@ def test_timestamps_that_run_backwards_are_refused() -> None:
         picture.pts, picture.time_base = time_ms, Fraction(1, 1000)
         return picture
 
-    shown = video._Shown(5, np.asarray)
+    shown = video.ShownFrames(5, np.asarray)
     with pytest.raises(DataError, match="run backwards"):
-        video._play(iter(map(frame, (0, 100, 50))), np.arange(5) / 10, 0.0, 0.1, shown, "a.mp4")
+        video.play(iter(map(frame, (0, 100, 50))), np.arange(5) / 10, 0.0, 0.1, shown, "a.mp4")
 
 
 def test_a_file_in_memory(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""The one door to media files: every file is opened here, every image checked and decoded (videos: `video.py`).
+"""The one door to media: pictures, videos and sounds, from files, memory and, where it is allowed, the network.
 
-Nothing outside the media roots is opened, nothing is fetched, and no format is decoded that is not on the list.
+Nothing outside the media roots is opened, nothing is fetched unless asked for, and no format is decoded that is not on
+a list. Decoding stands in `image_media`, `video_clip` and `audio`.
 """
 
 from __future__ import annotations
@@ -8,74 +9,157 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import os
+import re
 import stat
-import struct
-import warnings
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip, AudioHeader, probe_audio, read_audio
+from mindspeed_mm.fsdp.data.data_utils.image_media import ImageHeader, decode_image, probe_image
+from mindspeed_mm.fsdp.data.data_utils.remote_media import fetch
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.data.data_utils.video_clip import (
+    ClipHeader,
+    ClipRule,
+    FrameSizes,
+    VideoClip,
+    probe_clip,
+    watch,
+    watch_pictures,
+)
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-"""What is decoded, by content and whatever the file is called. JPEG covers the camera's multi-picture files."""
-MAX_PIXELS = 8192 * 8192
 MAX_FILE_BYTES = 256 * 2**20
+"""Of pictures and sounds that are read as a whole."""
 
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-_DECODE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error, MemoryError)
-"""What Pillow's decoders raise on broken data."""
-_ORIENTATION = 0x0112
-_SIDEWAYS = frozenset({5, 6, 7, 8})
-"""EXIF orientations that swap height and width."""
-_EXIF_KEYS = frozenset({"exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"})
-_KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
-    (b"version https://git-lfs", "is a Git LFS pointer: run `git lfs pull`"),
-    (b"%!PS", "format EPS not allowed"),
-    (b"\xc5\xd0\xd3\xc6", "format EPS not allowed"),
-    (b"8BPS", "format PSD not allowed"),
-    (b"II*\x00", "format TIFF not allowed"),
-    (b"MM\x00*", "format TIFF not allowed"),
-    (b"%PDF", "format PDF not allowed"),
-    (b"<svg", "format SVG not allowed"),
-    (b"<?xml", "format SVG not allowed"),
-)
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """How much of a medium is taken; the keys of `preprocess_parameters` that are about files, not about a model."""
+
+    clip: ClipRule = field(default_factory=ClipRule)
+    video_max_pixels: int = 65536
+    """Of a frame, for models whose processor has no such limit of its own."""
+    video_min_pixels: int = 0
+    audio_sampling_rate: int = 16000
+    allow_remote: bool = False
+    """Fetch media from URLs."""
+
+    @classmethod
+    def of(cls, preprocess: Any, *, allow_remote: bool = False) -> MediaLimits:
+        """From `preprocess_parameters`. A least size counts where the user wrote it (see `qwen_patches.pixel_limits`).
+
+        Args:
+            preprocess: The section.
+            allow_remote: `basic_parameters.allow_remote_media`.
+        """
+        has_least = "video_min_pixels" in preprocess.model_fields_set
+        return cls(
+            clip=ClipRule(preprocess.video_fps, preprocess.video_maxlen),
+            video_max_pixels=preprocess.video_max_pixels,
+            video_min_pixels=preprocess.video_min_pixels if has_least else 0,
+            audio_sampling_rate=preprocess.audio_sampling_rate,
+            allow_remote=allow_remote,
+        )
 
 
 class MediaLoader:
     """Opens the media of a data set.
 
+    An item is a path, bytes, base64 text, or `{"path" | "bytes"}` (bytes as base64 text in JSON); a video is also a
+    list of such pictures; where it is allowed, a URL (http, https, data).
+
     Args:
         dataset_dir: Relative paths are joined to it; it is the first media root.
-        media_roots: Further folders from which absolute paths may come.
+        media_roots: Further folders from which absolute paths may come; beginnings of URLs on private hosts.
+        limits: How much of a medium is taken.
     """
 
-    def __init__(self, dataset_dir: str | Path, media_roots: Sequence[str | Path] = ()) -> None:
+    def __init__(
+        self, dataset_dir: str | Path, media_roots: Sequence[str | Path] = (), limits: MediaLimits | None = None
+    ) -> None:
         self.dataset_dir = os.path.realpath(dataset_dir)
-        self.roots = (self.dataset_dir, *(os.path.realpath(root) for root in media_roots))
+        self.limits = limits or MediaLimits()
+        self._url_roots = tuple(str(root) for root in media_roots if _is_web(str(root)))
+        folders = [root for root in media_roots if not _is_web(str(root))]
+        self.roots = (self.dataset_dir, *(os.path.realpath(root) for root in folders))
         self._real_folders: dict[str, str] = {}
 
     def load_image(self, item: Any) -> Image.Image:
         """One picture, upright, as RGB on white.
 
-        Args:
-            item: A path, bytes, or `{"path" | "bytes"}` (bytes as base64 text in JSON).
-
         Raises:
             DataError: The item is missing, outside the roots, of a format or size that is refused, or broken.
-            ConfigError: The item is remote, which is not built yet.
         """
         data, name = self.read(item)
         return decode_image(data, name)
 
+    def load_video(self, item: Any, sizes: FrameSizes | None = None, *, with_sound: bool = False) -> VideoClip:
+        """The frames of a video that a model looks at.
+
+        Args:
+            item: A video, or a list of pictures, taken to be frames at the rate that is asked for.
+            sizes: How large frames are kept; not given: within the pixel limits.
+            with_sound: Load its sound too.
+
+        Raises:
+            DataError: As `load_image`; or it is cut, or has no sound that is asked for.
+        """
+        sizes = sizes or PixelBudget(self.limits.video_max_pixels, self.limits.video_min_pixels)
+        if isinstance(item, (list, tuple, np.ndarray)):
+            return self._load_frames(list(item), sizes, with_sound)
+        source, name = self._source(item)
+        with self.open(source) as file:
+            clip = watch(file, self.limits.clip, sizes, name)
+        if not with_sound:
+            return clip
+        with self.open(source) as file:
+            return replace(clip, sound=read_audio(file, self.limits.audio_sampling_rate, name))
+
+    def load_audio(self, item: Any) -> AudioClip:
+        """A sound, or the sound of a video, as one mono track. Raises `DataError` as `load_image`."""
+        source, name = self._source(item)
+        with self.open(source) as file:
+            return read_audio(file, self.limits.audio_sampling_rate, name)
+
+    def probe(self, kind: MediaKind, item: Any) -> ImageHeader | ClipHeader | AudioHeader:
+        """What a medium will be once it is loaded, from its header. Raises `DataError` where the header tells."""
+        if kind == "video" and isinstance(item, (list, tuple, np.ndarray)):
+            first = self.probe("image", _first_frame(item))
+            assert isinstance(first, ImageHeader)
+            return self.limits.clip.header_of_frames(first.height, first.width, len(item))
+        source, name = self._source(item)
+        with self.open(source) as file:
+            if kind == "image":
+                return probe_image(file, name)
+            if kind == "video":
+                return probe_clip(file, self.limits.clip, name)
+            return probe_audio(file, self.limits.audio_sampling_rate, name)
+
+    def _load_frames(self, items: list[Any], sizes: FrameSizes, with_sound: bool) -> VideoClip:
+        if with_sound:
+            raise DataError("a list of pictures has no sound", way_out="Set use_audio_in_video: false.")
+        first = self.load_image(_first_frame(items))
+        header = self.limits.clip.header_of_frames(first.height, first.width, len(items))
+        size = sizes.size(len(header.indices), first.height, first.width)
+        return watch_pictures((self.load_image(items[index]) for index in header.indices), header, size, sizes)
+
     def read(self, item: Any) -> tuple[bytes, str]:
         """The item's bytes and what to call it in messages."""
+        source, name = self._source(item)
+        return (source if isinstance(source, bytes) else self._read_file(source)), name
+
+    def _source(self, item: Any) -> tuple[str | bytes, str]:
+        """A path or the bytes of an item, and what to call it in messages."""
         if isinstance(item, Mapping):
             found = item.get("bytes") if item.get("bytes") is not None else item.get("path")
             if isinstance(item.get("bytes"), str):
@@ -87,8 +171,16 @@ class MediaLoader:
             raise DataError(
                 f"{item!r} is no media item", way_out="Give a path, bytes, or an object with 'path' or 'bytes'."
             )
-        refuse_remote(item)
-        return self._read_file(item), item
+        if _is_remote(item):
+            return self._fetched(item), item[:100]
+        return (_from_base64(item), "base64 data") if _BASE64.fullmatch(item) else (item, item)
+
+    def _fetched(self, url: str) -> bytes:
+        if not self.limits.allow_remote:
+            refuse_remote(url)
+        if url[:5].lower() == "data:":
+            return _from_base64(url.partition(";base64,")[2])
+        return fetch(url.strip(), self._url_roots, MAX_FILE_BYTES)
 
     def open(self, item: str | bytes, most_bytes: int | None = None) -> BinaryIO:
         """A medium, opened for reading: for what need not be held in memory as a whole.
@@ -152,14 +244,54 @@ def _check_regular(status: os.stat_result, name: str, most_bytes: int | None) ->
         raise DataError(f"'{name}' has {status.st_size} bytes, more than {most_bytes}")
 
 
+def _first_frame(items: Any) -> Any:
+    if not len(items):
+        raise DataError("the video is an empty list of frames")
+    return items[0]
+
+
+@dataclass(frozen=True)
+class PixelBudget:
+    """Frames above or below a number of pixels are scaled to it, as LLaMA-Factory, the origin of the keys, does."""
+
+    most: int
+    least: int = 0
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width of frames as they are kept."""
+        del frames
+        for limit, is_beyond in ((self.most, height * width > self.most), (self.least, height * width < self.least)):
+            if is_beyond:
+                factor = math.sqrt(limit / (height * width))
+                return max(1, int(height * factor)), max(1, int(width * factor))
+        return height, width
+
+    def resize(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
+        """(H, W, 3) uint8."""
+        is_right = picture.size == (width, height)
+        return np.asarray(picture if is_right else picture.resize((width, height), Image.Resampling.BICUBIC))
+
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{64,}={0,2}")
+"""Text that is no path: names of media have a dot, which base64 has not."""
+_REMOTE = ("http://", "https://", "ftp://", "s3://", "file:", "data:")
+
+
+def _is_remote(item: str) -> bool:
+    return item[:64].lstrip().lower().startswith(_REMOTE)
+
+
+def _is_web(root: str) -> bool:
+    return root.lower().startswith(("http://", "https://"))
+
+
 def refuse_remote(item: str, where: str = "") -> None:
     """Raise `DataError`, with the row's place, when a media path is a URL of any kind."""
-    head = item[:64].lstrip().lower()
-    if head.startswith(("http://", "https://", "ftp://", "s3://", "file:", "data:")):
+    if _is_remote(item):
         raise DataError(
             f"'{item[:60]}' is a URL: only local files are opened",
             where=where,
-            way_out="Store the media under dataset_dir and give its path.",
+            way_out="Store the media under dataset_dir and give its path, or set allow_remote_media: true.",
         )
 
 
@@ -173,150 +305,8 @@ def check_remote_media_off(allow_remote_media: bool) -> None:
         )
 
 
-def decode_image(data: bytes, name: str = "image") -> Image.Image:
-    """Decode fully (a cut file is found), turn upright by EXIF, and convert to RGB with alpha on white.
-
-    Args:
-        data: The file's bytes.
-        name: What to call it in messages.
-
-    Raises:
-        DataError: The data are no image of an allowed format, too large, or broken.
-    """
-    image = _opened(io.BytesIO(data), name)
-    if getattr(image, "is_animated", False):
-        warnings.warn(f"'{name}' and perhaps others have several frames: the first is used", stacklevel=2)
-    return _decoded(image, name)
-
-
-@dataclass(frozen=True)
-class ImageHeader:
-    """What an image file says of itself, as it will stand upright."""
-
-    height: int
-    width: int
-    frames: int
-    """1 unless the image is animated."""
-    fps: float
-    """Frames a second of an animation; 0 when there is one frame."""
-
-
-def probe_image(file: BinaryIO, name: str = "image") -> ImageHeader:
-    """Read an image's header, and of an animation how long its frames are shown. Pixels of a still are not decoded.
-
-    Raises:
-        DataError: As `decode_image`, except that a cut file may go unnoticed.
-    """
-    image = _opened(file, name)
-    width, height = image.size
-    if not _EXIF_KEYS.isdisjoint(image.info) and image.getexif().get(_ORIENTATION, 1) in _SIDEWAYS:
-        width, height = height, width
-    frames = getattr(image, "n_frames", 1)
-    return ImageHeader(height, width, frames, _frame_rate(image, frames, name) if frames > 1 else 0.0)
-
-
-def animation_frames(data: bytes, indices: Sequence[int], name: str = "image") -> Iterator[Image.Image]:
-    """Some frames of an animated GIF, WebP or PNG, upright, as RGB on white; one is held at a time.
-
-    Args:
-        data: The file's bytes.
-        indices: Rising; the last frame stands for those beyond the end.
-        name: What to call it in messages.
-
-    Raises:
-        DataError: As `decode_image`.
-    """
-    image = _opened(io.BytesIO(data), name)
-    last = getattr(image, "n_frames", 1) - 1
-    for index in indices:
-        try:
-            image.seek(min(index, last))
-        except _DECODE_ERRORS as error:
-            raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
-        yield _decoded(image.copy(), name)
-
-
-def _frame_rate(image: Image.Image, frames: int, name: str) -> float:
-    """Mean rate over all frames; browsers show frames without a time for 0.1 s, and so it is taken here."""
-    shown_ms = 0.0
-    try:
-        for index in range(frames):
-            image.seek(index)
-            if image.format == "WEBP":  # tells a frame's time only when it is decoded
-                image.load()
-            shown_ms += image.info.get("duration") or 100
-    except _DECODE_ERRORS as error:
-        raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
-    return 1000 * frames / shown_ms
-
-
-def _opened(file: BinaryIO, name: str) -> Image.Image:
-    try:
-        image = Image.open(file, formats=IMAGE_FORMATS)
-    except Image.DecompressionBombError as error:
-        raise DataError(f"'{name}' is too large: {error}") from error
-    except _DECODE_ERRORS as error:
-        file.seek(0)
-        raise DataError(f"'{name}' {why_unreadable(file.read(64), error)}") from error
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise DataError(
-            f"'{name}' is {width} × {height} = {width * height / 1e6:.0f} megapixels, more than {MAX_PIXELS / 1e6:.0f}",
-            way_out="Scale it down.",
-        )
-    return image
-
-
-def _decoded(image: Image.Image, name: str) -> Image.Image:
-    try:
-        return _to_upright_rgb(image)
-    except _DECODE_ERRORS as error:
-        raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
-
-
-def _to_upright_rgb(image: Image.Image) -> Image.Image:
-    image.load()
-    if not _EXIF_KEYS.isdisjoint(image.info):
-        image = ImageOps.exif_transpose(image)
-    return image if image.mode == "RGB" and "transparency" not in image.info else _to_rgb(image)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """RGB: alpha over white, 16-bit gray scaled to 8 bits (a plain convert drops the one and clips the other)."""
-    if image.mode.startswith("I"):
-        gray = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
-        return Image.fromarray(((gray * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
-
-
 def _from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(f"'{text[:30]}…' is not base64: {error}") from error
-
-
-def why_unreadable(start: bytes, error: BaseException) -> str:
-    """What is wrong with a file that is not opened as an image, by its first bytes."""
-    head = start.lstrip()
-    for known, reason in _KNOWN_STARTS:
-        if head.startswith(known):
-            return reason
-    if not isinstance(error, UnidentifiedImageError):
-        return f"is broken: {error}"
-    words = readable_start(head)
-    return (
-        f"is not an image (starts with {words})"
-        if words
-        else f"is not an image of an allowed format ({', '.join(IMAGE_FORMATS)})"
-    )
-
-
-def readable_start(head: bytes) -> str:
-    """The first word or two of a file that is text; empty when it is not."""
-    words = head.lstrip()[:20].decode("ascii", errors="replace").split("\n")[0]
-    return words if words.isascii() and words.isprintable() else ""

@@ -35,7 +35,7 @@ class Placeholder(NamedTuple):
     text: str
 
 
-class MediaSize(NamedTuple):
+class ItemSize(NamedTuple):
     """What an item will be, known from its file's header."""
 
     tokens: int
@@ -61,7 +61,7 @@ class MediaPlugin(Protocol):
     def encode_audio(self, sound: Any) -> MediaFeatures:
         """Encode an `AudioClip`."""
 
-    def measure(self, kind: MediaKind, header: Any) -> MediaSize | None:
+    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
         """The size that encoding would give, from what `MediaLoader.probe` read; None: encode it to know.
 
         Raises:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.media_features import MediaFeatures, MediaPlugin, MediaSize, Placeholder
+from mindspeed_mm.fsdp.data.data_utils.media_features import ItemSize, MediaFeatures, MediaPlugin, Placeholder
 from mindspeed_mm.fsdp.data.data_utils.qwen_patches import PatchGrid, build_patch_grid
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaItem, MediaKind
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -54,10 +54,12 @@ def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> Me
     """
     if item.kind == "image":
         return plugin.encode_image(media.load_image(item.source))
-    raise no_such_media(item.kind)
+    if item.kind == "video":
+        return plugin.encode_video(media.load_video(item.source))
+    return plugin.encode_audio(media.load_audio(item.source))
 
 
-def measure_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> MediaSize | None:
+def measure_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> ItemSize | None:
     """The size of an item, from its file's header alone; None where it must be encoded to know.
 
     Raises:
@@ -92,7 +94,7 @@ class TextOnlyPlugin:
         """Refuse."""
         raise DataError("the row has an audio, but the model takes text only")
 
-    def measure(self, kind: MediaKind, header: Any) -> MediaSize | None:
+    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
         """Refuse."""
         raise no_such_media(kind)
 
@@ -133,7 +135,7 @@ class QwenVLPlugin:
         """Refuse."""
         raise no_such_media("audio")
 
-    def measure(self, kind: MediaKind, header: Any) -> MediaSize | None:
+    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
         """Not built yet."""
         return None
 
@@ -188,7 +190,7 @@ class ProcessorPlugin:
         """Not built yet."""
         raise no_such_media("audio")
 
-    def measure(self, kind: MediaKind, header: Any) -> MediaSize | None:
+    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
         """A processor does not tell."""
         return None
 

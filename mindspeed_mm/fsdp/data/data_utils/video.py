@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.media import MAX_PIXELS, readable_start
+from mindspeed_mm.fsdp.data.data_utils.image_media import MAX_PIXELS, readable_start
 
 OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
 """Both are needed: a protocol list alone lets an ffconcat text open the files beside it."""
@@ -27,10 +27,12 @@ _NEAR = 0.45
 whatever the container's clock rounds."""
 LEAST_COMPLETE = 0.95
 """Share of the declared frames that must be there."""
+_LEAST_FPS, _MOST_FPS = 1 / 3600, 1000.0
+"""Rates beyond are no rates but broken timestamps."""
 MOST_DECODED_FRAMES = 100_000
 """Longest stretch that is decoded for one clip."""
 
-_REPLACE = "Replace the file or drop the row."
+REPLACE = "Replace the file or drop the row."
 _SNIFFED_BYTES = 64
 _KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs", "is a Git LFS pointer: run `git lfs pull`"),
@@ -100,8 +102,8 @@ def probe_video(file: BinaryIO, name: str = "video") -> VideoHeader:
         DataError: The file is no video of an allowed container, is cut, has no frames, no frame rate, or frames that
             are too large.
     """
-    with _opened(file, name) as (container, stream):
-        return _start(container, stream, name)[0]
+    with open_video(file, name) as (container, stream):
+        return read_start(container, stream, name)[0]
 
 
 def read_clip(
@@ -122,24 +124,24 @@ def read_clip(
     Raises:
         DataError: As `probe_video`; or it has too few frames, or is broken where the clip is.
     """
-    with _opened(file, name) as (container, stream):
-        header, played = _start(container, stream, name)
+    with open_video(file, name) as (container, stream):
+        header, played = read_start(container, stream, name)
         start_s, step_s = sampling.start_s(header.frames, header.fps, frames), sampling.step_s(header.fps)
         _check_reach(frames * step_s * header.fps, name)
         if start_s > 0:
-            container.seek(int((_first_s(stream) + start_s) / stream.time_base), stream=stream, backward=True)
-            played = _decoded(container, stream, name)
-        shown = _Shown(frames, shape)
-        end_s = _play(played, start_s + step_s * np.arange(frames), _first_s(stream), 1 / header.fps, shown, name)
+            container.seek(int((first_second(stream) + start_s) / stream.time_base), stream=stream, backward=True)
+            played = decode_frames(container, stream, name)
+        shown = ShownFrames(frames, shape)
+        end_s = play(played, start_s + step_s * np.arange(frames), first_second(stream), 1 / header.fps, shown, name)
     _check_complete(header, end_s, sampling, shown, name)
     return shown.clip()
 
 
-class _Shown:
+class ShownFrames:
     """The clip as far as it is known; a picture is shaped once, however often it is shown."""
 
     def __init__(self, frames: int, shape: Callable[[Image.Image], np.ndarray]) -> None:
-        from av.video.reformatter import VideoReformatter  # here for the reason that `_opened` gives
+        from av.video.reformatter import VideoReformatter  # here for the reason that `open_video` gives
 
         self.asked, self._shape = frames, shape
         self._reformatter = VideoReformatter()  # a frame of its own accord would set up a conversion anew each time
@@ -151,7 +153,7 @@ class _Shown:
         """Show a frame once more."""
         if self._last is None or self._last[0] is not frame:
             frame_rgb = self._reformatter.reformat(frame, format="rgb24")
-            self._last = frame, self._shape(_upright(frame_rgb, _quarter_turns(frame))).transpose(2, 0, 1)
+            self._last = frame, self._shape(upright(frame_rgb, quarter_turns(frame))).transpose(2, 0, 1)
         picture_CHW = self._last[1]
         if self._clip_CTHW is None:
             channels, height, width = picture_CHW.shape
@@ -166,8 +168,8 @@ class _Shown:
         return self._clip_CTHW
 
 
-def _play(
-    frames: Iterator[Any], wanted_s: np.ndarray, first_s: float, frame_s: float, shown: _Shown, name: str
+def play(
+    frames: Iterator[Any], wanted_s: np.ndarray, first_s: float, frame_s: float, shown: ShownFrames, name: str
 ) -> float:
     """Show, for each time, the last frame that begins before it or hardly after; returns where the last one begins."""
     before, time_s = None, -math.inf
@@ -196,16 +198,21 @@ def _check_reach(frames: float, name: str) -> None:
         )
 
 
-def _check_complete(header: VideoHeader, end_s: float, sampling: ClipSampling, shown: _Shown, name: str) -> None:
+def _check_complete(header: VideoHeader, end_s: float, sampling: ClipSampling, shown: ShownFrames, name: str) -> None:
     if shown.count == shown.asked:
         return
+    check_whole(header, end_s, name)
+    if shown.count == 0 or not sampling.repeats_short:
+        raise too_short(name, shown.count, shown.asked)
+
+
+def check_whole(header: VideoHeader, end_s: float, name: str) -> None:
+    """Raise when the frames of a video end earlier than its header says."""
     whole_s = (header.frames - 1) / header.fps
     if end_s < LEAST_COMPLETE * whole_s - 1 / header.fps:
         raise DataError(
-            f"'{name}' is cut: its frames end after {max(end_s, 0):.2f} s of {whole_s:.2f} s", way_out=_REPLACE
+            f"'{name}' is cut: its frames end after {max(end_s, 0):.2f} s of {whole_s:.2f} s", way_out=REPLACE
         )
-    if shown.count == 0 or not sampling.repeats_short:
-        raise too_short(name, shown.count, shown.asked)
 
 
 def too_short(name: str, found: int, asked: int) -> DataError:
@@ -221,7 +228,7 @@ def too_short(name: str, found: int, asked: int) -> DataError:
 
 
 @contextmanager
-def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
+def open_video(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream."""
     import av  # here and not above: importing a data set of language should not load FFmpeg
 
@@ -232,47 +239,49 @@ def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
     try:
         container = av.open(file, options=OPEN_OPTIONS, metadata_errors="ignore")
     except (av.FFmpegError, EOFError) as error:
-        raise DataError(f"'{name}' {_why_unreadable(start, error)}", way_out=_REPLACE) from error
+        raise DataError(f"'{name}' {_why_unreadable(start, error)}", way_out=REPLACE) from error
     with container:
         attached = getattr(getattr(av.stream, "Disposition", None), "attached_pic", 0)  # the cover of a piece of music
         streams = [stream for stream in container.streams.video if not stream.disposition & attached]
         if not streams:
-            raise DataError(f"'{name}' has no video stream", way_out=_REPLACE)
+            raise DataError(f"'{name}' has no video stream", way_out=REPLACE)
         _check_not_cut(streams[0], size, name)
         streams[0].codec_context.thread_count = 1  # whole clips are decoded side by side, by threads or by workers
         yield container, streams[0]
 
 
-def _decoded(container: Any, stream: Any, name: str) -> Iterator[Any]:
+def decode_frames(container: Any, stream: Any, name: str) -> Iterator[Any]:
+    """All frames from where the container stands. Raises `DataError` where one is damaged or too large."""
     import av
 
     try:
         for frame in container.decode(stream):
             if frame.is_corrupt:
-                raise DataError(f"'{name}' is broken: a frame is damaged", way_out=_REPLACE)
+                raise DataError(f"'{name}' is broken: a frame is damaged", way_out=REPLACE)
             if frame.width * frame.height > MAX_PIXELS:
                 raise DataError(f"'{name}' is {frame.width} × {frame.height}: too large", way_out="Scale it down.")
             yield frame
     except (av.FFmpegError, EOFError) as error:
-        raise DataError(f"'{name}' is broken: {error}", way_out=_REPLACE) from error
+        raise DataError(f"'{name}' is broken: {error}", way_out=REPLACE) from error
 
 
-def _start(container: Any, stream: Any, name: str) -> tuple[VideoHeader, Iterator[Any]]:
+def read_start(container: Any, stream: Any, name: str) -> tuple[VideoHeader, Iterator[Any]]:
     """The header, and all frames from the first on."""
-    played = _decoded(container, stream, name)
+    played = decode_frames(container, stream, name)
     first = next(played, None)
     if first is None:
-        raise DataError(f"'{name}' has no frames that can be decoded", way_out=_REPLACE)
+        raise DataError(f"'{name}' has no frames that can be decoded", way_out=REPLACE)
     return _header(container, stream, first, name), itertools.chain([first], played)
 
 
-def _first_s(stream: Any) -> float:
+def first_second(stream: Any) -> float:
+    """When the first frame is shown, by the file's clock."""
     return float((stream.start_time or 0) * stream.time_base)
 
 
 def _header(container: Any, stream: Any, first: Any, name: str) -> VideoHeader:
     height, width = first.height, first.width
-    if _quarter_turns(first) % 2:
+    if quarter_turns(first) % 2:
         height, width = width, height
     fps = _frame_rate(stream)
     duration_s = _duration_s(container, stream)
@@ -286,7 +295,7 @@ def _header(container: Any, stream: Any, first: Any, name: str) -> VideoHeader:
 
 def _frame_rate(stream: Any) -> float | None:
     for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate):
-        if rate is not None and rate > 0 and math.isfinite(rate):
+        if rate is not None and _LEAST_FPS <= rate <= _MOST_FPS:
             return float(rate)
     return None
 
@@ -304,16 +313,16 @@ def _check_not_cut(stream: Any, size_bytes: int, name: str) -> None:
         return
     whole = sum(entry.pos + entry.size <= size_bytes for entry in entries)
     if whole < LEAST_COMPLETE * len(entries):
-        raise DataError(f"'{name}' is cut: {whole} of its {len(entries)} frames are there", way_out=_REPLACE)
+        raise DataError(f"'{name}' is cut: {whole} of its {len(entries)} frames are there", way_out=REPLACE)
 
 
 def _refuse_other_kinds(start: bytes, name: str) -> None:
     for known, reason in _KNOWN_STARTS:
         if start.startswith(known):
-            raise DataError(f"'{name}' {reason}", way_out=_REPLACE)
+            raise DataError(f"'{name}' {reason}", way_out=REPLACE)
     if start.startswith(b"RIFF") and start[8:12] in (b"WAVE", b"WEBP"):
         kind = "sound (WAV)" if start[8:12] == b"WAVE" else "a WebP picture"
-        raise DataError(f"'{name}' is not a video but {kind}", way_out=_REPLACE)
+        raise DataError(f"'{name}' is not a video but {kind}", way_out=REPLACE)
 
 
 def _why_unreadable(start: bytes, error: Exception) -> str:
@@ -326,13 +335,14 @@ def _why_unreadable(start: bytes, error: Exception) -> str:
 # --- frames ----------------------------------------------------------------------------------------------------------
 
 
-def _quarter_turns(frame: Any) -> int:
+def quarter_turns(frame: Any) -> int:
     """Turns by 90° against the clock that make a frame upright. Mirrored display matrices are not undone."""
     return round(getattr(frame, "rotation", 0) / 90) % 4
 
 
-def _upright(frame_rgb: Any, quarter_turns: int) -> Image.Image:
+def upright(frame_rgb: Any, turns_by_90: int) -> Image.Image:
+    """A decoded frame as a picture, turned against the clock."""
     image: Image.Image = frame_rgb.to_image()
     turns = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
-    turn = turns[quarter_turns]
+    turn = turns[turns_by_90]
     return image if turn is None else image.transpose(turn)

@@ -1,0 +1,302 @@
+"""The door to sound: sound files by soundfile, containers and the sound of videos by PyAV; one mono track comes out.
+
+The rule: channels are averaged; then the track is resampled by FFmpeg's swresample to the rate that is asked for, to
+ceil(samples · to / from) samples. A file is read in blocks, so memory is that of the result. What is white-listed for
+videos is for containers of sound too: no format that names other files, no protocol but local files.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.image_media import readable_start
+
+OPEN_OPTIONS = {
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,aac",
+    "protocol_whitelist": "file",
+}
+SOUND_FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "AIFF"})
+"""What soundfile may read, by content and whatever the file is called."""
+MAX_SECONDS = 3600.0
+LEAST_COMPLETE = 0.95
+"""Share of the declared length that must be there."""
+
+_BLOCK_SAMPLES = 65536
+_SLACK_S = 0.1
+"""Coders add and drop some hundredths of a second at both ends."""
+_REPLACE = "Replace the file or drop the row."
+_SNIFFED_BYTES = 64
+_SOUND_STARTS = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"ID3", b"FORM", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
+_KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
+    (b"version https://git-lfs", "is a Git LFS pointer: run `git lfs pull`"),
+    (b"\xff\xd8\xff", "is not a sound but a JPEG picture"),
+    (b"\x89PNG", "is not a sound but a PNG picture"),
+    (b"GIF8", "is not a sound but a GIF picture"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AudioClip:
+    """One mono track."""
+
+    samples: np.ndarray
+    """(N,) float32."""
+    rate: int
+    """Samples a second."""
+    name: str = "audio"
+    """What to call it in messages."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return len(self.samples) / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class AudioHeader:
+    """What a sound file says of itself, as it will be resampled."""
+
+    samples: int
+    rate: int
+    is_exact: bool
+    """Whether decoding gives just so many samples; containers and lossy formats declare them roughly."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.samples / self.rate
+
+
+@dataclass(slots=True)
+class _Track:
+    """A file opened for reading: how it is declared, and its blocks, averaged over channels."""
+
+    rate: int
+    declared: int | None
+    """Samples; None where the file does not say."""
+    is_exact: bool
+    blocks: Iterator[np.ndarray]
+
+
+def probe_audio(file: BinaryIO, rate: int, name: str = "audio") -> AudioHeader:
+    """Read a sound's header.
+
+    Args:
+        file: Opened for reading.
+        rate: To which it will be resampled.
+        name: What to call it in messages.
+
+    Raises:
+        DataError: As `read_audio`, as far as the header tells.
+    """
+    with _opened(file, name) as track:
+        if track.declared is None:
+            return AudioHeader(0, rate, is_exact=False)
+        _check_length(track.declared / track.rate, name)
+        return AudioHeader(_resampled_length(track.declared, track.rate, rate), rate, track.is_exact)
+
+
+def read_audio(file: BinaryIO, rate: int, name: str = "audio") -> AudioClip:
+    """Decode a sound file, or the sound of a video, to one track.
+
+    Args:
+        file: Opened for reading.
+        rate: Samples a second to give.
+        name: What to call it in messages.
+
+    Raises:
+        DataError: The file is no sound of an allowed format, is cut, broken, empty or too long, or holds numbers that
+            are not finite.
+    """
+    with _opened(file, name) as track:
+        if track.declared is not None:
+            _check_length(track.declared / track.rate, name)
+        pieces, found = _Resampler(track.rate, rate), 0
+        for block in track.blocks:
+            if not np.isfinite(block).all():
+                raise DataError(f"'{name}' has samples that are not numbers (NaN or infinite)", way_out=_REPLACE)
+            found += len(block)
+            _check_length(found / track.rate, name)
+            pieces.add(block)
+    _check_complete(found, track, name)
+    samples = pieces.joined(_resampled_length(found, track.rate, rate))
+    if not samples.any():
+        warnings.warn(f"'{name}' and perhaps others are silent: all samples are zero", stacklevel=2)
+    return AudioClip(samples, rate, name)
+
+
+class _Resampler:
+    """Blocks of one rate → one track of another."""
+
+    def __init__(self, source_rate: int, rate: int) -> None:
+        import av  # here and not above: importing a data set of language should not load FFmpeg
+
+        self._frame = av.AudioFrame
+        self._resampler = av.AudioResampler(format="flt", layout="mono", rate=rate) if rate != source_rate else None
+        self._source_rate = source_rate
+        self._pieces: list[np.ndarray] = []
+
+    def add(self, block: np.ndarray) -> None:
+        """Resample a block."""
+        if self._resampler is None:
+            self._pieces.append(block)
+            return
+        frame = self._frame.from_ndarray(np.ascontiguousarray(block[None]), format="flt", layout="mono")
+        frame.sample_rate = self._source_rate
+        self._take(frame)
+
+    def joined(self, length: int) -> np.ndarray:
+        """The whole track; what the filter still holds comes last, and zeros where it gives a few samples less."""
+        if self._resampler is not None and self._pieces:
+            self._take(None)
+        track = np.concatenate([np.zeros(0, np.float32), *self._pieces])[:length]
+        return np.concatenate([track, np.zeros(length - len(track), np.float32)])
+
+    def _take(self, frame: Any) -> None:
+        assert self._resampler is not None
+        self._pieces += [made.to_ndarray()[0] for made in self._resampler.resample(frame)]
+
+
+def _resampled_length(samples: int, source_rate: int, rate: int) -> int:
+    return -(-samples * rate // source_rate)
+
+
+def _check_length(seconds: float, name: str) -> None:
+    if seconds > MAX_SECONDS:
+        raise DataError(
+            f"'{name}' is at least {seconds:.0f} s long, more than {MAX_SECONDS:.0f} s", way_out="Cut it into pieces."
+        )
+
+
+def _check_complete(found: int, track: _Track, name: str) -> None:
+    if found == 0:
+        raise DataError(f"'{name}' has no samples", way_out=_REPLACE)
+    if track.declared is not None and found < LEAST_COMPLETE * track.declared - _SLACK_S * track.rate:
+        there_s, declared_s = found / track.rate, track.declared / track.rate
+        raise DataError(
+            f"'{name}' is cut: {there_s:.2f} s of the declared {declared_s:.2f} s are there", way_out=_REPLACE
+        )
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(file: BinaryIO, name: str) -> Iterator[_Track]:
+    start = file.read(_SNIFFED_BYTES)
+    size = file.seek(0, 2)
+    file.seek(0)
+    for known, reason in _KNOWN_STARTS:
+        if start.startswith(known):
+            raise DataError(f"'{name}' {reason}", way_out=_REPLACE)
+    is_avi = start.startswith(b"RIFF") and start[8:12] == b"AVI "
+    with (
+        _sound_file(file, start, size, name)
+        if start.startswith(_SOUND_STARTS) and not is_avi
+        else _container(file, start, name) as track
+    ):
+        yield track
+
+
+@contextmanager
+def _sound_file(file: BinaryIO, start: bytes, size: int, name: str) -> Iterator[_Track]:
+    import soundfile  # as above
+
+    declared = _declared_by_wav(file, size)
+    file.seek(0)
+    try:
+        sound = soundfile.SoundFile(file)
+    except soundfile.SoundFileError as error:
+        raise DataError(f"'{name}' {_why_unreadable(start, error)}", way_out=_REPLACE) from error
+    with sound:
+        if sound.format not in SOUND_FORMATS:
+            raise DataError(f"'{name}': format {sound.format} not allowed", way_out="Write it as WAV or FLAC.")
+        is_exact = sound.format not in ("OGG", "MP3")
+        yield _Track(sound.samplerate, max(declared, sound.frames), is_exact, _sound_blocks(sound, name))
+
+
+def _sound_blocks(sound: Any, name: str) -> Iterator[np.ndarray]:
+    import soundfile
+
+    try:
+        while len(block := sound.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
+            yield block.mean(axis=1, dtype=np.float32)
+    except soundfile.SoundFileError as error:
+        raise DataError(f"'{name}' is broken or cut: {error}", way_out=_REPLACE) from error
+
+
+def _declared_by_wav(file: BinaryIO, size: int) -> int:
+    """Samples that a WAV file's header declares, for soundfile tells only those that are there; 0 where it does not
+    say, as recorders that do not know how long they will run."""
+    if file.read(4) != b"RIFF":
+        return 0
+    file.seek(12)
+    block_align = 0
+    while len(header := file.read(8)) == 8:
+        tag, length = header[:4], struct.unpack("<I", header[4:])[0]
+        if tag == b"fmt ":
+            block_align = struct.unpack("<H", file.read(16)[12:14].ljust(2, b"\0"))[0]
+            file.seek(length - 16, 1)
+        elif tag == b"data":
+            is_known = block_align and 0 < length < 0xFFFF0000 and file.tell() < size
+            return length // block_align if is_known else 0
+        else:
+            file.seek(length + length % 2, 1)
+    return 0
+
+
+@contextmanager
+def _container(file: BinaryIO, start: bytes, name: str) -> Iterator[_Track]:
+    import av
+
+    try:
+        container = av.open(file, options=OPEN_OPTIONS, metadata_errors="ignore")
+    except (av.FFmpegError, EOFError) as error:
+        raise DataError(f"'{name}' {_why_unreadable(start, error)}", way_out=_REPLACE) from error
+    with container:
+        if not container.streams.audio:
+            raise DataError(
+                f"'{name}' has no sound", way_out="Drop the row, or leave out the sound: use_audio_in_video: false."
+            )
+        stream = container.streams.audio[0]
+        rate = int(stream.rate or 0)
+        if rate <= 0:
+            raise DataError(f"'{name}' has no sample rate", way_out=_REPLACE)
+        yield _Track(rate, _declared_by_stream(container, stream, rate), False, _stream_blocks(container, stream, name))
+
+
+def _declared_by_stream(container: Any, stream: Any, rate: int) -> int | None:
+    if stream.duration is not None and stream.duration > 0:
+        return math.floor(stream.duration * stream.time_base * rate)
+    is_only = len(container.streams) == 1  # the container's length is that of its longest stream
+    return math.floor(container.duration / 1e6 * rate) if is_only and container.duration else None
+
+
+def _stream_blocks(container: Any, stream: Any, name: str) -> Iterator[np.ndarray]:
+    import av
+
+    to_floats = av.AudioResampler(format="fltp", layout=stream.layout, rate=stream.rate)
+    try:
+        for frame in container.decode(stream):
+            if frame.is_corrupt:
+                raise DataError(f"'{name}' is broken: a piece of its sound is damaged", way_out=_REPLACE)
+            for made in to_floats.resample(frame):
+                yield made.to_ndarray().mean(axis=0, dtype=np.float32)
+    except (av.FFmpegError, EOFError, ValueError) as error:
+        raise DataError(f"the sound of '{name}' is broken: {error}", way_out=_REPLACE) from error
+
+
+def _why_unreadable(start: bytes, error: Exception) -> str:
+    if start[4:8] == b"ftyp" or start.startswith(_SOUND_STARTS):
+        return f"is broken or cut ({getattr(error, 'strerror', None) or error})"
+    words, reason = readable_start(start), getattr(error, "strerror", None) or str(error)
+    return f"is not a sound (starts with {words})" if words else f"is not a sound of an allowed format ({reason})"

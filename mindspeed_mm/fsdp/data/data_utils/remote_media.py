@@ -1,0 +1,150 @@
+"""Media from the network, where a user allows it: http and https, bounded in bytes, time and redirects.
+
+A URL in a row is data, perhaps a stranger's: it must not make the trainer talk to machines that only the trainer can
+reach. So every address behind a host must be public, the connection goes to the address that was checked (a name could
+lead elsewhere a moment later), and a redirect is checked like the first URL. Proxies of the environment are not used.
+Hosts of one's own are allowed by a URL among the media roots.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+import urllib.parse
+from collections.abc import Sequence
+
+from mindspeed_mm.core.errors import DataError
+
+MOST_SECONDS = 60.0
+"""For one medium, redirects and all."""
+MOST_REDIRECTS = 5
+_BLOCK_BYTES = 2**16
+_WAY_OUT = "Download the media and give local paths, or drop the row."
+
+
+def fetch(url: str, url_roots: Sequence[str], most_bytes: int) -> bytes:
+    """The bytes behind a URL.
+
+    Args:
+        url: Of http or https.
+        url_roots: URLs that may lie on private hosts, with all that begins with them.
+        most_bytes: Refuse more.
+
+    Raises:
+        DataError: The URL is refused, or is not answered in full.
+    """
+    deadline_s = time.monotonic() + MOST_SECONDS
+    for _ in range(MOST_REDIRECTS + 1):
+        answer = _ask(url, url_roots, most_bytes, deadline_s)
+        if isinstance(answer, bytes):
+            return answer
+        url = urllib.parse.urljoin(url, answer)
+    raise DataError(f"'{url[:100]}': more than {MOST_REDIRECTS} redirects", way_out=_WAY_OUT)
+
+
+def _ask(url: str, url_roots: Sequence[str], most_bytes: int, deadline_s: float) -> bytes | str:
+    """What a URL answers: the medium, or where it is to be found."""
+    parts = _parts(url)
+    connection = _connection(parts, _address(parts, url, url_roots), deadline_s)
+    try:
+        path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        connection.request("GET", path, headers={"User-Agent": "mindspeed-mm", "Accept-Encoding": "identity"})
+        response = connection.getresponse()
+        if response.status in (301, 302, 303, 307, 308) and response.getheader("Location"):
+            return str(response.getheader("Location"))
+        if response.status != http.client.OK:
+            raise DataError(f"'{url[:100]}' answers {response.status} {response.reason}", way_out=_WAY_OUT)
+        return _body(response, connection, url, most_bytes, deadline_s)
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        raise DataError(
+            f"'{url[:100]}' cannot be fetched: {error or type(error).__name__}", way_out=_WAY_OUT
+        ) from error
+    finally:
+        connection.close()
+
+
+def _parts(url: str) -> urllib.parse.SplitResult:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_web = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_web = False
+    if not is_web:
+        raise DataError(f"'{url[:100]}' is no address of the web (http, https)", way_out=_WAY_OUT)
+    return parts
+
+
+def _address(parts: urllib.parse.SplitResult, url: str, url_roots: Sequence[str]) -> str:
+    """The address to connect to: the first of the host, all of them public."""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"'{url[:100]}' cannot be fetched: {error}", way_out=_WAY_OUT) from error
+    addresses = [str(entry[4][0]) for entry in found]
+    is_ours = any(url.startswith(root) for root in url_roots)
+    private = [address for address in addresses if not _is_public(address)]
+    if private and not is_ours:
+        raise DataError(
+            f"'{url[:100]}' leads to {private[0]}, an address that is not public",
+            key="data.dataset_param.basic_parameters.media_roots",
+            way_out="List the beginning of the URL in media_roots if the host is yours.",
+        )
+    return addresses[0]
+
+
+def _is_public(address: str) -> bool:
+    found = ipaddress.ip_address(address.split("%")[0])
+    inner = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None) or found
+    return inner.is_global and not inner.is_multicast
+
+
+def _connection(parts: urllib.parse.SplitResult, address: str, deadline_s: float) -> http.client.HTTPConnection:
+    """A connection to an address that answers to the host's name."""
+    host, left_s = str(parts.hostname), _left_s(deadline_s)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    connection = http.client.HTTPConnection(host, port, timeout=left_s)
+    try:
+        connection.sock = socket.create_connection((address, port), timeout=left_s)
+        if parts.scheme == "https":
+            context = ssl.create_default_context()
+            connection.sock = context.wrap_socket(connection.sock, server_hostname=host)
+    except OSError as error:
+        connection.close()
+        raise DataError(f"'{host}' cannot be reached: {error}", way_out=_WAY_OUT) from error
+    return connection
+
+
+def _body(
+    response: http.client.HTTPResponse,
+    connection: http.client.HTTPConnection,
+    url: str,
+    most_bytes: int,
+    deadline_s: float,
+) -> bytes:
+    declared = response.length
+    if declared is not None and declared > most_bytes:
+        raise DataError(f"'{url[:100]}' has {declared} bytes, more than {most_bytes}", way_out=_WAY_OUT)
+    blocks, size = [], 0
+    while block := response.read1(_BLOCK_BYTES):
+        size += len(block)
+        if size > most_bytes:
+            raise DataError(f"'{url[:100]}' has more than {most_bytes} bytes", way_out=_WAY_OUT)
+        blocks.append(block)
+        if connection.sock is not None:
+            connection.sock.settimeout(_left_s(deadline_s))
+    if declared is not None and size < declared:
+        raise DataError(f"'{url[:100]}' broke off after {size} of {declared} bytes", way_out=_WAY_OUT)
+    if not size:
+        raise DataError(f"'{url[:100]}' is empty (0 bytes)", way_out=_WAY_OUT)
+    return b"".join(blocks)
+
+
+def _left_s(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError(f"not done after {MOST_SECONDS:.0f} s")
+    return left_s

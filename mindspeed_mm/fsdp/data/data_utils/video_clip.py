@@ -1,0 +1,167 @@
+"""Videos for models that watch them: which frames are looked at, and when each is shown.
+
+`video_fps` frames a second, at most `video_maxlen`, spread evenly from the first to the last: a function of the file's
+header alone, so a clip's size is known before it is decoded. Frame i is what is on the screen at i / (mean rate), by
+the file's timestamps; of a video of varying rate too, therefore, times are right. Stretches between two frames that are
+far apart are jumped over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from PIL import Image
+
+from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.video import (
+    ShownFrames,
+    VideoHeader,
+    check_whole,
+    decode_frames,
+    open_video,
+    play,
+    probe_video,
+    read_start,
+)
+
+JUMP_S = 10.0
+"""Frames so far apart are sought, not decoded through; above the distance of key frames in most files."""
+
+
+class FrameSizes(Protocol):
+    """How large frames are kept."""
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width that the frames of a video are brought to. Raises `DataError` for those it refuses."""
+
+    def resize(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
+        """An RGB picture → (height, width, 3) uint8."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClipHeader:
+    """A clip without its pixels. T frames."""
+
+    height: int
+    """Of the file, upright."""
+    width: int
+    indices: tuple[int, ...]
+    """Numbers of the T frames in the file, at its mean rate."""
+    fps: float
+    """Mean rate of the file."""
+    total_frames: int
+
+    @property
+    def timestamps(self) -> list[float]:
+        """Seconds at which the frames are shown."""
+        return [index / self.fps for index in self.indices]
+
+    @property
+    def sampled_fps(self) -> float:
+        """Frames of the clip a second."""
+        return len(self.indices) / self.total_frames * self.fps
+
+    def at_least(self, frames: int) -> ClipHeader:
+        """The last frame repeated until there are so many."""
+        missing = max(0, frames - len(self.indices))
+        return replace(self, indices=self.indices + self.indices[-1:] * missing)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoClip:
+    """Some frames of a video."""
+
+    frames: np.ndarray
+    """(T, H, W, 3) uint8, upright, RGB."""
+    header: ClipHeader
+    sound: AudioClip | None = None
+    """The video's sound, where it is asked for."""
+
+    def at_least(self, frames: int) -> VideoClip:
+        """The last frame repeated until there are so many: towers take pairs of frames."""
+        missing = max(0, frames - len(self.frames))
+        padded = np.concatenate([self.frames, np.repeat(self.frames[-1:], missing, axis=0)]) if missing else self.frames
+        return replace(self, frames=padded, header=self.header.at_least(frames))
+
+
+@dataclass(frozen=True, slots=True)
+class ClipRule:
+    """How many frames of a video are looked at."""
+
+    fps: float = 2.0
+    most_frames: int = 128
+
+    def header(self, video: VideoHeader) -> ClipHeader:
+        """The clip that a video gives. Frame numbers are those that LLaMA-Factory takes, the origin of the keys."""
+        asked = int(video.frames / video.fps * self.fps + 1e-6)
+        count = max(1, min(asked, self.most_frames, video.frames))
+        indices = np.linspace(0, video.frames - 1, count).astype(int).tolist()
+        return ClipHeader(video.height, video.width, tuple(indices), video.fps, video.frames)
+
+    def header_of_frames(self, height: int, width: int, count: int) -> ClipHeader:
+        """The clip of a list of pictures: taken at `fps`, and thinned out where there are too many."""
+        taken = min(count, self.most_frames)
+        indices = np.linspace(0, count - 1, taken).astype(int).tolist()
+        return ClipHeader(height, width, tuple(indices), self.fps, count)
+
+
+def probe_clip(file: BinaryIO, rule: ClipRule, name: str = "video") -> ClipHeader:
+    """The clip that a video will give. Raises `DataError` as `probe_video`."""
+    return rule.header(probe_video(file, name))
+
+
+def watch(file: BinaryIO, rule: ClipRule, sizes: FrameSizes, name: str = "video") -> VideoClip:
+    """Decode the frames of a video that a model looks at.
+
+    Frames of another size than the first, in a video that changes it, are brought to the same size as all.
+
+    Args:
+        file: Opened for reading.
+        rule: Which frames.
+        sizes: How large they are kept. Each is resized as soon as it is decoded: memory is that of the clip.
+        name: What to call it in messages.
+
+    Raises:
+        DataError: As `probe_video`; or the video is cut, or broken where it is looked at.
+    """
+    with open_video(file, name) as (container, stream):
+        video, played = read_start(container, stream, name)
+        header = rule.header(video)
+        height, width = sizes.size(len(header.indices), header.height, header.width)
+        shown = ShownFrames(len(header.indices), lambda picture: sizes.resize(picture, height, width))
+        wanted_s = np.array(header.timestamps)
+        first = next(played)
+        start_s = first.time or 0.0
+        frames = _jumping(container, stream, first, played, wanted_s + start_s, shown, name)
+        end_s = play(frames, wanted_s, start_s, 1 / header.fps, shown, name)
+    if shown.count < shown.asked:
+        check_whole(video, end_s, name)
+    return VideoClip(np.ascontiguousarray(shown.clip().transpose(1, 2, 3, 0)), header)
+
+
+def watch_pictures(
+    pictures: Iterable[Image.Image], header: ClipHeader, size: tuple[int, int], sizes: FrameSizes
+) -> VideoClip:
+    """A clip of pictures that are frames already, all brought to one size."""
+    return VideoClip(np.stack([sizes.resize(picture, *size) for picture in pictures]), header)
+
+
+def _jumping(
+    container: Any, stream: Any, first: Any, rest: Iterator[Any], wanted_s: np.ndarray, shown: ShownFrames, name: str
+) -> Iterator[Any]:
+    """All frames in order, except those that lie before a wanted one and far behind the last."""
+    frame, played, sought = first, rest, -1
+    while frame is not None:
+        yield frame
+        time_s = frame.time
+        is_new = sought < shown.count < shown.asked  # a key frame far in front of the wanted one is sought only once
+        if is_new and time_s is not None and wanted_s[shown.count] - time_s > JUMP_S:
+            sought = shown.count
+            container.seek(int(wanted_s[shown.count] / stream.time_base), stream=stream, backward=True)
+            played = decode_frames(container, stream, name)
+            frame = next((later for later in played if later.time is not None and later.time > time_s), None)
+        else:
+            frame = next(played, None)
