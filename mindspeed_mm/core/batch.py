@@ -14,13 +14,17 @@ BATCH_KEYS: dict[str, str] = {
     "attention_mask": "(B, L) int64, 1 on real tokens; absent from packed batches",
     "labels": "(B, L) int64, the token itself where trained, -100 elsewhere (not shifted)",
     "shift_labels": "(B, L) int64, labels shifted once to the left inside each document; -100 on its last token",
-    "position_ids": "(B, L), or (4, B, L) for mRoPE models: text positions, then time, height, width",
+    "loss_weights": "(B, L) float32, how much the loss of each of shift_labels counts; absent: all alike",
+    "position_ids": "(B, L), or (4, B, L) for mRoPE models: text positions, then time, height, width; int32: fp32 bits",
+    "decoder_input_ids": "(B, L) int64 tokens of an encoder-decoder's decoder, right-padded",
+    "decoder_attention_mask": "(B, L) int64, 1 on real tokens of the decoder",
     "mm_token_type_ids": "(B, L) int32, 0 text, 1 image, 2 video (models with mRoPE)",
     "token_type_ids": "(B, L) int64, 1 on image tokens (Gemma3)",
     "cu_seq_lens_q": "(D+1,) int32 document borders of a packed row, from 0 to L",
     "cu_seq_lens_k": "same as cu_seq_lens_q",
     "max_length_q": "int, longest document of a packed row",
     "max_length_k": "same as max_length_q",
+    "pad_tokens": "int, tokens at the end of a packed row that only fill it up: a document of their own, if any",
     "pixel_values": "image patches or images, in the layout of the model's processor",
     "image_grid_thw": "(N_images, 3) int64 patch grid: time, height, width",
     "image_sizes": "(N_images, 2) int64 pixels",
@@ -43,16 +47,19 @@ BATCH_KEYS: dict[str, str] = {
     "blank_rows": "int, rows at the end that only fill up a validation batch: they count for nothing",
 }
 
-ENGINE_KEYS = frozenset({"labels", "shift_labels", "sample_ids", "epochs", "blank_rows"})
+ENGINE_KEYS = frozenset({"labels", "shift_labels", "loss_weights", "sample_ids", "epochs", "blank_rows"})
 """Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
 
-TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels"})
+PAIR_SIDES = ("chosen", "rejected")
+"""Of preference pairs: a batch holds every text key twice, behind one of these and an underscore."""
+
+TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "chosen_shift_labels"})
 """What a loss is taken from; a batch holds one of them."""
 
 
 def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
     """Raise `DataError` when a batch holds a key that nobody documents, or lacks those that training needs."""
-    unknown = sorted(set(batch) - BATCH_KEYS.keys() - extra_keys)
+    unknown = sorted(key for key in batch.keys() - BATCH_KEYS.keys() - extra_keys if _of_pair(key) not in BATCH_KEYS)
     missing = sorted({"sample_ids"} - batch.keys())
     if not TRAINED_KEYS & batch.keys():
         missing.append(f"one of {', '.join(sorted(TRAINED_KEYS))}")
@@ -61,3 +68,9 @@ def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
             f"batch keys are off: undocumented {unknown}, missing {missing}",
             way_out="Declare a plugin's keys with `register_collator(name, keys=[...])`.",
         )
+
+
+def _of_pair(key: str) -> str:
+    """A key of one side of pairs, without the side."""
+    side, _, name = key.partition("_")
+    return name if side in PAIR_SIDES else key

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.data_collator import DATA_COLLATOR, build_collator, register_collator
+from mindspeed_mm.fsdp.data.data_utils.data_collator import (
+    DATA_COLLATOR,
+    GenericCollator,
+    build_collator,
+    register_collator,
+)
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.positions import TextPositions
 from mindspeed_mm.fsdp.params.data_args import CollateParam, PreprocessParameters
 from tests.fsdp.data.conftest import picture
 
@@ -20,8 +26,9 @@ def sample(length: int, trained: int, images: Sequence[Any] = (), name: str = "r
     return {"sample_id": name, "input_ids": ids, "labels": labels, "media": list(images), "shrunk": False}
 
 
-def collator(owner: Any, **options: Any) -> Any:
-    return build_collator(owner, build_mm_plugin(owner, PreprocessParameters()), CollateParam(**options))
+def collator(owner: Any, positions: Any = None, **options: Any) -> Any:
+    plugin = build_mm_plugin(owner, PreprocessParameters())
+    return build_collator(owner, plugin, CollateParam(**options), positions=positions)
 
 
 def test_text_batch_is_padded_right_and_shifted_once(tokenizer: Any) -> None:
@@ -56,6 +63,78 @@ def test_media_of_all_rows_are_joined_in_order(processor: Any) -> None:
     without = collate([sample(5, 2)])
     assert "pixel_values" not in without
     assert without["mm_token_type_ids"].tolist() == [[0] * 8]
+
+
+def test_a_packed_row_keeps_its_documents_apart(tokenizer: Any) -> None:
+    rows = [sample(3, 2), sample(1, 1, name="r:2"), sample(4, 1, name="r:3")]
+    batch = collator(tokenizer, TextPositions(), model_name="llm_pretrain", pad_to_multiple_of=6)(rows)
+    pad, no = tokenizer.pad_token_id, -100
+    expected = {
+        "input_ids": [[10, 11, 12, 10, 10, 11, 12, 13, pad, pad, pad, pad]],
+        "labels": [[no, 11, 12, 10, no, no, no, 13, no, no, no, no]],
+        "shift_labels": [[11, 12, no, no, no, no, 13, no, no, no, no, no]],
+        "position_ids": [[0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 2, 3]],
+        "cu_seq_lens_q": [0, 3, 4, 8, 12],
+        "cu_seq_lens_k": [0, 3, 4, 8, 12],
+    }
+    assert {name: batch[name].tolist() for name in expected} == expected
+    assert (batch["max_length_q"], batch["max_length_k"], batch["pad_tokens"]) == (4, 4, 4)
+    assert batch["sample_ids"] == ["r:1", "r:2", "r:3"]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert "attention_mask" not in batch
+    full = collator(tokenizer, TextPositions(), pad_to_multiple_of=4)(rows)
+    assert full["cu_seq_lens_q"].tolist() == [0, 3, 4, 8] and full["pad_tokens"] == 0
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_weights_of_tokens_go_with_the_labels(tokenizer: Any, packs: bool) -> None:
+    weighted = {**sample(4, 3), "loss_weights": np.array([0.0, 0.5, 2.0, 1.0], np.float32)}
+    plain = sample(3, 1, name="r:2")
+    positions = TextPositions() if packs else None
+    batch = collator(tokenizer, positions, pad_to_multiple_of=4)([weighted, plain])
+    assert batch["loss_weights"].flatten().tolist() == [0.5, 2.0, 1.0, 0, 0, 1, 0, 0]
+    assert batch["loss_weights"].dtype == torch.float32
+    assert ((batch["loss_weights"] > 0) == (batch["shift_labels"] != -100)).all()
+    assert "loss_weights" not in collator(tokenizer, positions)([plain])
+
+
+def test_whisper_predicts_with_its_decoder(tokenizer: Any) -> None:
+    batch = collator(tokenizer, model_name="whisper", pad_to_multiple_of=4)([sample(4, 2)])
+    assert batch["decoder_input_ids"].tolist() == [[10, 11, 12, 13]]
+    assert batch["labels"].tolist() == batch["shift_labels"].tolist() == [[-100, 12, 13, -100]]
+    assert not {"input_ids", "attention_mask"} & batch.keys()
+
+
+def test_pairs_are_two_batches_in_one(processor: Any) -> None:
+    plugin = build_mm_plugin(processor, PreprocessParameters())
+    image = plugin.encode_image(picture())
+    pairs = [
+        {"sample_id": "p:1", "chosen": sample(5, 2, [image]), "rejected": sample(3, 1, [image])},
+        {"sample_id": "p:2", "chosen": sample(4, 2), "rejected": sample(6, 1)},
+    ]
+    batch = collator(processor, model_name="pairwise", pad_to_multiple_of=2)(pairs)
+    assert batch["sample_ids"] == ["p:1", "p:2"]
+    assert batch["chosen_input_ids"].shape == batch["rejected_input_ids"].shape == (2, 6)
+    assert batch["chosen_attention_mask"].sum(1).tolist() == [5, 4]
+    assert batch["rejected_shift_labels"].tolist()[0] == [-100, 12, -100, -100, -100, -100]
+    assert torch.equal(batch["chosen_pixel_values"], batch["rejected_pixel_values"])
+
+
+@pytest.mark.parametrize("name", ["pairwise", "whisper", "unpacked-for-test"])
+def test_a_collator_that_cannot_pack_says_so(tokenizer: Any, name: str) -> None:
+    if name not in DATA_COLLATOR:
+        register_collator(name)(type("Outside", (), {"__init__": lambda self, *_: None}))
+    with pytest.raises(ConfigError, match="does not put samples into one row"):
+        collator(tokenizer, TextPositions(), model_name=name)
+
+
+def test_a_collator_from_outside_may_pack(tokenizer: Any) -> None:
+    @register_collator("packing-for-test", packs=True)
+    class Outside(GenericCollator):
+        pass
+
+    batch = collator(tokenizer, TextPositions(), model_name="packing-for-test")([sample(3, 1), sample(2, 1)])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
 
 
 def test_image_tokens_are_marked_and_padding_is_not(processor: Any) -> None:
@@ -95,6 +174,7 @@ def test_collators_come_from_outside_and_declare_their_keys(tokenizer: Any) -> N
 
 
 def test_names(tokenizer: Any) -> None:
-    assert {"qwen2vl", "qwen3vl", "llm_pretrain"} <= set(DATA_COLLATOR.names())
+    documented = {"qwen2vl", "qwen3vl", "qwen3omni", "qwen3asr", "internvl", "glm4v_moe", "step3_vl", "llm_pretrain"}
+    assert documented | {"whisper", "pairwise"} <= set(DATA_COLLATOR.names())
     with pytest.raises(ConfigError, match="Did you mean 'qwen3vl'"):
         collator(tokenizer, model_name="qwen3v")

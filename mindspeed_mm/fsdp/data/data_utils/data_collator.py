@@ -1,4 +1,4 @@
-"""Samples → a batch: right padding, the one shift of the labels, media joined by the model's plugin.
+"""Samples → a batch: padded rows or one packed row, the one shift of the labels, media joined by the model's plugin.
 
 One generic collator serves every model whose processor names its inputs; a named one exists where a model really
 differs. `register_collator` adds one from outside.
@@ -6,16 +6,20 @@ differs. `register_collator` adds one from outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from mindspeed_mm.core.batch import Batch, check_batch
+from mindspeed_mm.core.batch import PAIR_SIDES, Batch, check_batch
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MediaPlugin
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample
+from mindspeed_mm.fsdp.data.data_utils.media_features import MediaPlugin
+from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
+from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
+from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, inputs_of_samples
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
@@ -24,9 +28,13 @@ CollatorClass = TypeVar("CollatorClass", bound=Callable[..., Collator])
 
 DATA_COLLATOR = Registry("data.dataloader_param.collate_param.model_name")
 _EXTRA_KEYS: dict[str, frozenset[str]] = {}
+_PACKING: set[str] = set()
+"""Names of collators that can make one row of several samples."""
 
 
-def register_collator(name: str, *, keys: Sequence[str] = ()) -> Callable[[CollatorClass], CollatorClass]:
+def register_collator(
+    name: str, *, keys: Sequence[str] = (), packs: bool = False
+) -> Callable[[CollatorClass], CollatorClass]:
     """Decorator that files a collator under `name`.
 
     The class is called with (processor, plugin, collate_param) and gives a function from samples to a batch, which
@@ -35,28 +43,47 @@ def register_collator(name: str, *, keys: Sequence[str] = ()) -> Callable[[Colla
     Args:
         name: The id that `collate_param.model_name` uses.
         keys: Batch keys beyond the documented ones of `core.batch.BATCH_KEYS`.
+        packs: The class takes a fourth argument, the `PositionRule` of a packed row (None: rows are not packed).
     """
 
     def add(collator: CollatorClass) -> CollatorClass:
         _EXTRA_KEYS[name] = frozenset(keys)
+        if packs:
+            _PACKING.add(name)
         return DATA_COLLATOR.register(name)(collator)
 
     return add
 
 
-def build_collator(processor: Any, plugin: MediaPlugin, collate_param: Any) -> Collator:
+def build_collator(
+    processor: Any, plugin: MediaPlugin, collate_param: Any, *, positions: PositionRule | None = None
+) -> Collator:
     """The collator that the configuration names, or the generic one.
 
     Args:
         processor: Processor or tokenizer.
         plugin: The media plugin that encoded the samples.
         collate_param: `dataloader_param.collate_param`.
+        positions: Pack all samples of a micro-batch into one row, and count their tokens by this rule.
+
+    Raises:
+        ConfigError: The collator cannot pack.
     """
     name = collate_param.model_name
     if name is None:
-        return GenericCollator(processor, plugin, collate_param)
-    collator, extra = DATA_COLLATOR.get(name)(processor, plugin, collate_param), _EXTRA_KEYS.get(name, frozenset())
-    return CheckedCollator(collator, extra)
+        return GenericCollator(processor, plugin, collate_param, positions)
+    made = DATA_COLLATOR.get(name)
+    if positions is not None and name not in _PACKING:
+        raise ConfigError(
+            f"the collator '{name}' does not put samples into one row",
+            key=PACKING_KEY,
+            way_out="Set it to false; or leave collate_param.model_name out, which takes the generic collator; or give "
+            "the collator a fourth argument and register it with packs=True.",
+        )
+    collator = (
+        made(processor, plugin, collate_param, positions) if positions else made(processor, plugin, collate_param)
+    )
+    return CheckedCollator(collator, _EXTRA_KEYS.get(name, frozenset()))
 
 
 class CheckedCollator:
@@ -72,11 +99,16 @@ class CheckedCollator:
         return batch
 
 
-@register_collator("qwen2vl")
-@register_collator("qwen3vl")
-@register_collator("llm_pretrain")
+@register_collator("qwen2vl", packs=True)
+@register_collator("qwen3vl", packs=True)
+@register_collator("qwen3omni", packs=True)
+@register_collator("qwen3asr", packs=True)
+@register_collator("internvl", packs=True)
+@register_collator("glm4v_moe", packs=True)
+@register_collator("step3_vl", packs=True)
+@register_collator("llm_pretrain", packs=True)
 class GenericCollator:
-    """Pads to the right and asks the processor which keys its model takes. B rows, L tokens.
+    """Rows padded to the right, or one packed row, with the keys that the plugin and the samples bring.
 
     `ignore_pad_token_for_loss` changes nothing: padding is never trained.
 
@@ -84,38 +116,124 @@ class GenericCollator:
         processor: Processor or tokenizer.
         plugin: The media plugin that encoded the samples.
         collate_param: `pad_to_multiple_of` is read.
+        positions: Pack, and count tokens by this rule.
     """
 
-    def __init__(self, processor: Any, plugin: MediaPlugin, collate_param: Any) -> None:
+    def __init__(
+        self, processor: Any, plugin: MediaPlugin, collate_param: Any, positions: PositionRule | None = None
+    ) -> None:
         self._plugin = plugin
         self._multiple = collate_param.pad_to_multiple_of
         self._pad_id = tokenizer_of(processor).pad_token_id
-        self._marks_media = "mm_token_type_ids" in getattr(processor, "model_input_names", ())
+        self._positions = positions
 
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """Collate and check. Further arrays of a sample are joined along their first axis, under their own names."""
-        batch = self._text_keys(samples)
-        batch |= self._plugin.collate([item for sample in samples for item in sample.get("media") or ()])
-        for name in samples[0].keys() - _SAMPLE_KEYS:
-            batch[name] = torch.cat([torch.as_tensor(sample[name]) for sample in samples])  # type: ignore[literal-required]
-        batch["sample_ids"] = [sample["sample_id"] for sample in samples]
+        media = self._plugin.collate([item for sample in samples for item in sample.get("media") or ()])
+        media |= _further_arrays(samples)
+        documents = self._documents(samples)
+        fills = {name: _FILLS.get(name, 0) for name in documents[0]} | {"input_ids": self._pad_id}
+        if self._positions is None:
+            batch: Batch = padded_rows(documents, fills, self._multiple)
+        else:
+            inputs = inputs_of_samples(samples, media)
+            pairs = zip(documents, inputs, strict=True)
+            positions = [self._positions(document["input_ids"], own | document) for document, own in pairs]
+            batch = packed_row(documents, fills, self._multiple, positions)
+        batch |= media | {"sample_ids": [sample["sample_id"] for sample in samples]}
         check_batch(batch)
         return batch
 
-    def _text_keys(self, samples: Sequence[EncodedSample]) -> Batch:
-        lengths = [len(sample["input_ids"]) for sample in samples]
-        shape = (len(samples), -(-max(lengths) // self._multiple) * self._multiple)
-        ids, mask = np.full(shape, self._pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        labels, shifted = np.full(shape, IGNORED, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
-        for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-            ids[row, :length] = sample["input_ids"]
-            mask[row, :length] = 1
-            labels[row, :length] = sample["labels"]
-            shifted[row, : length - 1] = sample["labels"][1:]
-        arrays = {"input_ids": ids, "attention_mask": mask, "labels": labels, "shift_labels": shifted}
-        if self._marks_media:
-            arrays["mm_token_type_ids"] = ((ids == self._plugin.image_token_id) & (mask == 1)).astype(np.int32)
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    def _documents(self, samples: Sequence[EncodedSample]) -> list[dict[str, np.ndarray]]:
+        """The arrays of each sample along its tokens (L,), under the names of batch keys."""
+        is_weighted = any("loss_weights" in sample for sample in samples)
+        documents = []
+        for sample in samples:
+            ids, labels = (np.asarray(sample[name], dtype=np.int64) for name in ("input_ids", "labels"))  # type: ignore[literal-required]
+            document = {"input_ids": ids, "labels": labels, "shift_labels": shifted(labels, IGNORED)}
+            if is_weighted:
+                document["loss_weights"] = _weights_of(sample)
+            documents.append(document | self._plugin.token_marks(ids))
+        return documents
+
+
+def shifted(tokens_L: np.ndarray, fill: float) -> np.ndarray:
+    """What the token behind each one has."""
+    return np.append(tokens_L[1:], np.array([fill], dtype=tokens_L.dtype))
+
+
+def padded_rows(
+    documents: Sequence[Mapping[str, np.ndarray]], fills: Mapping[str, float], multiple: int
+) -> dict[str, torch.Tensor]:
+    """(B, L) tensors, right-padded, and `attention_mask`.
+
+    Args:
+        documents: Arrays along tokens, of each sample.
+        fills: Key → what padding has.
+        multiple: L is one of it.
+    """
+    lengths = [len(document["input_ids"]) for document in documents]
+    width = -(-max(lengths) // multiple) * multiple
+    batch = {}
+    for name, fill in fills.items():
+        rows = np.full((len(documents), width), fill, dtype=documents[0][name].dtype)
+        for row, document, length in zip(rows, documents, lengths, strict=True):
+            row[:length] = document[name]
+        batch[name] = torch.from_numpy(rows)
+    batch["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    return batch
+
+
+@register_collator("whisper")
+class WhisperCollator(GenericCollator):
+    """Speech to text by an encoder-decoder: the tokens are the decoder's, right-padded."""
+
+    def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
+        """Token n of the decoder gives token n + 1: `labels`, too, stand where they are predicted."""
+        batch = super().__call__(samples)
+        renamed = {"decoder_input_ids": batch.pop("input_ids"), "decoder_attention_mask": batch.pop("attention_mask")}
+        return batch | renamed | {"labels": batch["shift_labels"]}
+
+
+@register_collator("pairwise")
+class PairwiseCollator:
+    """Preference pairs: a generic batch of the better answers under `chosen_…`, one of the worse under `rejected_…`.
+    Arguments as of `GenericCollator`."""
+
+    def __init__(self, processor: Any, plugin: MediaPlugin, collate_param: Any) -> None:
+        self._collate = GenericCollator(processor, plugin, collate_param)
+
+    def __call__(self, samples: Sequence[EncodedPair]) -> Batch:
+        """Row n of both batches answers the same prompt."""
+        batch: Batch = {"sample_ids": [sample["sample_id"] for sample in samples]}
+        for side in PAIR_SIDES:
+            rows = self._collate([_side_of(sample, side) for sample in samples])
+            rows.pop("sample_ids")
+            batch |= {f"{side}_{name}": value for name, value in rows.items()}
+        return batch
+
+
+def _side_of(pair: EncodedPair, side: Any) -> EncodedSample:
+    return {**pair[side], "sample_id": pair["sample_id"]}  # type: ignore[literal-required, typeddict-item]
+
+
+def _weights_of(sample: EncodedSample) -> np.ndarray:
+    """(L,) float32 of the token behind each one; 0 where it is not trained."""
+    shift_labels = shifted(np.asarray(sample["labels"]), IGNORED)
+    own = sample.get("loss_weights")
+    weights = np.ones(len(shift_labels)) if own is None else shifted(np.asarray(own), 0.0)
+    return np.where(shift_labels == IGNORED, 0.0, weights).astype(np.float32)
+
+
+def _further_arrays(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
+    """What a plugin's data set adds to its samples."""
+    names = dict.fromkeys(name for sample in samples for name in sample if name not in _SAMPLE_KEYS)
+    having = {name: [sample for sample in samples if name in sample] for name in names}
+    return {
+        name: torch.cat([torch.as_tensor(sample[name]) for sample in found])  # type: ignore[literal-required]
+        for name, found in having.items()
+    }
 
 
 _SAMPLE_KEYS = EncodedSample.__annotations__.keys()
+_FILLS = {"labels": IGNORED, "shift_labels": IGNORED}

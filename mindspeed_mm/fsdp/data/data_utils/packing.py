@@ -1,8 +1,14 @@
-"""Which samples share a row: best fit, decreasing, under a cap on tokens and one on encoder patches. Pure."""
+"""Which samples share a row, and the row: best fit under a cap on tokens and one on encoder patches; documents one
+behind the other, with their borders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
 
 
 def best_fit(
@@ -82,3 +88,38 @@ class _Packs:
                 if self._spare_patches[packs[place]] >= patches:
                     yield room, place
             rooms ^= lowest
+
+
+def packed_row(
+    documents: Sequence[Mapping[str, np.ndarray]],
+    fills: Mapping[str, float],
+    multiple: int,
+    positions: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """One row (1, T) of documents that are to see nothing of each other, under the names that transformers has for it.
+
+    No `attention_mask`: borders say it all. What fills the row up to a multiple is one more document, without labels;
+    `pad_tokens` says how long it is.
+
+    Args:
+        documents: Arrays along tokens (L,), of each sample.
+        fills: Key → what padding has.
+        multiple: T is one of it.
+        positions: (1 or 4, L) of each sample.
+    """
+    lengths = [len(document["input_ids"]) for document in documents]
+    padding = -sum(lengths) % multiple
+    row: dict[str, Any] = {}
+    for name, fill in fills.items():
+        pieces = [document[name] for document in documents]
+        pieces.append(np.full(padding, fill, dtype=pieces[0].dtype))
+        row[name] = torch.from_numpy(np.concatenate(pieces))[None]
+    if padding:
+        lengths.append(padding)
+        # As many rows of the same type; 0, 1, 2 … as of any document.
+        positions = [*positions, positions[0].new_zeros(len(positions[0]), padding) + torch.arange(padding)]
+    borders = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    joined_RT = torch.cat(list(positions), dim=1)
+    row["position_ids"] = joined_RT if len(joined_RT) == 1 else joined_RT[:, None]
+    row |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    return row | {"max_length_q": max(lengths), "max_length_k": max(lengths), "pad_tokens": padding}

@@ -1,0 +1,202 @@
+"""Position ids of a packed row: they start again with every sample, and where a model counts time, height and width of
+media (mRoPE), by the model's own rule (`get_rope_index`), which needs its configuration and not the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+
+KEY = "data.dataset_param.basic_parameters.packing"
+
+MEDIA_OF: dict[str, str] = {
+    "image_grid_thw": "image",
+    "video_grid_thw": "video",
+    "second_per_grid_ts": "video",
+    "video_second_per_grid": "video",
+    "feature_attention_mask": "audio",
+    "input_features_mask": "audio",
+    "target_sizes": "image",
+    "target_sizes_videos": "video",
+}
+"""Batch keys that positions may depend on → the media of which each is a row."""
+_WHOLE_BATCH = ("use_audio_in_video",)
+_OTHER_NAMES = {"second_per_grids": ("video_second_per_grid", "second_per_grid_ts")}
+"""Argument of a `get_rope_index` → the batch keys that it may have."""
+_MASKS_OF_SOUND = ("feature_attention_mask", "input_features_mask")
+_NOT_NEEDED = ("kwargs", "downsample_mode")
+
+
+class PositionRule(Protocol):
+    """How a model counts the tokens of one sample."""
+
+    def __call__(self, input_ids: np.ndarray, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """(1, L) int64 positions; (4, L) of a model with mRoPE: text, time, height, width. int32 are the bits of fp32
+        numbers: positions that are no whole numbers, which would be rounded to bf16 on their way into the model.
+
+        Args:
+            input_ids: (L,) of one sample.
+            inputs: What else the model gets of this sample, by batch key.
+        """
+
+
+class TextPositions:
+    """0, 1, 2 …"""
+
+    def __call__(self, input_ids: np.ndarray, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """See `PositionRule`."""
+        return torch.arange(len(input_ids))[None]
+
+
+class RopeIndexPositions:
+    """By a model class's `get_rope_index`, called on a stand-in that has nothing but the configuration.
+
+    Args:
+        owner: The class.
+        config: What its instances have as `config`.
+
+    Raises:
+        ConfigError: The rule asks for something that a batch does not hold.
+    """
+
+    def __init__(self, owner: type, config: Any) -> None:
+        self._stand_in = _stand_in(owner, config)
+        parameters = inspect.signature(owner.get_rope_index).parameters  # type: ignore[attr-defined]
+        self._names = [name for name in list(parameters)[1:] if name not in _NOT_NEEDED]
+        known = {"input_ids", "attention_mask", "mm_token_type_ids", "audio_seqlens", *_OTHER_NAMES, *MEDIA_OF}
+        unknown = [name for name in self._names if name not in known and name not in _WHOLE_BATCH]
+        if unknown:
+            raise ConfigError(
+                f"positions of {owner.__name__} depend on {', '.join(unknown)}, which a packed row does not keep apart",
+                key=KEY,
+                way_out="Set it to false.",
+            )
+
+    def __call__(self, input_ids: np.ndarray, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """See `PositionRule`."""
+        ids_1L = torch.as_tensor(input_ids)[None]
+        given = {name: self._argument(name, ids_1L, inputs) for name in self._names}
+        arguments = {name: value for name, value in given.items() if value is not None}
+        three_R1L, _ = self._stand_in.get_rope_index(**arguments)
+        rows = as_whole_numbers(three_R1L[:, 0])
+        text = torch.arange(ids_1L.shape[1])[None]
+        if rows.dtype == torch.int32:
+            text = text.float().view(torch.int32)
+        return torch.cat([text, rows]) if len(rows) == 3 else rows
+
+    def _argument(self, name: str, ids_1L: torch.Tensor, inputs: Mapping[str, Any]) -> Any:
+        if name == "input_ids":
+            return ids_1L
+        if name == "attention_mask":
+            return torch.ones_like(ids_1L)
+        if name == "mm_token_type_ids":
+            return torch.as_tensor(inputs.get(name, torch.zeros_like(ids_1L[0])))[None]
+        if name == "audio_seqlens":
+            mask = next((inputs[key] for key in _MASKS_OF_SOUND if key in inputs), None)
+            return None if mask is None else torch.as_tensor(mask).sum(-1)
+        found = next((inputs[key] for key in _OTHER_NAMES.get(name, (name,)) if key in inputs), None)
+        return torch.as_tensor(found) if isinstance(found, (np.ndarray, list)) else found
+
+
+def inputs_of_samples(samples: Sequence[Any], media: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What positions of each sample may depend on, cut out of what was joined for the batch.
+
+    Args:
+        samples: Encoded; each says which media it has, or has their arrays itself.
+        media: Joined over the samples.
+
+    Raises:
+        DataError: A tensor has another number of rows than there are media.
+    """
+    found: list[dict[str, Any]] = [{key: media[key] for key in _WHOLE_BATCH if key in media} for _ in samples]
+    for key in MEDIA_OF.keys() & media.keys():
+        owned = [sample.get(key) for sample in samples]
+        if any(own is not None for own in owned):
+            parts = owned
+        else:
+            parts = list(torch.as_tensor(media[key]).split(_media_of_samples(samples, key, len(media[key]))))
+        for inputs, part in zip(found, parts, strict=True):
+            if part is not None and len(part):
+                inputs[key] = part
+    return found
+
+
+def _media_of_samples(samples: Sequence[Any], key: str, rows: int) -> list[int]:
+    """How many rows of a tensor each sample has. Videos may bring their sound, which then counts too."""
+    for kinds in ({MEDIA_OF[key]}, {"video", "audio"}):
+        counts = [sum(item.kind in kinds for item in sample.get("media") or ()) for sample in samples]
+        if sum(counts) == rows:
+            return counts
+    raise DataError(
+        f"{key} has {rows} rows, but the samples of the pack have {sum(counts)} media of that kind",
+        where=", ".join(str(sample.get("sample_id")) for sample in samples),
+        way_out="The media plugin must give a row for each item, in order.",
+    )
+
+
+def as_whole_numbers(positions: torch.Tensor) -> torch.Tensor:
+    """int64 where all are whole, else the bits of the fp32 numbers as int32."""
+    if not positions.is_floating_point() or bool((positions == positions.round()).all()):
+        return positions.long()
+    return positions.float().contiguous().view(torch.int32)
+
+
+def build_positions(folder: str | Path, processor: Any, *, trust_remote_code: bool = False) -> PositionRule:
+    """The rule of the model in a folder.
+
+    Args:
+        folder: With the model's `config.json`; a tokenizer may lie in one without.
+        processor: Processor or tokenizer of the folder.
+        trust_remote_code: As `data.dataset_param.preprocess_parameters.trust_remote_code`.
+
+    Raises:
+        ConfigError: Nobody can say how the model counts, or samples of the model cannot share a row.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        if tokenizer_of(processor) is processor:
+            return TextPositions()
+        raise ConfigError(
+            "the processor's folder has no config.json, which says how the model counts positions",
+            where=str(folder),
+            key=KEY,
+            way_out="Put the model's config.json beside the processor, or set packing to false.",
+        )
+    from transformers import AutoConfig  # loaded with the processor
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"an encoder-decoder ({config.model_type}) spends nearly all its work on the encoder, which takes every "
+            "sample by itself: a shared row would save nothing",
+            key=KEY,
+            way_out="Set it to false and data.dataloader_param.sampler_type: LengthGroupedSampler.",
+        )
+    owner = find_rope_index(config)
+    return TextPositions() if owner is None else RopeIndexPositions(owner, config)
+
+
+def find_rope_index(config: Any) -> type | None:
+    """The class that counts positions of a model: the one that `architectures` names, or the one of its body."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    body = MODEL_MAPPING.get(type(config), None)
+    classes = [found for found in (*named, body) if isinstance(found, type)]
+    return next((found for found in classes if hasattr(found, "get_rope_index")), None)
+
+
+def _stand_in(owner: Any, config: Any) -> Any:
+    """An instance that was never initialised: its methods are the class's, and it has no modules."""
+    stand_in = owner.__new__(owner)
+    merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
+    vars(stand_in).update(config=config, spatial_merge_size=merge)
+    return stand_in
