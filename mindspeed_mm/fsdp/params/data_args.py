@@ -132,9 +132,9 @@ class BasicParameters(OpenSection):
     val_rate: Ratio | None = None
     """Share of the training rows set aside for validation."""
     packing: Flag = False
-    """Put several samples into one row of `cutoff_len`."""
+    """Put several samples into one row of up to `cutoff_len` tokens; none of them sees another."""
     neat_packing: Flag = False
-    """Older name of `packing` with samples kept apart."""
+    """The same as `packing`."""
     preprocess_on_fly: Flag = True
     """Tokenise while training instead of up front."""
     async_preprocess: Flag = False
@@ -155,6 +155,11 @@ class BasicParameters(OpenSection):
     """Fetch media from URLs."""
     media_roots: Names = ()
     """Folders inside which absolute media paths are legal."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples share rows."""
+        return self.packing or self.neat_packing
 
 
 class PreprocessParameters(OpenSection):

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_coll
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, Tokens
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.readers import ParquetReader, RowReader, file_facts, open_reader
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, Place, Sample
 from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat, find_sources
@@ -88,9 +89,21 @@ class Qwen2VLDataset(Dataset[EncodedSample]):
         which = bisect.bisect_right(self._ends, index)
         return self._readers[which].place(index - (self._ends[which - 1] if which else 0))
 
-    def build_collator(self, collate_param: Any) -> Collator:
-        """The collator that fits the samples."""
-        return build_collator(self._processor, self._plugin, collate_param)
+    def build_collator(self, collate_param: Any, *, packs: bool | None = None) -> Collator:
+        """The collator that fits the samples.
+
+        Args:
+            collate_param: `dataloader_param.collate_param`.
+            packs: Put all samples of a micro-batch into one row; None: as configured.
+        """
+        positions = None
+        if self._basic.packs if packs is None else packs:
+            preprocess = self._preprocess
+            assert preprocess.model_name_or_path is not None  # the processor came from there
+            positions = build_positions(
+                preprocess.model_name_or_path, self._processor, trust_remote_code=preprocess.trust_remote_code
+            )
+        return build_collator(self._processor, self._plugin, collate_param, positions=positions)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
