@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -242,6 +243,14 @@ def _start_ticks(pid: int) -> str:
         return ""
     state, *fields = stat.rpartition(")")[2].split()
     return "" if state == "Z" else fields[18]
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started; infinite where the system does not tell."""
+    ticks = _start_ticks(os.getpid())
+    if not ticks:
+        return math.inf
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class RunFolder:

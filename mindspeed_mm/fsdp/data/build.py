@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import (
 )
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import DEFAULT_TIMEOUT_S, WorkerOptions
+from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
 from mindspeed_mm.fsdp.data.split import split_dataset
 from mindspeed_mm.fsdp.params.data_args import (
     BasicParameters,
@@ -148,7 +149,10 @@ def _slot_bytes(dataset: Any, order: Order) -> int:
 def _build(dataset_param: DatasetParam) -> tuple[Any, Any | None]:
     entry = data_register.get(dataset_param.dataset_type)
     made = entry(dataset_param.basic_parameters, dataset_param.preprocess_parameters, dataset_param)
-    return made if isinstance(made, tuple) else (made, None)
+    train, validation = made if isinstance(made, tuple) else (made, None)
+    if dataset_param.basic_parameters.preprocess_on_fly:
+        return train, validation
+    return encoded_up_front(train, dataset_param), validation and encoded_up_front(validation, dataset_param)
 
 
 def _for_validation(dataset_param: DatasetParam) -> DatasetParam:
