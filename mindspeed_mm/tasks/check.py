@@ -217,6 +217,7 @@ class _Check:
             self._before_extraction(arguments.data.dataset_param),
             seed=seed,
             val_dataset_param=arguments.data.val_dataset_param,
+            encode_ahead=False,
         )
         loader = build_mm_dataloader(
             dataset,

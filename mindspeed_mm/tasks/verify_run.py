@@ -64,7 +64,7 @@ def run_reference(job: Job, tell: Tell) -> Reference:
 
 def has_one_size(arguments: Arguments) -> bool:
     """Whether any samples can share a micro-batch."""
-    dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed)
+    dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed, encode_ahead=False)
     return len(set(getattr(dataset, "sizes", ()))) <= 1
 
 

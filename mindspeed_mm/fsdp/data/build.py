@@ -35,7 +35,11 @@ _PIXEL_BYTES = 3
 
 
 def build_mm_dataset(
-    dataset_param: DatasetParam, *, seed: int = 42, val_dataset_param: DatasetParam | None = None
+    dataset_param: DatasetParam,
+    *,
+    seed: int = 42,
+    val_dataset_param: DatasetParam | None = None,
+    encode_ahead: bool = True,
 ) -> tuple[Any, Any | None]:
     """The training data set and, where the configuration asks for one, the validation data set.
 
@@ -43,6 +47,7 @@ def build_mm_dataset(
         dataset_param: The `dataset_param` section; `preprocess_parameters.model_name_or_path` filled in.
         seed: Of the split by `val_rate`.
         val_dataset_param: A section of its own for validation.
+        encode_ahead: Whether `preprocess_on_fly: false` is followed; who looks at a few samples says False.
 
     Raises:
         ConfigError: Unknown `dataset_type`, more than one way to validate, or something not built yet.
@@ -54,13 +59,13 @@ def build_mm_dataset(
     ways = [key for key, value in {**asked, f"{_BASIC}.val_rate": basic.val_rate or None}.items() if value is not None]
     if len(ways) > 1:
         raise ConfigError(f"validation data come from {' and '.join(ways)}", key=ways[0], way_out="Keep one of them.")
-    train, own_validation = _build(dataset_param)
+    train, own_validation = _build(dataset_param, encode_ahead)
     if own_validation is not None or not ways:
         return train, own_validation
     if val_dataset_param is not None:
-        return train, _build(val_dataset_param)[0]
+        return train, _build(val_dataset_param, encode_ahead)[0]
     if own_rows is not None:
-        return train, _build(_for_validation(dataset_param))[0]
+        return train, _build(_for_validation(dataset_param), encode_ahead)[0]
     return split_dataset(train, basic.val_rate or 0.0, seed, most=basic.val_max_samples)
 
 
@@ -146,11 +151,11 @@ def _slot_bytes(dataset: Any, order: Order) -> int:
     return SLOT_BYTES
 
 
-def _build(dataset_param: DatasetParam) -> tuple[Any, Any | None]:
+def _build(dataset_param: DatasetParam, encode_ahead: bool) -> tuple[Any, Any | None]:
     entry = data_register.get(dataset_param.dataset_type)
     made = entry(dataset_param.basic_parameters, dataset_param.preprocess_parameters, dataset_param)
     train, validation = made if isinstance(made, tuple) else (made, None)
-    if dataset_param.basic_parameters.preprocess_on_fly:
+    if dataset_param.basic_parameters.preprocess_on_fly or not encode_ahead:
         return train, validation
     return encoded_up_front(train, dataset_param), validation and encoded_up_front(validation, dataset_param)
 

@@ -125,8 +125,8 @@ class Trainer:
             return engine
 
     def _train(self, record: RunRecord) -> TrainEngine | None:
-        with self._setup("reading the data"):
-            train_set, validation_set = self._build_data()
+        train_set, validation_set = self._build_data()
+        with self._setup("comparing the data"):
             check_same_data({"data": train_set, "validation": validation_set}, self.world_size)
             loader = self._build_loader(train_set, None)
             context = self._context(train_set) | {"batching": loader.batching}
@@ -235,10 +235,15 @@ class Trainer:
                 self.progress.close()
 
     def _build_data(self) -> tuple[Any, Any]:
+        """The data sets. Encoding samples up front may take hours: one process does it, those that wait for it wait in
+        no collective, and nothing limits them."""
         data = self.arguments.data
-        return build_mm_dataset(
-            data.dataset_param, seed=self.arguments.training.seed, val_dataset_param=data.val_dataset_param
-        )
+        sections = [section for section in (data.dataset_param, data.val_dataset_param) if section is not None]
+        is_short = all(section.basic_parameters.preprocess_on_fly for section in sections)
+        with self._setup("reading the data") if is_short else nullcontext():
+            return build_mm_dataset(
+                data.dataset_param, seed=self.arguments.training.seed, val_dataset_param=data.val_dataset_param
+            )
 
     def _build_loader(self, dataset: Any, state: dict[str, Any] | None) -> Any:
         training = self.arguments.training
