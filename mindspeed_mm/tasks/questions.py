@@ -103,6 +103,8 @@ def _read_question(reader: RowReader, index: int, needs_answers: bool, media_dir
     row, place = reader.read(index), reader.place(index)
     sample = convert_row(_as_conversation(row, needs_answers), RowFormat(), place)
     *messages, answer = sample.messages
+    if any(item.kind != "image" for item in sample.media):
+        raise DataError("holds videos or sounds; questions have pictures only", where=str(place), key="messages")
     images = tuple(item.source for item in sample.media)
     _check_images_exist(images, media_dir, place)
     expected = _text_of(answer["content"])

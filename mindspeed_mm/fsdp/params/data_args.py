@@ -21,17 +21,22 @@ from mindspeed_mm.fsdp.params.value_types import (
     show,
 )
 
-
-def _files(value: Any) -> Any:
-    if value is None or (isinstance(value, str) and value.strip()):
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
-        return tuple(value)
-    raise fault(f"{show(value)} is not a path, nor a list of paths")
-
-
-Files = Annotated[str | tuple[str, ...] | None, BeforeValidator(_files)]
-"""A path, a comma-separated list of paths, or a list of paths."""
+ToolFormat = Literal[
+    "default",
+    "gemma4",
+    "glm4",
+    "glm4_moe",
+    "lfm2",
+    "ling",
+    "llama3",
+    "minimax1",
+    "minimax2",
+    "mistral",
+    "qwen",
+    "qwen3_5",
+    "seed_oss",
+]
+"""LLaMA-Factory's names."""
 
 
 class DatasetAttr(Section):
@@ -40,21 +45,22 @@ class DatasetAttr(Section):
     formatting: Annotated[Literal["sharegpt", "alpaca", "openai", "multimodal_tool"], null_means("sharegpt")] = (
         "sharegpt"
     )
-    """Layout of a row. `sharegpt`: a list of messages with a role and a text."""
+    """Layout of a row. `sharegpt`: a list of messages, in any of the usual spellings (ShareGPT, LLaVA, MLLM, OpenAI,
+    with tools: `openai` and `multimodal_tool` are other names for it). `alpaca`: instruction, input, output."""
     ranking: Flag = False
-    """Rows are preference pairs."""
+    """Rows are preference pairs: `chosen` and `rejected` answers to the same messages."""
     system: str | None = None
     """Column of the system prompt."""
     images: str | None = None
     """Column of the images. Not given: `images` or `image`, whichever the row has."""
     videos: str | None = None
-    """Column of the videos."""
+    """Column of the videos; one of them may be a list of its frames. Not given: `videos` or `video`."""
     audios: str | None = None
-    """Column of the audio files."""
+    """Column of the audio files. Not given: `audios` or `audio`."""
     tools: str | None = None
-    """Column of the tool descriptions."""
+    """Column of the tool descriptions: a list, or JSON text of one. Not given: `tools`."""
     messages: str | None = "conversations"
-    """Column of the messages."""
+    """Column of the messages. As it stands here also `messages` is recognised."""
     prompt: str | None = "instruction"
     """alpaca: column of the instruction."""
     query: str | None = "input"
@@ -64,9 +70,9 @@ class DatasetAttr(Section):
     history: str | None = None
     """alpaca: column of earlier turns."""
     chosen: str | None = None
-    """Preference rows: column of the better answer."""
+    """Preference rows: column of the better answer, a text, a message, or messages. Not given: `chosen`."""
     rejected: str | None = None
-    """Preference rows: column of the worse answer."""
+    """Preference rows: column of the worse answer. Not given: `rejected`."""
     role_tag: str | None = "from"
     """Key of a message's role."""
     content_tag: str | None = "value"
@@ -83,6 +89,32 @@ class DatasetAttr(Section):
     """Role of the system prompt."""
 
 
+class DataEntry(Section):
+    """One data set of several, with what is special about it."""
+
+    path: PathText
+    """A file, a folder, a pattern (part-*.parquet), or a name of dataset_info.json."""
+    name: str | None = None
+    """What `mix.weights` and reports call it; null: the path."""
+    attr: DatasetAttr | None = None
+    """Where its rows keep what; null: dataset_param.attr."""
+    max_samples: Positive | None = None
+    """Most rows taken from it."""
+
+
+def _files(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    entries = value if isinstance(value, list | tuple) else [value]
+    if all(isinstance(entry, str | dict | DataEntry) for entry in entries):
+        return tuple(entries)
+    raise fault(f"{show(value)} is not a path, nor a list of paths or of sections with a path")
+
+
+Files = Annotated[str | tuple[str | DataEntry, ...] | None, BeforeValidator(_files)]
+"""A path, a comma-separated list of paths, or a list of paths and of sections with a path."""
+
+
 class MixPlan(Section):
     """Shares of several datasets."""
 
@@ -96,7 +128,9 @@ class BasicParameters(OpenSection):
     """Which rows are taken and how they become token ids."""
 
     dataset: Files = None
-    """Path, list or comma-separated list of .json, .jsonl, .parquet, .csv files or folders of them."""
+    """Path, list or comma-separated list of .json, .jsonl, .parquet, .csv files, folders of them, patterns
+    (part-*.parquet) and names of dataset_info.json in dataset_dir; in a list also sections
+    `{path, name, attr, max_samples}`."""
     dataset_dir: PathText = "data"
     """Root of data and media."""
     cache_dir: PathText | None = None
@@ -123,8 +157,9 @@ class BasicParameters(OpenSection):
     """Processes that preprocess."""
     max_samples: Positive | None = None
     """Most rows taken from each dataset."""
-    tool_format: str | None = None
-    """Format of tool calls."""
+    tool_format: ToolFormat | None = None
+    """Accepted from older files: the model's chat template writes tools and their calls. In rows, a `function_call`
+    turn is the JSON of a call or of a list of calls, under any of these names."""
     val_dataset: Files = None
     """Rows for validation."""
     val_max_samples: Positive | None = None

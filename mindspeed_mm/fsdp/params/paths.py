@@ -80,6 +80,9 @@ def _locate(node: Node, config: Path) -> None:
     if isinstance(node.value, list):
         for item in node.value:
             _locate(item, config)
+    elif isinstance(node.value, dict):  # an entry of `dataset` with what is special about it
+        if "path" in node.value:
+            _locate(node.value["path"].node, config)
     elif isinstance(node.value, str):
         parts = [part.strip() for part in node.value.split(",")]
         located = ",".join(str(resolve_path(config, part)) if part else part for part in parts)

@@ -10,16 +10,13 @@ from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.value_types import show
 
 _DATASET: dict[str, tuple[Any, ...]] = {
-    "attr.formatting": ("sharegpt", "alpaca"),
     "attr.ranking": (False,),
     "basic_parameters.packing": (False,),
     "basic_parameters.neat_packing": (False,),
     "basic_parameters.streaming": (False,),
     "basic_parameters.async_preprocess": (False,),
-    "basic_parameters.preprocess_on_fly": (True,),
     "basic_parameters.mix": (None,),
     "basic_parameters.stage": ("sft", "pretrain"),
-    "basic_parameters.tool_format": (None,),
     "basic_parameters.allow_remote_media": (False,),
     "preprocess_parameters.use_audio_in_video": (False,),
     "preprocess_parameters.split_special_tokens": (False,),

@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,18 +29,28 @@ class RowReader(Protocol):
     """Rows of one file."""
 
     path: Path
+    name: str
+    """What messages and sample ids call the file."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`, from 0. Raises `DataError` for a row that cannot be read."""
 
+    def raw(self, index: int) -> bytes:
+        """What tells the content of row `index` from another's: equal bytes are equal rows."""
+
     def place(self, index: int) -> Place:
         """Where the row stands."""
 
 
-def open_reader(path: Path, cache_dir: str | None = None) -> RowReader:
+def open_reader(path: Path, cache_dir: str | None = None, name: str | None = None) -> RowReader:
     """The reader of a file, by its ending and, for JSON, by what the file starts with.
+
+    Args:
+        path: The file.
+        cache_dir: For the Arrow copy of a parquet file.
+        name: What to call the file; None: by its name.
 
     Raises:
         DataError: The file is missing, empty, of another kind, or broken as a whole.
@@ -49,14 +60,14 @@ def open_reader(path: Path, cache_dir: str | None = None) -> RowReader:
     if path.stat().st_size == 0:
         raise DataError("the file is empty", where=str(path))
     if path.suffix == ".parquet":
-        return ParquetReader(path, cache_dir)
+        return ParquetReader(path, cache_dir, name)
     if path.suffix == ".csv":
-        return CsvReader(path)
+        return CsvReader(path, name)
     if path.suffix not in (".json", ".jsonl"):
         raise DataError(
             f"'{path.suffix}' files are not read", where=str(path), way_out=f"Use one of {', '.join(SUFFIXES)}."
         )
-    reader = JsonReader(path)
+    reader = JsonReader(path, name)
     if not len(reader):
         raise DataError("the file holds no rows", where=str(path))
     return reader
@@ -65,11 +76,17 @@ def open_reader(path: Path, cache_dir: str | None = None) -> RowReader:
 def file_facts(reader: RowReader) -> dict[str, Any]:
     """Name, size, rows and content of a file; above 1 GiB its time of change stands for the content."""
     status = reader.path.stat()
-    facts = {"name": reader.path.name, "bytes": status.st_size, "rows": len(reader)}
+    facts = {"name": reader.name, "bytes": status.st_size, "rows": len(reader)}
     if status.st_size > _HASHED_BYTES:
         return facts | {"changed_ns": status.st_mtime_ns}
-    with reader.path.open("rb") as file:
-        return facts | {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return facts | {"sha256": _content_hash(reader.path, status.st_size, status.st_mtime_ns)}
+
+
+@lru_cache(maxsize=4096)
+def _content_hash(path: Path, size: int, changed_ns: int) -> str:
+    """Hash of a file; read once for as long as it does not change."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class JsonReader:
@@ -78,8 +95,8 @@ class JsonReader:
     Only the byte span of each row is kept (16 bytes a row); a row is parsed when it is asked for.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path, self.name = path, name or path.name
         self._file: tuple[int, int] | None = None  # (process id, descriptor): every worker opens its own
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             start = len(_BOM) if data[: len(_BOM)] == _BOM else 0
@@ -92,14 +109,18 @@ class JsonReader:
 
     def place(self, index: int) -> Place:
         """Line (or number, in a list) of the row."""
-        return Place(self.path.name, int(self._rows[index]))
+        return Place(self.name, int(self._rows[index]))
 
     def read(self, index: int) -> dict[str, Any]:
         """Parse row `index`."""
+        return parse_row(self.raw(index), str(self.place(index)))
+
+    def raw(self, index: int) -> bytes:
+        """The row's text."""
         start, size = int(self._starts[index]), int(self._ends[index] - self._starts[index])
         if size > MAX_ROW_BYTES:
             raise DataError(f"the row has {size} bytes, more than {MAX_ROW_BYTES}", where=str(self.place(index)))
-        return parse_row(os.pread(self._descriptor(), size, start), str(self.place(index)))
+        return os.pread(self._descriptor(), size, start)
 
     def _descriptor(self) -> int:
         if self._file is None or self._file[0] != os.getpid():
@@ -236,12 +257,14 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refu
 class CsvReader:
     """Rows of a CSV file as `{column: text}`; the file is held in memory."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path, self.name = path, name or path.name
         csv.field_size_limit(MAX_ROW_BYTES)
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                self._table = list(csv.DictReader(file, strict=True))
+                table = csv.DictReader(file, strict=True)
+                self._table = list(table)
+                self.columns = dict.fromkeys(table.fieldnames or (), "text")
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"cannot be read as CSV: {error}", where=str(path)) from error
         if not self._table:
@@ -252,19 +275,34 @@ class CsvReader:
 
     def place(self, index: int) -> Place:
         """Number of the row, the header not counted."""
-        return Place(self.path.name, index + 1)
+        return Place(self.name, index + 1)
 
     def read(self, index: int) -> dict[str, Any]:
-        """Row `index`; empty cells are left out."""
-        return {name: value for name, value in self._table[index].items() if name and value not in (None, "")}
+        """Row `index`; empty cells are left out.
+
+        Raises:
+            DataError: It has more or fewer cells than the header.
+        """
+        cells = self._table[index]
+        if None in cells or None in cells.values():
+            raise DataError(
+                f"the row does not have the header's {len(self.columns)} cells", where=str(self.place(index))
+            )
+        return {name: value for name, value in cells.items() if name and value != ""}
+
+    def raw(self, index: int) -> bytes:
+        """The row's cells."""
+        return _as_bytes(self._table[index])
 
 
 class ParquetReader:
     """Rows of a parquet file, through the memory-mapped Arrow copy that `datasets` keeps."""
 
-    def __init__(self, path: Path, cache_dir: str | None = None) -> None:
-        self.path, self._cache_dir = path, cache_dir
+    def __init__(self, path: Path, cache_dir: str | None = None, name: str | None = None) -> None:
+        self.path, self.name, self._cache_dir = path, name or path.name, cache_dir
         self._table = self._open()
+        if not len(self):
+            raise DataError("the file holds no rows", where=str(path))
 
     def _open(self) -> Any:
         import datasets  # heavy, and only parquet needs it
@@ -282,14 +320,31 @@ class ParquetReader:
         return self._table.num_rows
 
     @property
-    def columns(self) -> list[str]:
-        """Column names."""
-        return list(self._table.column_names)
+    def columns(self) -> dict[str, str]:
+        """Column → type; the two widths of Arrow's texts and lists are one."""
+        return {field.name: str(field.type).replace("large_", "") for field in self._table.schema}
+
+    def is_null(self, column: str) -> bool:
+        """Whether a column has no value in any row."""
+        return self._table.column(column).null_count == len(self)
 
     def place(self, index: int) -> Place:
         """Number of the row."""
-        return Place(self.path.name, index + 1)
+        return Place(self.name, index + 1)
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`, as Python objects."""
         return self._table.fast_slice(index, 1).to_pylist()[0]
+
+    def raw(self, index: int) -> bytes:
+        """The row's values."""
+        return _as_bytes(self.read(index))
+
+
+def _as_bytes(row: dict[str, Any]) -> bytes:
+    """A row of a table in one spelling; bytes in it by their hash."""
+
+    def plain(value: Any) -> str:
+        return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else repr(value)
+
+    return json.dumps(row, ensure_ascii=False, default=plain).encode("utf-8", "surrogatepass")

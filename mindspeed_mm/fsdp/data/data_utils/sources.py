@@ -1,9 +1,10 @@
-"""Which files a `dataset:` entry names, and in which format their rows are."""
+"""Which files the entries of `dataset:` name, and in which format their rows are."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,23 @@ from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.readers import SUFFIXES
 
 _KEY = "data.dataset_param.basic_parameters.dataset"
-_ATTR_KEY = "data.dataset_param.attr"
 INFO_FILE = "dataset_info.json"
+FORMATS = ("sharegpt", "alpaca", "openai", "multimodal_tool")
+_GLOB = re.compile(r"[*?\[]")
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.\w+")
+"""How shards of a Hugging Face data set are called: `train-00000-of-00002.parquet`."""
+_HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Where a row keeps what. `None` for a column: its usual names are tried."""
+    """Where a row keeps what. A column: `None`: its usual names are tried; empty: the rows have none."""
 
     formatting: str = "sharegpt"
+    ranking: bool = False
     messages: str | None = None
     system: str | None = None
+    tools: str | None = None
     images: str | None = None
     videos: str | None = None
     audios: str | None = None
@@ -31,78 +38,185 @@ class RowFormat:
     query: str | None = None
     response: str | None = None
     history: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
     role_tag: str = "from"
     content_tag: str = "value"
     user_tag: str = "human"
     assistant_tag: str = "gpt"
+    observation_tag: str = "observation"
+    function_tag: str = "function_call"
     system_tag: str = "system"
 
     @classmethod
     def from_attr(cls, attr: Any) -> RowFormat:
         """From the `attr` section of the configuration."""
-        if getattr(attr, "ranking", False):
-            raise ConfigError("preference rows are not built yet", key=f"{_ATTR_KEY}.ranking", way_out="Set false.")
         found = {f.name: getattr(attr, f.name, None) for f in fields(cls)}
         return cls(**{name: value for name, value in found.items() if value is not None})
 
     @classmethod
-    def from_dataset_info(cls, entry: dict[str, Any]) -> RowFormat:
-        """From an entry of a LLaMA-Factory `dataset_info.json`."""
-        if entry.get("ranking"):
-            raise ConfigError("preference rows are not built yet", where=INFO_FILE, key="ranking")
-        known = {f.name for f in fields(cls)}
-        found = {**entry.get("columns", {}), **entry.get("tags", {}), "formatting": entry.get("formatting", "alpaca")}
-        return cls(**{name: value for name, value in found.items() if name in known and value is not None})
+    def from_dataset_info(cls, name: str, entry: Mapping[str, Any]) -> RowFormat:
+        """From an entry of a LLaMA-Factory `dataset_info.json`.
+
+        As there, an entry that lists its columns has only those.
+
+        Raises:
+            ConfigError: A format, column or tag is unknown.
+        """
+        where = f"{INFO_FILE}: {name}"
+        formatting = entry.get("formatting", "alpaca")
+        _check_known([formatting], FORMATS, where, "formatting")
+        columns, tags = entry.get("columns"), entry.get("tags") or {}
+        _check_known(columns or (), _COLUMNS, where, "columns")
+        _check_known(tags, _TAGS, where, "tags")
+        found = dict.fromkeys(_OPTIONAL_COLUMNS, "") if columns is not None else {}
+        found |= {column: value for column, value in {**(columns or {}), **tags}.items() if value is not None}
+        return cls(**found, formatting=formatting, ranking=bool(entry.get("ranking", False)))
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """Columns without which no row converts, as far as they are named."""
+        named = (self.prompt, self.response) if self.formatting == "alpaca" else (self.messages,)
+        return tuple(column for column in ((self.chosen, self.rejected) if self.ranking else named) if column)
+
+
+_TAGS = tuple(f.name for f in fields(RowFormat) if f.name.endswith("_tag"))
+_COLUMNS = tuple(f.name for f in fields(RowFormat) if f.name not in ("formatting", "ranking", *_TAGS))
+_OPTIONAL_COLUMNS = ("system", "tools", "images", "videos", "audios", "query", "history")
+
+
+def _check_known(names: Iterable[Any], known: Sequence[str], where: str, key: str) -> None:
+    for name in names:
+        if name not in known:
+            near = nearest(str(name), known)
+            way_out = f"Did you mean '{near[0]}'?" if near else f"Known: {', '.join(known)}."
+            raise ConfigError(f"'{name}' is not known here", where=where, key=key, way_out=way_out)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files of rows in one format."""
+    """An entry of `dataset:`: files of rows in one format."""
 
+    name: str
+    """As written; `mix.weights` calls it so."""
     files: tuple[Path, ...]
     row_format: RowFormat
+    most: int | None = None
+    """Rows beyond are left out."""
 
 
-def find_sources(dataset: str | Sequence[str] | None, dataset_dir: str | Path, row_format: RowFormat) -> list[Source]:
-    """The sources that `dataset` names: a file, a folder, a name of `dataset_info.json`, or several (list or commas).
+def find_sources(dataset: Any, dataset_dir: str | Path, row_format: RowFormat) -> list[Source]:
+    """The sources that `dataset` names: one entry, or several (list or commas).
+
+    An entry is a file, a folder, a pattern (`part-*.parquet`), a name of `dataset_info.json`, or a section with `path`
+    and what is special about it: `name`, `attr`, `max_samples`.
 
     Args:
         dataset: As configured.
         dataset_dir: Relative entries are tried against the working directory, then against this folder.
-        row_format: Of files that `dataset_info.json` does not describe.
+        row_format: Of entries that neither bring their own nor stand in `dataset_info.json`.
 
     Raises:
         DataError: An entry names nothing; the nearest names are shown.
+        ConfigError: No entry, or two of one name.
     """
-    entries = dataset.split(",") if isinstance(dataset, str) else list(dataset or [])
-    entries = [str(entry).strip() for entry in entries if str(entry).strip()]
+    entries = _entries(dataset)
     if not entries:
         raise ConfigError("no data set is named", key=_KEY, way_out="Give a file, a folder or a list of them.")
     info = _read_info(Path(dataset_dir) / INFO_FILE)
-    return [_find(entry, Path(dataset_dir), info, row_format) for entry in entries]
+    sources = [_find(entry, Path(dataset_dir), info, row_format) for entry in entries]
+    names = [source.name for source in sources]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"'{twice}' is named twice", key=_KEY, way_out="Give entries a `name` each.")
+    return sources
 
 
-def _find(entry: str, dataset_dir: Path, info: dict[str, Any], row_format: RowFormat) -> Source:
+def _entries(dataset: Any) -> list[Any]:
+    """One for each source; commas part entries unless a file is called so."""
+    if isinstance(dataset, str):
+        dataset = [dataset] if Path(dataset).exists() else dataset.split(",")
+    entries = [entry.strip() if isinstance(entry, str) else entry for entry in dataset or ()]
+    return [entry for entry in entries if entry]
+
+
+def _find(entry: Any, dataset_dir: Path, info: Mapping[str, Any], row_format: RowFormat) -> Source:
+    if not isinstance(entry, str):
+        found = _find(entry.path, dataset_dir, info, row_format)
+        own = found.row_format if entry.attr is None else RowFormat.from_attr(entry.attr)
+        return Source(entry.name or found.name, found.files, own, entry.max_samples or found.most)
     if entry in info:
-        described = info[entry]
-        if "file_name" not in described:
-            raise DataError(f"'{entry}' has no file_name", where=INFO_FILE, way_out="Only local files are read.")
-        return Source(_files(dataset_dir / described["file_name"]), RowFormat.from_dataset_info(described))
+        return _described(entry, info[entry], dataset_dir)
     for path in (Path(entry), dataset_dir / entry):
         if path.exists():
-            return Source(_files(path), row_format)
+            return Source(entry, _files(path), row_format)
+    if _GLOB.search(entry):
+        for folder, pattern in _glob_starts(entry, dataset_dir):
+            files = tuple(sorted(path for path in folder.glob(pattern) if path.is_file()))
+            if files:
+                return Source(entry, files, row_format)
     beside = [p.name for p in dataset_dir.iterdir()] if dataset_dir.is_dir() else []
     near = nearest(Path(entry).name, [*beside, *info])
     hint = f"Did you mean '{near[0]}'?" if near else f"Relative names start here or at dataset_dir, '{dataset_dir}'."
     raise DataError(f"'{entry}' does not exist", key=_KEY, way_out=hint)
 
 
-def _files(path: Path) -> tuple[Path, ...]:
+def _glob_starts(entry: str, dataset_dir: Path) -> list[tuple[Path, str]]:
+    """Folders from which a pattern is tried, with the pattern below each."""
+    path = Path(entry)
+    if path.is_absolute():
+        return [(Path(path.anchor), str(path.relative_to(path.anchor)))]
+    return [(Path(), entry), (dataset_dir, entry)]
+
+
+def _described(name: str, entry: Any, dataset_dir: Path) -> Source:
+    """The source that an entry of `dataset_info.json` describes."""
+    where = f"{INFO_FILE}: {name}"
+    if not isinstance(entry, dict):
+        raise DataError(f"is {entry!r}, not an object", where=where)
+    if not isinstance(entry.get("file_name"), str):
+        remote = next((key for key in _HUB_KEYS if key in entry), None)
+        what = f"{remote} is not followed: only local files are read" if remote else "has no file_name"
+        way_out = "Download the data set beside dataset_info.json and give its file_name."
+        raise ConfigError(what, where=where, key=remote or "file_name", way_out=way_out)
+    folder = entry.get("subset") or entry.get("folder")
+    path = dataset_dir / entry["file_name"] / (folder or "")
+    if not path.exists():
+        raise DataError(f"'{path}' does not exist", where=where, key="folder" if folder else "file_name")
+    most = entry.get("num_samples")
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ConfigError(f"{most!r} is no number of samples", where=where, key="num_samples")
+    return Source(name, _files(path, entry.get("split")), RowFormat.from_dataset_info(name, entry), most)
+
+
+def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
+    """The files of rows of a folder in order, or the file itself.
+
+    Args:
+        path: File or folder.
+        split: Where the folder's shards are named by splits, the one to take.
+
+    Raises:
+        DataError: There is none, or there are several splits and none is chosen.
+    """
     if path.is_file():
         return (path,)
     files = tuple(sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.name != INFO_FILE and p.is_file()))
     if not files:
         raise DataError(f"the folder holds no {', '.join(SUFFIXES)} file", where=str(path), key=_KEY)
+    splits = {shard[1]: file.parent for file in files if (shard := _SHARD.fullmatch(file.name))}
+    if split is None and len(splits) > 1:
+        first = sorted(splits)[0]
+        raise DataError(
+            f"the folder holds the splits {', '.join(sorted(splits))}",
+            where=str(path),
+            key=_KEY,
+            way_out=f"Name one, for example '{splits[first] / first}-*'.",
+        )
+    if split is not None and splits:
+        files = tuple(file for file in files if file.name.startswith(f"{split}-"))
+    if not files:
+        raise DataError(f"no split '{split}', only {', '.join(sorted(splits))}", where=str(path), key=_KEY)
     return files
 
 

@@ -1,0 +1,144 @@
+"""Media of a row: placeholders and typed parts in the messages, media columns beside them, put into one order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.row_fields import Row, first_column, short
+from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaItem, MediaKind, Sample
+from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
+
+_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
+_PART_KINDS: dict[str, MediaKind] = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "input_video": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+"""`type` of a part → kind of medium."""
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+_PATHS = ("path", "url", "file")
+_BYTES = ("bytes", "base64", "data")
+
+
+def read_parts(parts: list[Any], where: str, key: str) -> str | list[dict[str, Any]]:
+    """Typed parts of a message: their text where that is all; otherwise a list in which a medium that brings its own
+    source has it under `source`.
+
+    Raises:
+        DataError: A part is of an unknown type, or what it holds is not of that type.
+    """
+    found = [_part(part, where, f"{key}[{number}]") for number, part in enumerate(parts)]
+    if all(part["type"] == "text" for part in found):
+        return "".join(part["text"] for part in found)
+    return [part for part in found if part["type"] != "text" or part["text"]]
+
+
+def _part(part: Any, where: str, key: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    name = part.get("type") if isinstance(part, Mapping) else None
+    if name in _TEXT_TYPES:
+        if not isinstance(part.get("text"), str):
+            raise DataError(f"{short(part.get('text'))} is not text", where=where, key=f"{key}.text")
+        return {"type": "text", "text": part["text"]}
+    kind = _PART_KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise DataError(
+            f"{short(part)} is no part of a message",
+            where=where,
+            key=key,
+            way_out=f"A part is an object whose type is text, {', '.join(_PART_KINDS)}.",
+        )
+    own = next((part[field] for field in (name, kind) if part.get(field) is not None), part)
+    is_bare = own is part and all(part.get(field) is None for field in (*_PATHS, *_BYTES))
+    return {"type": kind} if is_bare else {"type": kind, "source": _source(own, kind, where, key)}
+
+
+def _source(value: Any, kind: MediaKind, where: str, key: str) -> Any:
+    """A source as the media loader takes it: a path, bytes, `{"path" | "bytes"}`; of a video also a list of frames."""
+    if isinstance(value, Mapping):
+        path = next((value[field] for field in _PATHS if value.get(field) is not None), None)
+        data = next((value[field] for field in _BYTES if value.get(field) is not None), None)
+        if isinstance(data, str | bytes):
+            return {"bytes": data}
+        value = path
+    if isinstance(value, str | bytes) and value:
+        return value
+    if kind == "video" and isinstance(value, list | tuple) and value:
+        return [_source(frame, "image", where, key) for frame in value]
+    raise DataError(
+        f"{short(value)} is no {kind}",
+        where=where,
+        key=key,
+        way_out='Give a path, bytes, {"path": …} or {"bytes": …}'
+        + ("; of a video also the list of its frames." if kind == "video" else "."),
+    )
+
+
+def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
+    """Give each medium of the messages its source: its own, or the next of its kind's column.
+
+    Raises:
+        DataError: A column does not hold one medium for each placeholder or part without a source.
+    """
+    columns = {kind: _column(sample, row, row_format, kind) for kind in MEDIA_KINDS}
+    waiting = {kind: iter(sources) for kind, (_, sources) in columns.items()}
+    counts = dict.fromkeys(MEDIA_KINDS, 0)
+    for message in sample.messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            kind = part["type"]
+            if kind != "text":
+                counts[kind] += "source" not in part
+                sample.media.append(MediaItem(kind, part.pop("source", None) or next(waiting[kind], None)))
+    for kind, (name, sources) in columns.items():
+        if counts[kind] != len(sources):
+            raise DataError(
+                f"{counts[kind]} <{kind}> placeholders in the text, but {len(sources)} {kind}s",
+                where=str(sample.place),
+                key=name,
+                way_out="Write one placeholder for each, in the same order.",
+            )
+
+
+def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[Any]]:
+    """The name of a kind's column, and the sources in it."""
+    configured: str | None = getattr(row_format, f"{kind}s")
+    name = first_column(row, configured, (f"{kind}s", kind))
+    if name is None:
+        return configured or f"{kind}s", []
+    value = row[name]
+    if value == "":
+        return name, []
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    where = str(sample.place)
+    if not all(_may_be_source(item, kind) for item in items):
+        raise DataError(f"{short(value)} is not a list of media", where=where, key=name)
+    return name, [_source(item, kind, where, f"{name}[{number}]") for number, item in enumerate(items)]
+
+
+def _may_be_source(item: Any, kind: MediaKind) -> bool:
+    return isinstance(item, str | bytes | Mapping) or (kind == "video" and isinstance(item, list | tuple))
+
+
+def split_text(content: str) -> str | list[dict[str, Any]]:
+    """Text of a row as typed parts, its placeholders as media; as it is where it has none."""
+    if "<" not in content or not _PLACEHOLDER.search(content):
+        return content
+    return list(_pieces(content))
+
+
+def _pieces(content: str) -> Iterator[dict[str, Any]]:
+    for number, piece in enumerate(_PLACEHOLDER.split(content)):
+        if number % 2:
+            yield {"type": piece}
+        elif piece:
+            yield {"type": "text", "text": piece}

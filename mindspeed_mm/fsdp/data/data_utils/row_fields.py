@@ -1,0 +1,70 @@
+"""Fields of a raw row, and how a wrong one is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.sample import Place
+
+Row = Mapping[str, Any]
+
+ATTR_KEY = "data.dataset_param.attr"
+
+
+def first_column(row: Row, configured: str | None, usual: tuple[str, ...]) -> str | None:
+    """The column that holds a field: the configured one; where none is, or it is one of the usual, any usual one.
+
+    Args:
+        row: The raw row.
+        configured: Name from `attr`; None: not given; empty: the rows have no such field.
+        usual: Names that are recognised as they are, the likeliest first.
+    """
+    names = usual if configured is None else (configured, *(usual if configured in usual else ()))
+    return next((name for name in names if name and row.get(name) is not None), None)
+
+
+def text_of(row: Row, column: str | None, place: Place) -> str:
+    """The text of a column; empty where there is none.
+
+    Raises:
+        DataError: It is something else than text.
+    """
+    value = row.get(column) if column else None
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise wrong_field(column or "", value, row, place, "text")
+    return value
+
+
+def parsed_json(text: str, where: str, key: str) -> Any:
+    """JSON inside a field.
+
+    Raises:
+        DataError: It is none.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{short(text)} is not JSON: {error}", where=where, key=key) from error
+
+
+def wrong_field(column: str, value: Any, row: Row, place: Place, expected: str) -> DataError:
+    """The error for a field that is missing or not what is expected."""
+    if column not in row:
+        return DataError(
+            f"the field is missing; the row has {sorted(row)}",
+            where=str(place),
+            key=column,
+            way_out=f"Name the column in {ATTR_KEY}.",
+        )
+    return DataError(f"{short(value)} is not {expected}", where=str(place), key=column)
+
+
+def short(value: Any) -> str:
+    """A value as shown in messages."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

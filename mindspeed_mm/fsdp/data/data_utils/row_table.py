@@ -1,0 +1,155 @@
+"""All rows of a data set under one number: entries one after the other, each with its files one after the other."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.readers import CsvReader, ParquetReader, RowReader, file_facts, open_reader
+from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat, Source, find_sources
+
+
+class Part(NamedTuple):
+    """The rows of one entry of `dataset:`."""
+
+    name: str
+    first: int
+    end: int
+
+
+def find_part(parts: Sequence[Part], name: str) -> int:
+    """The number of the part called `name`, or of the only one whose path ends with it (a path beside the YAML is not
+    kept as written).
+
+    Raises:
+        KeyError: There is none, or there are several.
+    """
+    named = [number for number, part in enumerate(parts) if part.name == name]
+    named = named or [number for number, part in enumerate(parts) if part.name.endswith(f"/{name}")]
+    if len(named) != 1:
+        raise KeyError(name)
+    return named[0]
+
+
+class RowTable:
+    """Rows by number.
+
+    Args:
+        sources: What the entries name.
+        cache_dir: For Arrow copies of parquet files.
+        most: Rows of an entry beyond are left out.
+
+    Raises:
+        DataError: A file is empty or broken as a whole, or the files of an entry have different columns.
+    """
+
+    def __init__(self, sources: Sequence[Source], cache_dir: str | None = None, most: int | None = None) -> None:
+        names = display_names([file for source in sources for file in source.files])
+        self._readers: list[RowReader] = []
+        self._formats: list[RowFormat] = []
+        self._ends: list[int] = []
+        self.parts: list[Part] = []
+        for source in sources:
+            readers = [open_reader(file, cache_dir, names[file]) for file in source.files]
+            _check_columns(readers, source.row_format)
+            self._append(source, readers, min((n for n in (most, source.most) if n is not None), default=None))
+
+    def _append(self, source: Source, readers: list[RowReader], most: int | None) -> None:
+        first = len(self)
+        ends = [first + size for size in itertools.accumulate(len(reader) for reader in readers)]
+        last = ends[-1] if most is None else min(ends[-1], first + most)
+        used = [reader for reader, start in zip(readers, [first, *ends[:-1]], strict=True) if start < last]
+        self._readers += used
+        self._formats += [source.row_format] * len(used)
+        self._ends += [min(end, last) for end in ends[: len(used)]]
+        self.parts.append(Part(source.name, first, last))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index`. Raises `DataError` for one that cannot be read."""
+        which, number = self._locate(index)
+        return self._readers[which].read(number)
+
+    def raw(self, index: int) -> bytes:
+        """What tells the content of row `index` from another's: equal bytes are equal rows."""
+        which, number = self._locate(index)
+        return self._readers[which].raw(number)
+
+    def place(self, index: int) -> Place:
+        """Where row `index` stands."""
+        which, number = self._locate(index)
+        return self._readers[which].place(number)
+
+    def row_format(self, index: int) -> RowFormat:
+        """How row `index` is laid out."""
+        return self._formats[self._locate(index)[0]]
+
+    @property
+    def formats(self) -> set[RowFormat]:
+        """All layouts that rows have."""
+        return set(self._formats)
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Name, size, rows and content of each file, for the fingerprint."""
+        return [file_facts(reader) for reader in self._readers]
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        which = bisect.bisect_right(self._ends, index)
+        return which, index - (self._ends[which - 1] if which else 0)
+
+
+def open_rows(basic: Any, attr: Any) -> RowTable:
+    """The rows that `basic_parameters` names, laid out as `attr` says unless an entry says otherwise.
+
+    Raises:
+        DataError: Files are missing or broken.
+        ConfigError: No file is named.
+    """
+    sources = find_sources(basic.dataset, basic.dataset_dir, RowFormat.from_attr(attr))
+    return RowTable(sources, basic.cache_dir, basic.max_samples)
+
+
+def display_names(files: Sequence[Path]) -> dict[Path, str]:
+    """The shortest end of each path that no other file shares: rows are called by it, and samples told apart."""
+    paths = {file: file.absolute().parts for file in files}
+    lengths = dict.fromkeys(paths, 1)
+    while True:
+        names = {file: "/".join(parts[-lengths[file] :]) for file, parts in paths.items()}
+        shared: dict[str, set[tuple[str, ...]]] = {}
+        for file, name in names.items():
+            shared.setdefault(name, set()).add(paths[file])
+        clashing = [file for file, name in names.items() if len(shared[name]) > 1]
+        if not clashing:
+            return names
+        for file in clashing:
+            lengths[file] += 1
+
+
+def _check_columns(readers: Sequence[RowReader], row_format: RowFormat) -> None:
+    """Tables of one entry have the same columns of the same types, and none that is needed is null all over."""
+    tables = [reader for reader in readers if isinstance(reader, ParquetReader | CsvReader)]
+    for table in tables:
+        if table.columns != tables[0].columns:
+            raise DataError(
+                f"has the columns {_differing(table, tables[0])}, but {tables[0].path.name} has "
+                f"{_differing(tables[0], table)}",
+                where=str(table.path),
+                way_out="Files of one entry must agree; name those that differ as entries of their own.",
+            )
+        for column in row_format.needed_columns:
+            if isinstance(table, ParquetReader) and column in table.columns and table.is_null(column):
+                raise DataError("the column is null in every row", where=str(table.path), key=column)
+
+
+def _differing(table: ParquetReader | CsvReader, other: ParquetReader | CsvReader) -> str:
+    columns = {name: kind for name, kind in table.columns.items() if other.columns.get(name) != kind}
+    return ", ".join(f"{name} ({kind})" for name, kind in columns.items()) or "nothing else"

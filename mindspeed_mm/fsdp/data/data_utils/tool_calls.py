@@ -1,0 +1,106 @@
+"""Tools in rows: what the model may call, and the calls it made, in the one form that chat templates take.
+
+The model's own chat template writes them down, so a row says only *what* is called: as OpenAI's `tool_calls`, or as the
+JSON text of a `function_call` turn (LLaMA-Factory's rows, whatever their `tool_format`), bare or inside
+`<tool_call>…</tool_call>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.row_fields import Row, first_column, parsed_json, short
+from mindspeed_mm.fsdp.data.data_utils.sample import Place
+
+_CALL_WAY_OUT = 'A call is {"name": …, "arguments": {…}}, or a list of such.'
+_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+
+
+def read_tools(row: Row, column: str | None, place: Place) -> list[dict[str, Any]] | None:
+    """The descriptions of a row's tools: a list, or JSON text of one; each `{"type": "function", "function": {…}}` or
+    what stands under `function` alone.
+
+    Raises:
+        DataError: A description has no name, or is none.
+    """
+    name = first_column(row, column, ("tools",))
+    value = row[name] if name else None
+    if isinstance(value, str):
+        value = parsed_json(value, str(place), name or "") if value.strip() else None
+    if not value:
+        return None
+    items = value if isinstance(value, list) else [value]
+    return [_description(item, place, f"{name}[{number}]") for number, item in enumerate(items)]
+
+
+def _description(item: Any, place: Place, key: str) -> dict[str, Any]:
+    where = str(place)
+    described = without_nulls(parsed_json(item, where, key) if isinstance(item, str) else item)
+    function = described.get("function", described) if isinstance(described, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f"{short(item)} does not describe a tool",
+            where=where,
+            key=key,
+            way_out='A tool is {"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}.',
+        )
+    return described if "function" in described else {"type": "function", "function": described}
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that are null: parquet gives every object of a column all keys of all objects."""
+    if isinstance(value, dict):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def read_calls(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
+    """Calls of a turn: OpenAI's list (`{"id", "type", "function": {"name", "arguments"}}`) or a list of
+    `{"name", "arguments"}`; arguments may be an object or its JSON text.
+
+    Raises:
+        DataError: A call has no name, or its arguments are no object.
+    """
+    items = calls if isinstance(calls, list) else [calls]
+    return [_call(item, where, f"{key}[{number}]") for number, item in enumerate(items)]
+
+
+def _call(item: Any, where: str, key: str) -> dict[str, Any]:
+    function = item.get("function", item) if isinstance(item, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{short(item)} is no tool call", where=where, key=key, way_out=_CALL_WAY_OUT)
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = parsed_json(arguments, where, f"{key}.arguments") if arguments.strip() else {}
+    elif arguments is None:
+        arguments = {}
+    else:
+        arguments = without_nulls(arguments)
+    if not isinstance(arguments, dict):
+        raise DataError(f"{short(arguments)} is not an object", where=where, key=f"{key}.arguments")
+    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": item["id"], **call} if isinstance(item.get("id"), str) and function is not item else call
+
+
+def read_call_text(text: str, where: str, key: str) -> tuple[str, str, list[dict[str, Any]]]:
+    """The text of a `function_call` turn.
+
+    Returns:
+        What the model thought (`<think>…</think>` at the beginning), what it said besides, and the calls.
+
+    Raises:
+        DataError: The text holds no call.
+    """
+    thought = _THOUGHT.fullmatch(text)
+    reasoning, rest = (thought[1].strip(), thought[2].strip()) if thought else ("", text.strip())
+    tagged = _TAGGED.findall(rest)
+    if tagged:
+        calls = [parsed_json(part, where, key) for part in tagged]
+        return reasoning, _TAGGED.sub("", rest).strip(), read_calls(calls, where, key)
+    if rest[:1] not in ("{", "["):
+        raise DataError(f"{short(text)} holds no tool call", where=where, key=key, way_out=_CALL_WAY_OUT)
+    return reasoning, "", read_calls(parsed_json(rest, where, key), where, key)
