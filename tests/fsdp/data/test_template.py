@@ -56,7 +56,7 @@ def spoken(tokenizer: Any, source: str, chat: list[dict[str, Any]] = CHAT, **opt
     ("source", "options", "expected"),
     [
         (CHAT_TEMPLATE, {}, [" two <|im_end|>", "four<|im_end|>"]),
-        (LLAMA2, {}, ["two <|im_end|>", "four <|im_end|>"]),
+        (LLAMA2, {}, [" two <|im_end|>", " four <|im_end|>"]),
         (DROPS_THOUGHTS, {}, [" two <|im_end|>", "<think>\n\n</think>\n\nfour<|im_end|>"]),
         (DROPS_THOUGHTS, {"enable_thinking": False}, [" two <|im_end|>", "four<|im_end|>"]),
         (NO_MARKS, {}, ["  two \n", " four\n"]),

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mindspeed_mm.core.errors import DataError, ModelFolderError, Problem
+from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import ImageFeatures, MediaPlugin
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, Sample, TooLongError
-from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate, Span
+from mindspeed_mm.fsdp.data.data_utils.media_features import ItemSize, MediaFeatures, MediaPlugin
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import encode_media, measure_media
+from mindspeed_mm.fsdp.data.data_utils.placement import Expansion, MediaPlaces, Placed
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, Sample, SampleSize, TooLongError
+from mindspeed_mm.fsdp.data.data_utils.spans import Span
+from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
+from mindspeed_mm.fsdp.data.data_utils.tokens import Encoding, Tokens, token_span
 
 IGNORED = -100
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"
@@ -32,54 +36,52 @@ class EncodeOptions:
     truncation: Literal["drop", "shrink", "error"] = "drop"
 
 
-class Tokens:
-    """Tokenises with character positions, as the processor or tokenizer itself does after its chat template.
+class Turns(NamedTuple):
+    """The beginning of a conversation as tokens. L tokens."""
 
-    Args:
-        tokenizer: A fast tokenizer.
-        of_processor: Whether a processor owns it (it adds its begin token unless the template wrote one).
+    text: str
+    """What was tokenised."""
+    ids: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    """(L,) float32: how much each token counts; 0 where it is not trained."""
+    media_spans: list[Span]
+    """The tokens of each item, in order of place."""
 
-    Raises:
-        ModelFolderError: The tokenizer is of the slow kind, which has no character positions.
-    """
-
-    def __init__(self, tokenizer: Any, *, of_processor: bool) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise ModelFolderError(
-                "the tokenizer gives no character positions",
-                where=str(tokenizer.name_or_path),
-                way_out="Save it as a fast tokenizer (tokenizer.json).",
-            )
-        self._backend = tokenizer.backend_tokenizer
-        self._begin = tokenizer.bos_token if of_processor else None
-        self._of_processor = of_processor
-
-    def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, list[Span]]:
-        """Token ids, and for each character span the span of the tokens that touch it."""
-        add_special = self._of_processor and not (self._begin is not None and text.startswith(self._begin))
-        encoding = self._backend.encode(text, add_special_tokens=add_special)
-        token_spans = [(_first(encoding, *span), _last(encoding, *span) + 1) for span in spans]
-        return np.array(encoding.ids, dtype=np.int64), token_spans
+    @property
+    def has_fractions(self) -> bool:
+        """Whether some trained token counts for other than 1."""
+        return bool(((self.weights != 0) & (self.weights != 1)).any())
 
 
-def _first(encoding: Any, start: int, end: int) -> int:
-    """The first token that touches the characters [start, end)."""
-    found = next((t for c in range(start, end) if (t := encoding.char_to_token(c)) is not None), None)
-    return len(encoding.ids) if found is None else found
+class Outline(NamedTuple):
+    """A sample as it will be encoded, with its media known by their headers alone. L tokens."""
 
+    text: str
+    """What is tokenised; a document's text."""
+    input_ids: np.ndarray
+    """(L,) the tokens of an item are those of its placeholder."""
+    labels: np.ndarray
+    weights: np.ndarray
+    """(L,) float32: how much each token counts in the loss; 0: not trained."""
+    media_spans: list[Span]
+    """The tokens of each item, in order of place."""
+    media_sizes: list[ItemSize]
+    """Of each item, in order of the sample's media."""
+    size: SampleSize
+    full_tokens: int
+    """Before whole turns were left out."""
+    messages: int
+    """How many of the sample's messages are in it."""
 
-def _last(encoding: Any, start: int, end: int) -> int:
-    """The last token that touches the characters [start, end)."""
-    found = next((t for c in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(c)) is not None), None)
-    if found is None:
-        return -1
-    while found + 1 < len(encoding.ids) and encoding.token_to_chars(found + 1) == encoding.token_to_chars(found):
-        found += 1  # a character of several tokens: all of them have its position
-    return found
+    @property
+    def shrunk(self) -> bool:
+        """Whether turns were left out, or the end of a document."""
+        return self.size.tokens < self.full_tokens
 
 
 class SampleEncoder:
-    """Encodes conversations and documents.
+    """Encodes conversations, preference pairs and documents.
 
     Args:
         tokens: The tokenizer.
@@ -101,133 +103,284 @@ class SampleEncoder:
     ) -> None:
         self._tokens, self._end_of_text, self._template = tokens, end_of_text, template
         self._plugin, self._media, self._options = plugin, media, options
+        self._places = MediaPlaces(plugin.placeholders)
 
-    def encode(self, sample: Sample) -> EncodedSample:
-        """Encode a sample.
+    def encode(self, sample: Sample) -> EncodedSample | EncodedPair:
+        """Encode a sample; both answers of a preference row.
 
         Raises:
             TooLongError: It does not fit `cutoff_len` and is not to be shrunk, or cannot be.
             DataError: Media, template or label mask are off; the row is named.
         """
         try:
-            return self._encode_text(sample) if sample.text is not None else self._encode_conversation(sample)
+            if sample.text is not None:
+                return self._encode_text(sample)
+            features = self._features(sample)
+            chosen = self._encode_conversation(sample, features)
+            if sample.rejected is None:
+                return chosen
+            shared = sample.rejected.media == sample.media
+            rejected = self._encode_conversation(
+                sample.rejected, features if shared else self._features(sample.rejected)
+            )
+            return {"sample_id": str(sample.place), "chosen": chosen, "rejected": rejected}
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 
+    def measure(self, sample: Sample) -> SampleSize:
+        """How large a sample will be, both answers of a preference row together, its media opened no further than
+        their headers where those tell.
+
+        Raises:
+            DataError: As `encode`, as far as it can be told without encoding.
+        """
+        try:
+            if sample.text is not None:
+                return SampleSize(len(self._document(sample)[0]), 0)
+            sides = [sample] if sample.rejected is None else [sample, sample.rejected]
+            sizes = [self._measure_conversation(side) for side in sides]
+            return SampleSize(sum(size.tokens for size in sizes), sum(size.patches for size in sizes))
+        except DataError as error:
+            raise at_place(error, str(sample.place)) from error
+
+    def outline(self, sample: Sample) -> Outline:
+        """What `encode` makes of a sample (of a preference row: of its better answer), without decoding media.
+
+        Raises:
+            DataError: As `encode`.
+        """
+        try:
+            if sample.text is not None:
+                ids, full = self._document(sample)
+                weights = np.ones(len(ids), dtype=np.float32)
+                return Outline(sample.text, ids, ids, weights, [], [], SampleSize(len(ids), 0), full, 0)
+            sizes = self._sizes(sample)
+            end, full = self._fitting(sample, expansions := self._expansions_of_sizes(sample, sizes))
+            turns = self._turns(sample, end, expansions)
+            size = SampleSize(len(turns.ids), _patches(sample, end, sizes))
+            return Outline(self._tokens.shown(turns.text), *turns[1:], sizes, size=size, full_tokens=full, messages=end)
+        except DataError as error:
+            raise at_place(error, str(sample.place)) from error
+
+    def words(self, sample: Sample, outline: Outline) -> dict[int, Span]:
+        """Message → the tokens of what it says, in an outlined conversation; for messages that the chat template does
+        not change."""
+        end = outline.messages
+        expansions = self._expansions_of_sizes(sample, outline.media_sizes)
+        text, words = self._rendering.words(self._messages(sample, end), self._tokens.protect(sample.tools))
+        placed, encoding = self._tokenised(sample, end, text, expansions)
+        places = self._places.token_places(placed, encoding)
+        return {
+            message: _behind_media(token_span(encoding, placed.moved(span)), places) for message, span in words.items()
+        }
+
+    # --- documents ---------------------------------------------------------------------------------------------------
+
     def _encode_text(self, sample: Sample) -> EncodedSample:
+        ids, full = self._document(sample)
+        return _encoded(sample, ids, ids.copy(), [], shrunk=len(ids) < full)
+
+    def _document(self, sample: Sample) -> tuple[np.ndarray, int]:
         """A document: every token is trained, its end too. Shrinking cuts it, for it has no turns or items."""
-        ids, _ = self._tokens.encode(sample.text or "", [])
+        ids, _ = self._tokens.encode(self._tokens.protect(sample.text or ""), [])
         if self._end_of_text is not None and (not len(ids) or ids[-1] != self._end_of_text):
             ids = np.append(ids, self._end_of_text)
-        too_long = len(ids) > self._options.cutoff_len
-        if too_long and self._options.truncation != "shrink":
+        if len(ids) > self._options.cutoff_len and self._options.truncation != "shrink":
             raise self._too_long(len(ids))
-        ids = ids[: self._options.cutoff_len]
-        return _encoded(sample, ids, ids.copy(), [], shrunk=too_long)
+        return ids[: self._options.cutoff_len], len(ids)
 
-    def _encode_conversation(self, sample: Sample) -> EncodedSample:
-        pictures = [self._media.load_image(item.source) for item in sample.media]
-        features = [self._plugin.encode_image(picture) for picture in pictures]
-        encoded = self._encode_turns(sample, len(sample.messages), features)
-        length = len(encoded["input_ids"])
-        if length <= self._options.cutoff_len:
-            return encoded
-        if self._options.truncation == "shrink":
-            return self._shrink(sample, features, length)
+    # --- media -------------------------------------------------------------------------------------------------------
+
+    def _features(self, sample: Sample) -> list[MediaFeatures]:
+        return [encode_media(self._plugin, self._media, item) for item in sample.media]
+
+    def _sizes(self, sample: Sample) -> list[ItemSize]:
+        sizes = []
+        for item in sample.media:
+            size = measure_media(self._plugin, self._media, item)
+            if size is None:
+                features = encode_media(self._plugin, self._media, item)
+                size = ItemSize(len(features.token_ids), len(features.token_ids), features.text)
+            sizes.append(size)
+        return sizes
+
+    def _expansions_of_sizes(self, sample: Sample, sizes: Sequence[ItemSize]) -> list[Expansion]:
+        pairs = zip(sample.media, sizes, strict=True)
+        return [self._places.expansion_for(item.kind, size) for item, size in pairs]
+
+    # --- conversations -----------------------------------------------------------------------------------------------
+
+    def _encode_conversation(self, sample: Sample, features: list[MediaFeatures]) -> EncodedSample:
+        expansions = [self._places.expansion_of(item) for item in features]
+        whole = self._turns(sample, len(sample.messages), expansions)
+        if len(whole.ids) <= self._options.cutoff_len:
+            self._check_mask(whole, sample, len(sample.messages))
+            return _encoded(sample, whole.ids, whole.labels, features, weights=_fractions(whole))
+        end = self._shrunk_end(sample, expansions, len(whole.ids))
+        turns = self._turns(sample, end, expansions)
+        self._check_mask(turns, sample, end)
+        kept = features[: _count_media(sample, end)]
+        return _encoded(sample, turns.ids, turns.labels, kept, shrunk=True, weights=_fractions(turns))
+
+    def _measure_conversation(self, sample: Sample) -> SampleSize:
+        sizes = self._sizes(sample)
+        expansions = self._expansions_of_sizes(sample, sizes)
+        length = self._length(sample, len(sample.messages), expansions)
+        end = len(sample.messages)
+        if length > self._options.cutoff_len:
+            end = self._shrunk_end(sample, expansions, length)
+            length = self._length(sample, end, expansions)
+        return SampleSize(length, _patches(sample, end, sizes))
+
+    def _fitting(self, sample: Sample, expansions: Sequence[Expansion]) -> tuple[int, int]:
+        """How many messages are kept, and the length of all of them."""
+        length = self._length(sample, len(sample.messages), expansions)
+        fits = length <= self._options.cutoff_len
+        return len(sample.messages) if fits else self._shrunk_end(sample, expansions, length), length
+
+    def _shrunk_end(self, sample: Sample, expansions: Sequence[Expansion], length: int) -> int:
+        """Messages of the longest beginning that fits: whole turns with all their media, ended by the model. Answers
+        of a preference row would lose what they are compared in."""
+        if self._options.truncation == "shrink" and sample.rejected is None:
+            for end in range(len(sample.messages) - 1, 0, -1):
+                ends_well = sample.messages[end - 1]["role"] == "assistant" and any(self._weights(sample, end))
+                if ends_well and self._length(sample, end, expansions) <= self._options.cutoff_len:
+                    return end
         raise self._too_long(length)
 
-    def _shrink(self, sample: Sample, features: list[ImageFeatures], length: int) -> EncodedSample:
-        """The longest beginning of the conversation that fits: whole turns with all their media, ended by the model."""
-        for end in range(len(sample.messages) - 1, 0, -1):
-            if sample.messages[end - 1]["role"] == "assistant" and any(sample.weights[:end]):
-                encoded = self._encode_turns(sample, end, features)
-                if len(encoded["input_ids"]) <= self._options.cutoff_len:
-                    return {**encoded, "shrunk": True}
-        raise self._too_long(length)
+    def _weights(self, sample: Sample, end: int) -> list[float]:
+        """Of the first `end` messages."""
+        weights = sample.weights[:end]
+        return [0.0] * (end - 1) + weights[-1:] if self._options.mask_history else weights
 
-    def _encode_turns(self, sample: Sample, end: int, features: list[ImageFeatures]) -> EncodedSample:
-        """Encode the first `end` messages."""
+    def _length(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> int:
+        """Tokens of the first `end` messages."""
+        text = self._rendering.render(self._messages(sample, end), tools=self._tokens.protect(sample.tools))
+        placed, encoding = self._tokenised(sample, end, text, expansions)
+        places = self._places.token_places(placed, encoding)
+        return len(encoding.ids) + sum(len(ids) - (last - first) for (first, last), ids in places)
+
+    def _turns(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> Turns:
+        """The first `end` messages as tokens."""
+        weights = self._weights(sample, end)
+        text, spans = self._rendering.render_with_spans(
+            self._messages(sample, end), [weight != 0 for weight in weights], self._tokens.protect(sample.tools)
+        )
+        placed, encoding = self._tokenised(sample, end, text, expansions)
+        counts = np.full(len(encoding.ids), float(self._options.train_on_prompt), dtype=np.float32)
+        for span, weight in zip(spans, filter(None, weights), strict=True):
+            first, last = token_span(encoding, placed.moved(span))
+            counts[first:last] = weight
+        ids = np.array(encoding.ids, dtype=np.int64)
+        ids, counts, media_spans = _with_media(ids, counts, self._places.token_places(placed, encoding))
+        return Turns(placed.text, ids, np.where(counts != 0, ids, IGNORED), counts, media_spans)
+
+    def _messages(self, sample: Sample, end: int) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = self._tokens.protect(sample.messages[:end])
+        return messages
+
+    def _tokenised(
+        self, sample: Sample, end: int, text: str, expansions: Sequence[Expansion]
+    ) -> tuple[Placed, Encoding]:
+        placed = self._places.place(text, expansions[: _count_media(sample, end)])
+        return placed, self._tokens.encoding(placed.text)
+
+    @property
+    def _rendering(self) -> ChatTemplate:
         assert self._template is not None  # only documents come without one, and they do not come here
-        messages, trained = sample.messages[:end], [weight > 0 for weight in sample.weights[:end]]
-        features = features[: sum(_count_images(message) for message in messages)]
-        if self._options.mask_history:
-            last = len(trained) - 1
-            trained = [flag and i == last for i, flag in enumerate(trained)]
-        text, spans = self._template.render_with_spans(messages, trained)
-        ids, token_spans = self._tokens.encode(text, spans)
-        labels = np.full(len(ids), IGNORED, dtype=np.int64)
-        if self._options.train_on_prompt:
-            labels[:] = ids
-        for first, last in token_spans:
-            labels[first:last] = ids[first:last]
-        at = self._placeholders(ids, features, text)
-        ids, labels = _splice(ids, labels, at, features)
-        self._check_mask(labels, features, messages, text)
-        return _encoded(sample, ids, labels, features)
+        return self._template
 
-    def _placeholders(self, ids: np.ndarray, features: list[ImageFeatures], text: str) -> np.ndarray:
-        image_id = self._plugin.image_token_id
-        at = np.flatnonzero(ids == image_id) if image_id is not None else np.zeros(0, dtype=np.int64)
-        if len(at) != len(features):
-            raise DataError(
-                f"the rendered text has {len(at)} image tokens for {len(features)} images: {text[:2000]!r}",
-                way_out="The chat template must write one image token for each image, and no text may hold one.",
-            )
-        return at
-
-    def _check_mask(
-        self, labels: np.ndarray, features: list[ImageFeatures], messages: list[dict[str, Any]], text: str
-    ) -> None:
+    def _check_mask(self, turns: Turns, sample: Sample, end: int) -> None:
         """Raise when nothing is trained (the shift leaves the first token out), or everything although a prompt is."""
-        trained = int((labels[1:] != IGNORED).sum())
-        has_prompt = any(message["role"] != "assistant" for message in messages)
-        everything = trained >= len(labels) - 1 - sum(len(image.token_ids) for image in features)
+        trained = int((turns.labels[1:] != IGNORED).sum())
+        has_prompt = any(message["role"] != "assistant" for message in sample.messages[:end])
+        of_media = sum(last - first for first, last in turns.media_spans)
         if not trained:
-            raise DataError(f"no trainable token in: {text[:2000]!r}", key="labels")
-        if everything and has_prompt and not self._options.train_on_prompt:
+            raise DataError(f"no trainable token in: {turns.text[:2000]!r}", key="labels")
+        if trained >= len(turns.labels) - 1 - of_media and has_prompt and not self._options.train_on_prompt:
             raise DataError(
-                f"every token would be trained although there is a prompt in: {text[:2000]!r}",
+                f"every token would be trained although there is a prompt in: {turns.text[:2000]!r}",
                 key="labels",
                 way_out="Check the chat template, or set train_on_prompt: true.",
             )
 
     def _too_long(self, length: int) -> TooLongError:
-        return TooLongError(
+        error = TooLongError(
             f"the sample has {length} tokens, more than cutoff_len {self._options.cutoff_len}",
             key=_CUTOFF_KEY,
             way_out="Raise cutoff_len, lower image_max_pixels, or set truncation.",
         )
+        error.tokens = length
+        return error
 
 
 def _encoded(
-    sample: Sample, ids: np.ndarray, labels: np.ndarray, images: list[ImageFeatures], shrunk: bool = False
+    sample: Sample,
+    ids: np.ndarray,
+    labels: np.ndarray,
+    media: list[MediaFeatures],
+    *,
+    shrunk: bool = False,
+    weights: np.ndarray | None = None,
 ) -> EncodedSample:
-    return {"sample_id": str(sample.place), "input_ids": ids, "labels": labels, "media": images, "shrunk": shrunk}
+    encoded: EncodedSample = {
+        "sample_id": str(sample.place),
+        "input_ids": ids,
+        "labels": labels,
+        "media": media,
+        "shrunk": shrunk,
+    }
+    return encoded if weights is None else {**encoded, "loss_weights": weights}
 
 
-def _count_images(message: dict[str, Any]) -> int:
-    content = message["content"]
-    return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
+def _fractions(turns: Turns) -> np.ndarray | None:
+    return turns.weights if turns.has_fractions else None
 
 
-def _splice(
-    ids: np.ndarray, labels: np.ndarray, at: np.ndarray, features: list[ImageFeatures]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Put the tokens of each image where its placeholder stands; they are never trained."""
-    if not features:
-        return ids, labels
-    id_pieces, label_pieces, position = [], [], 0
-    for place, image in zip(at.tolist(), features, strict=True):
-        id_pieces += [ids[position:place], image.token_ids]
-        label_pieces += [labels[position:place], np.full(len(image.token_ids), IGNORED, dtype=np.int64)]
-        position = place + 1
-    return np.concatenate([*id_pieces, ids[position:]]), np.concatenate([*label_pieces, labels[position:]])
+def _count_media(sample: Sample, end: int) -> int:
+    """Items of the first `end` messages."""
+    if not sample.media or end == len(sample.messages):
+        return len(sample.media)
+    contents = [message["content"] for message in sample.messages[:end]]
+    return sum(part["type"] != "text" for content in contents if not isinstance(content, str) for part in content)
+
+
+def _patches(sample: Sample, end: int, sizes: Sequence[ItemSize]) -> int:
+    return sum(size.patches for size in sizes[: _count_media(sample, end)])
+
+
+def _with_media(
+    ids: np.ndarray, weights: np.ndarray, places: list[tuple[Span, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray, list[Span]]:
+    """Put the tokens of each item where it stands; they are never trained."""
+    if not places:
+        return ids, weights, []
+    id_pieces, weight_pieces, spans, position, length = [], [], [], 0, 0
+    for (first, last), item_ids in places:
+        id_pieces += [ids[position:first], item_ids]
+        weight_pieces += [weights[position:first], np.zeros(len(item_ids), dtype=np.float32)]
+        length += max(first - position, 0) + len(item_ids)
+        spans.append((length - len(item_ids), length))
+        position = last
+    return np.concatenate([*id_pieces, ids[position:]]), np.concatenate([*weight_pieces, weights[position:]]), spans
+
+
+def _behind_media(tokens: Span, places: list[tuple[Span, np.ndarray]]) -> Span:
+    """Where tokens stand once the media are put in."""
+    before = [(end, len(ids) - (end - first)) for (first, end), ids in places]
+    first, end = (t + sum(grown for border, grown in before if border <= t) for t in tokens)
+    return first, end
 
 
 def at_place(error: DataError, where: str) -> DataError:
     """The same error with the row named, where it does not name one."""
     problems = [Problem(p.what, p.where or where, p.key, p.way_out) for p in error.problems]
-    if error.headline:
-        return type(error)(error.headline, problems=problems)
     only = problems[0]
-    return type(error)(only.what, where=only.where, key=only.key, way_out=only.way_out)
+    placed = (
+        type(error)(error.headline, problems=problems)
+        if error.headline
+        else type(error)(only.what, where=only.where, key=only.key, way_out=only.way_out)
+    )
+    if isinstance(error, TooLongError) and isinstance(placed, TooLongError):
+        placed.tokens = error.tokens
+    return placed

@@ -57,6 +57,9 @@ class Sample:
 class TooLongError(DataError):
     """A sample has more tokens than `cutoff_len` and the policy does not shrink it."""
 
+    tokens: int = 0
+    """How many it has."""
+
 
 class EncodedSample(TypedDict):
     """A sample as token ids. L tokens. A data set of a plugin may give plain dicts with these keys."""

@@ -1,30 +1,25 @@
-"""Conversations rendered by a chat template, with the character span that each turn of the model produced.
+"""Conversations rendered by a chat template: the model's own, a named one, or a file.
 
-The spans come from the structure: what the template writes for a shorter conversation, or for the same one with a
-turn's text exchanged. Marker strings are never searched for.
+Names stand for the format of a model family; `register_template` adds one from outside.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
+from mindspeed_mm.fsdp.data.data_utils.spans import Message, Span, TurnFinder
 from mindspeed_mm.fsdp.utils.processor import check_chat_template, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
-Message = dict[str, Any]
-Span = tuple[int, int]
-"""Start and end in characters of the rendered text."""
-
 _BASIC = "data.dataset_param.basic_parameters"
-_STAND_IN = "\ue000turn\ue001"
-"""Private-use characters: a text that no row holds and no template changes."""
+_THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 
 TEMPLATES = Registry(f"{_BASIC}.template")
@@ -59,7 +54,8 @@ class ChatTemplate:
     Args:
         processor: Processor, or tokenizer of a text model.
         source: Jinja text.
-        enable_thinking: Handed to the template.
+        enable_thinking: Handed to the template. False also takes the thoughts out of the rows, None leaves all as it
+            is.
     """
 
     def __init__(self, processor: Any, source: str, *, enable_thinking: bool | None = True) -> None:
@@ -70,101 +66,62 @@ class ChatTemplate:
         tokenizer = tokenizer_of(processor)
         self._takes_parts = tokenizer is not processor
         self._variables = {**tokenizer.special_tokens_map}
+        self._drops_thoughts = enable_thinking is False
         if enable_thinking is not None:
-            self._variables["enable_thinking"] = enable_thinking
-        self._marks = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._opens_turns = self._writes_generation_prompt()
+            self._variables |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
+        marks = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._finder = TurnFinder(self._render, self._for_template, marks)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
         """The conversation as text, media as the template's placeholder tokens.
 
         Raises:
-            DataError: The template refuses the conversation.
+            DataError: The template refuses the conversation, or cannot write what is in it.
         """
-        return self._render(self._for_template(messages), add_generation_prompt)
+        self._check_tools(messages, tools)
+        return self._render(self._for_template(messages), add_generation_prompt, tools=tools)
 
-    def render_with_spans(self, messages: Sequence[Message], wanted: Sequence[bool]) -> tuple[str, list[Span]]:
+    def render_with_spans(
+        self, messages: Sequence[Message], wanted: Sequence[bool], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, list[Span]]:
         """The text and the span of each wanted turn: from the end of the prompt that opens it to its end mark.
 
         Args:
             messages: The conversation.
             wanted: Per message, whether its span is asked for.
+            tools: Descriptions of the tools.
 
         Raises:
-            DataError: The template mixes turns so that spans cannot be told.
+            DataError: The template refuses the conversation, or mixes turns so that spans cannot be told.
         """
+        self._check_tools(messages, tools)
         prepared = self._for_template(messages)
-        text = self._render(prepared)
-        spans = [self._span(prepared, i, text) for i, is_wanted in enumerate(wanted) if is_wanted]
-        for (_, end), (start, _) in pairwise(spans):
-            if start < end:
-                raise self._mixed_turns(text)
-        return text, spans
+        text = self._render(prepared, tools=tools)
+        return text, self._finder.find(prepared, [i for i, flag in enumerate(wanted) if flag], text, tools=tools)
 
-    # --- spans -------------------------------------------------------------------------------------------------------
+    def words(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[str, dict[int, Span]]:
+        """The text, and where the words of each message stand in it (for messages that the template does not change):
+        for people to look at."""
+        prepared = self._for_template(messages)
+        text = self._render(prepared, tools=tools)
+        borders = self._finder.borders(prepared, text, tools=tools)
+        return text, {i: (where.first, where.last) for i, where in borders.items()}
 
-    def _span(self, messages: list[Message], i: int, text: str) -> Span:
-        start = self._start_by_prefix(messages, i, text)
-        end = self._end_by_prefix(messages, i, text)
-        if start is None or end is None:
-            by_exchange = self._span_by_exchange(messages, i, text)
-            start = by_exchange[0] if start is None else start
-            end = by_exchange[1] if end is None else end
-        if not start < end:
-            raise self._mixed_turns(text)
-        return start, self._without_blanks_after_mark(text, start, end)
-
-    def _start_by_prefix(self, messages: list[Message], i: int, text: str) -> int | None:
-        if i == 0 or not self._opens_turns:
-            return None
-        prompt = self._render(messages[:i], add_generation_prompt=True)
-        return len(prompt) if text.startswith(prompt) else None
-
-    def _end_by_prefix(self, messages: list[Message], i: int, text: str) -> int | None:
-        if i == len(messages) - 1:
-            return len(text)
-        so_far = self._render(messages[: i + 1])
-        return len(so_far) if text.startswith(so_far) else None
-
-    def _span_by_exchange(self, messages: list[Message], i: int, text: str) -> Span:
-        """For templates that write a turn differently once others follow (Qwen3 drops earlier thoughts, GPT-OSS ends
-        the last turn with another mark): exchange the turn's text, and what stays the same is not the turn's."""
-        content = [{"type": "text", "text": _STAND_IN}] if self._takes_parts else _STAND_IN
-        exchanged = [*messages[:i], {**messages[i], "content": content}, *messages[i + 1 :]]
-        before, found, after = self._render(exchanged).partition(_STAND_IN)
-        fits = len(before) + len(after) <= len(text) and text.startswith(before) and text.endswith(after)
-        closing = self._closing(exchanged[: i + 1], after)
-        if not found or not fits or closing is None:
-            raise self._mixed_turns(text)
-        return len(before), len(text) - len(after) + len(closing)
-
-    def _closing(self, exchanged: list[Message], after: str) -> str | None:
-        """What ends a turn: what follows it when it is the last, or else the mark right behind it."""
-        alone = self._render(exchanged).partition(_STAND_IN)[2]
-        if after.startswith(alone):
-            return alone
-        return next((mark for mark in self._marks if after.startswith(mark)), None)
-
-    def _without_blanks_after_mark(self, text: str, start: int, end: int) -> int:
-        """The model stops at its end mark: the line break that a template writes after it is not the model's."""
-        trimmed = text[start:end].rstrip()
-        return start + len(trimmed) if trimmed.endswith(self._marks) else end
-
-    def _mixed_turns(self, text: str) -> DataError:
-        return DataError(
-            f"the chat template writes turns so that the model's own words cannot be told apart in: {text[:2000]!r}",
-            way_out=f"Set {_BASIC}.mask_history: true, or give a simpler template in {_BASIC}.chat_template.",
-        )
-
-    # --- rendering ---------------------------------------------------------------------------------------------------
-
-    def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: list[Message], add_generation_prompt: bool = False, **context: Any) -> str:
         try:
             rendered, _ = self._render_jinja(
                 conversations=[messages],
                 chat_template=self.source,
                 add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                **self._variables | context,
             )
         except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
@@ -174,19 +131,41 @@ class ChatTemplate:
 
     def _for_template(self, messages: Sequence[Message]) -> list[Message]:
         """Templates of multimodal models read lists of typed parts, those of text models read strings."""
+        if self._drops_thoughts:
+            messages = [without_thoughts(message) for message in messages]
         if not self._takes_parts:
             return list(messages)
         return [
-            {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
+            {**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []}
+            if isinstance(m["content"], str)
+            else m
             for m in messages
         ]
 
-    def _writes_generation_prompt(self) -> bool:
-        probe = self._for_template([{"role": "user", "content": "?"}])
-        try:
-            return self._render(probe) != self._render(probe, add_generation_prompt=True)
-        except DataError:
-            return True  # it wants another conversation; rows will tell
+    def _check_tools(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> None:
+        """Raise where tools would be left out without a word."""
+        calls = any("tool_calls" in message for message in messages)
+        if (tools and "tools" not in self.source) or (calls and "tool_calls" not in self.source):
+            raise DataError(
+                "the row has tools, but the chat template does not write any",
+                key=f"{_BASIC}.chat_template",
+                way_out="Give a template that writes tools, or take such rows out.",
+            )
+
+
+def without_thoughts(message: Message) -> Message:
+    """The model's turn without what it thought."""
+    if message["role"] != "assistant":
+        return message
+    message = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if isinstance(message["content"], str):
+        message["content"] = _THOUGHT.sub("", message["content"])
+    else:
+        message["content"] = [
+            {**part, "text": _THOUGHT.sub("", part["text"])} if part["type"] == "text" else part
+            for part in message["content"]
+        ]
+    return message
 
 
 def build_template(processor: Any, basic: Any) -> ChatTemplate:

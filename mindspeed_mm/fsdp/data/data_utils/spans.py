@@ -1,0 +1,272 @@
+"""Where in a rendered conversation each turn stands, told by its structure: by marks in the turns' texts that come
+through the template, by what the template writes for a shorter conversation, or for one with a turn's text exchanged.
+Marker strings of a format are never searched for in the text of rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from mindspeed_mm.core.errors import DataError
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+"""Start and end in characters of the rendered text."""
+Render = Callable[..., str]
+"""(messages, add_generation_prompt=False) → text."""
+
+_FIRST_MARK = 0xF0000
+_MARK = re.compile("[\U000f0000-\U000ffffd]")
+"""One character of the last private-use planes for each message: no row holds them and no template changes them."""
+MOST_MESSAGES = 0xFFFE
+_STAND_IN = "\ue000turn\ue001"
+_THOUGHT_BORDER = re.compile(r"(\s*)(</?think>)(\s*)")
+_ASKED: Message = {"role": "user", "content": "?"}
+
+
+class Borders(NamedTuple):
+    """Where a message's own words begin and end, and how far the template's words around them reach."""
+
+    before: int
+    """Where the words of whatever stands in front end."""
+    first: int
+    last: int
+    after: int
+    """Where the words of whatever follows begin."""
+
+
+class TurnFinder:
+    """Finds turns in what one chat template writes.
+
+    Args:
+        render: The template.
+        for_template: Brings messages into the form that the template reads.
+        end_marks: The tokenizer's special tokens.
+    """
+
+    def __init__(
+        self,
+        render: Render,
+        for_template: Callable[[Sequence[Message]], list[Message]],
+        end_marks: tuple[str, ...],
+    ) -> None:
+        self._render, self._for_template, self._end_marks = render, for_template, end_marks
+        self._openings = self._generation_prompts()
+
+    def find(self, messages: list[Message], wanted: Sequence[int], text: str, **context: Any) -> list[Span]:
+        """The span of each wanted turn: from the end of the prompt that opens it to its end mark.
+
+        Args:
+            messages: As the template reads them.
+            wanted: Numbers of messages, rising.
+            text: What the template writes for them.
+            context: Handed to the template.
+
+        Raises:
+            DataError: The template mixes turns so that spans cannot be told.
+        """
+        marked = self.borders(messages, text, **context)
+        spans = []
+        for i in wanted:
+            found = self._by_marks(messages, i, text, marked[i], context) if i in marked else None
+            spans.append(found or self._by_rendering(messages, i, text, context))
+        for (_, end), (start, _) in pairwise(spans):
+            if start < end:
+                raise mixed_turns(text)
+        return spans
+
+    def borders(self, messages: list[Message], text: str, **context: Any) -> dict[int, Borders]:
+        """Message → where its words stand; only for messages whose words come through the template unchanged."""
+        try:
+            marked = self._render([_with_marks(m, _mark(i)) for i, m in enumerate(messages)], **context)
+        except DataError:
+            return {}
+        if len(messages) > MOST_MESSAGES or _MARK.sub("", marked) != text:
+            return {}
+        found = list(_MARK.finditer(marked))
+        marks = [(mark.start() - k, ord(mark.group()) - _FIRST_MARK) for k, mark in enumerate(found)]
+        borders: dict[int, Borders] = {}
+        twice = set()
+        for k, (at, i) in enumerate(marks):
+            after = marks[k + 1][0] if k + 1 < len(marks) else len(text)
+            if i not in borders:
+                borders[i] = Borders(marks[k - 1][0] if k else 0, at, at, after)
+            elif marks[k - 1][1] == i:
+                borders[i] = borders[i]._replace(last=at, after=after)
+            else:
+                twice.add(i)  # the words of another message stand in between
+        return {i: where for i, where in borders.items() if i not in twice}
+
+    # --- by marks ----------------------------------------------------------------------------------------------------
+
+    def _by_marks(
+        self, messages: list[Message], i: int, text: str, where: Borders, context: dict[str, Any]
+    ) -> Span | None:
+        """Only the template's own words stand between those of two messages, so they may be compared with what it
+        writes around the turn alone."""
+        is_last = i == len(messages) - 1
+        needs_alone = not (is_last and self._openings)
+        alone = self._alone(messages[i], context) if needs_alone else None
+        start = self._start(text, where, alone)
+        end = len(text) if is_last else self._end(text, where, alone)
+        if start is None or end is None or not start < end:
+            return None
+        return start, self._without_blanks_after_mark(text, start, end)
+
+    def _start(self, text: str, where: Borders, alone: tuple[str, str] | None) -> int | None:
+        """Behind the prompt that opens the turn."""
+        for opening in self._openings:
+            at = text.rfind(opening, where.before, where.first)
+            if at >= 0:
+                return at + len(opening)
+        if self._openings:
+            return where.first
+        if alone is None or not text.endswith(alone[0], where.before, where.first):
+            return None
+        return where.first - len(alone[0])
+
+    def _end(self, text: str, where: Borders, alone: tuple[str, str] | None) -> int | None:
+        """Behind what the template writes after the turn when nothing follows it, or else behind its end mark."""
+        if alone is not None and text.startswith(alone[1], where.last, where.after):
+            return where.last + len(alone[1])
+        mark = self._mark_at(text, where.last)
+        return where.last + len(mark) if mark else None
+
+    def _alone(self, message: Message, context: dict[str, Any]) -> tuple[str, str] | None:
+        """What the template writes in front of the turn's words and behind them when it only answers a question."""
+        asked = self._for_template([_ASKED])
+        try:
+            text = self._render([*asked, _with_marks(message, _mark(0))], **context)
+            prompt = self._render(asked, add_generation_prompt=True, **context)
+        except DataError:
+            return None
+        marks = [found.start() for found in _MARK.finditer(text)]
+        if not marks:
+            return None
+        head = text[len(prompt) : marks[0]] if text.startswith(prompt) else ""
+        return head, text[marks[-1] + 1 :]
+
+    # --- by rendering other conversations ----------------------------------------------------------------------------
+
+    def _by_rendering(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> Span:
+        start = self._start_by_prefix(messages, i, text, context)
+        end = self._end_by_prefix(messages, i, text, context)
+        if start is None or end is None:
+            by_exchange = self._by_exchange(messages, i, text, context)
+            start = by_exchange[0] if start is None else start
+            end = by_exchange[1] if end is None else end
+        if not start < end:
+            raise mixed_turns(text)
+        return start, self._without_blanks_after_mark(text, start, end)
+
+    def _start_by_prefix(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> int | None:
+        if i == 0:
+            return None
+        prompt = self._render(messages[:i], add_generation_prompt=True, **context)
+        return len(prompt) if text.startswith(prompt) else None
+
+    def _end_by_prefix(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> int | None:
+        if i == len(messages) - 1:
+            return len(text)
+        so_far = self._render(messages[: i + 1], **context)
+        return len(so_far) if text.startswith(so_far) else None
+
+    def _by_exchange(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> Span:
+        """For templates that change a turn's words, and write it differently once others follow: exchange its words,
+        and what stays the same is not the turn's."""
+        [stand_in] = self._for_template([{**messages[i], "content": _STAND_IN}])
+        exchanged = [*messages[:i], stand_in, *messages[i + 1 :]]
+        before, found, after = self._render(exchanged, **context).partition(_STAND_IN)
+        fits = len(before) + len(after) <= len(text) and text.startswith(before) and text.endswith(after)
+        closing = self._closing(exchanged[: i + 1], after, context)
+        if not found or not fits or closing is None:
+            raise mixed_turns(text)
+        return len(before), len(text) - len(after) + len(closing)
+
+    def _closing(self, exchanged: list[Message], after: str, context: dict[str, Any]) -> str | None:
+        alone = self._render(exchanged, **context).partition(_STAND_IN)[2]
+        return alone if after.startswith(alone) else self._mark_at(after, 0)
+
+    # --- the template's words ----------------------------------------------------------------------------------------
+
+    def _mark_at(self, text: str, at: int) -> str | None:
+        return next((mark for mark in self._end_marks if text.startswith(mark, at)), None)
+
+    def _without_blanks_after_mark(self, text: str, start: int, end: int) -> int:
+        """The model stops at its end mark: the line break that a template writes after it is not the model's."""
+        trimmed = text[start:end].rstrip()
+        return start + len(trimmed) if trimmed.endswith(self._end_marks) else end
+
+    def _generation_prompts(self) -> list[str]:
+        """What the template writes to open the model's turn, as it is set and then with thinking on and off; nothing
+        where it writes nothing."""
+        probe = self._for_template([_ASKED])
+        openings = []
+        for context in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+            try:
+                without = self._render(probe, **context)
+                opened = self._render(probe, add_generation_prompt=True, **context)
+            except DataError:
+                return []  # it wants another conversation; rows will tell
+            if opened.startswith(without) and opened != without:
+                openings.append(opened.removeprefix(without))
+        return list(dict.fromkeys(openings))
+
+
+def mixed_turns(text: str) -> DataError:
+    """The error for a template whose turns cannot be told apart."""
+    return DataError(
+        f"the chat template writes turns so that the model's own words cannot be told apart in: {text[:2000]!r}",
+        way_out="Set data.dataset_param.basic_parameters.mask_history: true, or give a simpler template in "
+        "data.dataset_param.basic_parameters.chat_template.",
+    )
+
+
+def _mark(number: int) -> str:
+    return chr(_FIRST_MARK + number)
+
+
+def _with_marks(message: Message, mark: str) -> Message:
+    """The message with a mark at the edges of each of its texts, inside the blanks that templates strip."""
+    marked = dict(message)
+    content = message.get("content")
+    if isinstance(content, str):
+        marked["content"] = _between(content, mark)
+    elif isinstance(content, list):
+        marked["content"] = [
+            {**part, "text": _between(part["text"], mark)} if isinstance(part.get("text"), str) else part
+            for part in content
+        ]
+    if isinstance(message.get("reasoning_content"), str):
+        marked["reasoning_content"] = _between(message["reasoning_content"], mark)
+    if message.get("tool_calls"):
+        marked["tool_calls"] = [_marked_call(call, mark) for call in message["tool_calls"]]
+    return marked
+
+
+def _marked_call(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    function = call["function"]
+    arguments = _marked_leaves(function.get("arguments"), mark)
+    return {**call, "function": {**function, "name": _between(function["name"], mark), "arguments": arguments}}
+
+
+def _marked_leaves(value: Any, mark: str) -> Any:
+    if isinstance(value, str):
+        return _between(value, mark)
+    if isinstance(value, dict):
+        return {key: _marked_leaves(item, mark) for key, item in value.items()}
+    return [_marked_leaves(item, mark) for item in value] if isinstance(value, list) else value
+
+
+def _between(text: str, mark: str) -> str:
+    """Marks around the text, and around thoughts in it, which many templates cut out."""
+    if not text or text.isspace():
+        return text
+    if "think>" in text and _THOUGHT_BORDER.search(text):
+        pieces = _THOUGHT_BORDER.split(text)
+        return "".join(piece if k % 4 else _between(piece, mark) for k, piece in enumerate(pieces))
+    first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+    return f"{text[:first]}{mark}{text[first:last]}{mark}{text[last:]}"
