@@ -1,59 +1,260 @@
-"""The fast paths give what the processors of transformers give."""
+"""What plugins make of pictures, videos and sounds equals what the processors of transformers make, in every family."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.mm_plugin import (
-    ProcessorPlugin,
-    QwenVLPlugin,
-    TextOnlyPlugin,
-    build_mm_plugin,
-    register_mm_plugin,
-)
+from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.image_media import ImageHeader
+from mindspeed_mm.fsdp.data.data_utils.media_features import MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin, build_mm_plugin, register_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.processor_plugin import ProcessorPlugin, video_metadata
+from mindspeed_mm.fsdp.data.data_utils.qwen_plugin import QwenVLPlugin
+from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, VideoClip
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from tests.fsdp.data.conftest import picture
+from tests.helpers.tiny_processors import FAMILIES, build_processor
 
 SIZES = [(32, 32), (48, 32), (16, 80), (100, 37), (7, 9), (300, 200), (1, 1)]
+SEEING = [name for name, family in FAMILIES.items() if "image" in family.kinds]
+WATCHING = [name for name, family in FAMILIES.items() if "video" in family.kinds]
+HEARING = [name for name, family in FAMILIES.items() if "audio" in family.kinds and name != "whisper"]
+QWEN = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen2_5_omni", "qwen3_omni"]
+RATE = 16000
 
 
-@pytest.fixture
-def plugin(processor: Any) -> Any:
-    return build_mm_plugin(processor, PreprocessParameters())
+def clip(frames: int = 5, height: int = 40, width: int = 56, seed: int = 0, fps: float = 8.0) -> VideoClip:
+    """Every third frame of a video."""
+    pixels = np.stack([np.asarray(picture(width, height, seed=100 * seed + i)) for i in range(frames)])
+    return VideoClip(pixels, ClipHeader(height, width, tuple(range(0, 3 * frames, 3)), fps, 3 * frames))
 
 
-def test_patches_equal_the_processors_to_the_bit(processor: Any, plugin: Any) -> None:
-    assert isinstance(plugin, QwenVLPlugin)
+def sound(samples: int = 9000, seed: int = 0) -> AudioClip:
+    noise = 0.1 * np.random.default_rng(seed).standard_normal(samples)
+    return AudioClip(noise.astype(np.float32), RATE, "sound.wav")
+
+
+def plugin_of(processor: Any, **keys: Any) -> Any:
+    return build_mm_plugin(processor, PreprocessParameters(**keys))
+
+
+def own_call(processor: Any, text: str, **media: Any) -> dict[str, Any]:
+    """What the processor makes of a text with its media, the frames of videos sampled already."""
+    options: dict[str, Any] = {}
+    if type(processor).__name__ == "InternVLProcessor":
+        options["images_kwargs"] = {"crop_to_patches": media.pop("crop", False)}
+    if clips := media.pop("clips", None):
+        media["videos"] = [one.frames for one in clips]
+        options["videos_kwargs"] = {
+            "do_sample_frames": False,
+            "video_metadata": [video_metadata(one.header) for one in clips],
+            "input_data_format": "channels_last",
+            "fps": clips[0].header.sampled_fps,
+        }
+    if sounds := media.pop("sounds", None):
+        media["audio"] = [one.samples for one in sounds]
+        options["audio_kwargs"] = {"sampling_rate": RATE}
+    return dict(processor(text=[text], return_tensors="pt", **media, **options))
+
+
+def replaced(processor: Any, plugin: Any, text: str, media: Sequence[MediaFeatures]) -> list[int]:
+    """Token ids of a text with its media: texts are put in before tokenisation, runs of tokens after it."""
+    whole, runs, start = "", {}, 0
+    for item in media:
+        token = plugin.placeholders[item.kind].text
+        at = text.index(token, start)
+        whole += text[start:at]
+        if item.text is None:
+            runs[len(whole)] = item.token_ids
+        whole += token if item.text is None else item.text
+        start = at + len(token)
+    encoding = processor.tokenizer(whole + text[start:])
+    spans = {encoding.char_to_token(at): ids for at, ids in runs.items()}
+    return [int(new) for i, token in enumerate(encoding["input_ids"]) for new in spans.get(i, [token])]
+
+
+TEXT_KEYS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+
+
+def check_equal(processor: Any, plugin: Any, text: str, media: Sequence[MediaFeatures], own: dict[str, Any]) -> None:
+    assert replaced(processor, plugin, text, media) == own["input_ids"][0].tolist()
+    for key, marks in plugin.token_marks(own["input_ids"][0].numpy()).items():
+        assert marks.tolist() == own[key][0].tolist()
+    made = plugin.collate(media)
+    assert made.keys() == own.keys() - TEXT_KEYS - {"num_chunks_per_video"}
+    for name, tensor in made.items():
+        other = torch.as_tensor(own[name])
+        assert tensor.dtype == other.dtype and torch.equal(tensor, other), name
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_pictures(family: str) -> None:
+    processor = build_processor(family)
+    plugin = plugin_of(processor)
+    images = [picture(*size, seed=i) for i, size in enumerate(SIZES[:4])]
+    token = plugin.placeholders["image"].text
+    text = f"Look at {token} and {token}.\n{token}\n{token} What is shown?"
+    media = [plugin.encode_image(image) for image in images]
+    check_equal(processor, plugin, text, media, own_call(processor, text, images=[images]))
+    with pytest.raises(AssertionError):
+        check_equal(processor, plugin, text, media[::-1], own_call(processor, text, images=[images]))
+
+
+@pytest.mark.parametrize("frames", [1, 4, 5])
+@pytest.mark.parametrize("family", WATCHING)
+def test_videos(family: str, frames: int) -> None:
+    processor = build_processor(family)
+    plugin = plugin_of(processor)
+    watched = clip(frames, seed=3)
+    text = f"First {plugin.placeholders['video'].text} seven"
+    given = watched.at_least(plugin._frames_at_once)
+    own = own_call(processor, text, clips=[given])
+    check_equal(processor, plugin, text, [plugin.encode_video(watched)], own)
+    if frames == 5 and family != "internvl":  # whose frames have no times
+        slower = VideoClip(watched.frames, ClipHeader(40, 56, watched.header.indices, 1.0, watched.header.total_frames))
+        made = plugin.encode_video(slower)
+        has_times = made.text is not None or "second" in "".join(made.tensors)
+        with pytest.raises(AssertionError) if has_times else _nothing():
+            check_equal(processor, plugin, text, [made], own)
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("family", HEARING)
+def test_sounds(family: str) -> None:
+    processor = build_processor(family)
+    plugin = plugin_of(processor)
+    heard = sound(12345)
+    text = f"What is said in {plugin.placeholders['audio'].text}?"
+    media = [plugin.encode_audio(heard)]
+    check_equal(processor, plugin, text, media, own_call(processor, text, sounds=[heard]))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni", "internvl", "glm4v", "kimi_k25"])
+def test_kinds_side_by_side(family: str) -> None:
+    processor = build_processor(family)
+    plugin = plugin_of(processor)
+    kinds = [kind for kind in ("video", "image", "audio") if kind in plugin.placeholders]
+    text = "Compare " + " with ".join(plugin.placeholders[kind].text for kind in kinds)
+    one = {"video": clip(4), "image": picture(48, 32), "audio": sound()}
+    encode = {"video": plugin.encode_video, "image": plugin.encode_image, "audio": plugin.encode_audio}
+    names = {"video": "clips", "image": "images", "audio": "sounds"}
+    own = own_call(processor, text, **{names[kind]: [one[kind]] for kind in kinds})
+    check_equal(processor, plugin, text, [encode[kind](one[kind]) for kind in kinds], own)
+
+
+def test_sounds_of_different_length_are_filled_up_and_masked() -> None:
+    plugin = plugin_of(build_processor("qwen3_omni"))
+    media = [plugin.encode_audio(sound(n, seed=n)) for n in (9000, 16000)]
+    batch = plugin.collate(media)
+    frames = [int(item.tensors["feature_attention_mask"].sum()) for item in media]
+    assert batch["feature_attention_mask"].sum(1).tolist() == frames
+    for row, (item, count) in enumerate(zip(media, frames, strict=True)):
+        assert torch.equal(batch["input_features"][row, :, :count], item.tensors["input_features"][0, :, :count])
+
+
+def test_whispers_sound_stands_nowhere_in_the_text() -> None:
+    processor = build_processor("whisper")
+    plugin = plugin_of(processor)
+    heard = [sound(9000), sound(20000, seed=1)]
+    media = [plugin.encode_audio(one) for one in heard]
+    assert not plugin.placeholders and not any(len(item.token_ids) for item in media)
+    own = processor(audio=[one.samples for one in heard], sampling_rate=RATE, return_tensors="pt")
+    assert torch.equal(plugin.collate(media)["input_features"], own["input_features"])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_asr", "whisper"])
+def test_what_is_longer_than_the_models_window_is_refused_not_cut(family: str) -> None:
+    plugin = plugin_of(build_processor(family))
+    plugin.encode_audio(sound(2 * RATE))
+    with pytest.raises(DataError, match=r"'sound.wav' is 3.0 s long; the model hears 2.0 s"):
+        plugin.encode_audio(sound(3 * RATE))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni"])
+def test_the_sound_of_videos_takes_turns_with_their_frames(family: str) -> None:
+    processor = build_processor(family)
+    plugin = plugin_of(processor, use_audio_in_video=True)
+    silent, heard = clip(8, fps=12.0), sound(2 * RATE)  # 8 frames, 2 seconds
+    made = plugin.encode_video(VideoClip(silent.frames, silent.header, heard))
+    alone = plugin_of(processor)
+    video, audio = alone.encode_video(silent), alone.encode_audio(heard)
+    ids = made.token_ids.tolist()
+    video_id, audio_id = (plugin.placeholders[kind].token_id for kind in ("video", "audio"))
+    begin, end = processor.tokenizer.convert_tokens_to_ids([processor.audio_bos_token, processor.audio_eos_token])
+    assert (ids[0], ids[-1]) == (begin, end)
+    assert (ids.count(video_id), ids.count(audio_id)) == (len(video.token_ids), len(audio.token_ids))
+    assert ids.index(audio_id) < len(ids) - 1 - ids[::-1].index(video_id) or family == "qwen2_5_omni"
+    batch = plugin.collate([made])
+    expected = alone.collate([video, audio])
+    assert batch.pop("use_audio_in_video") is True
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[name], expected[name]) for name in batch)
+    with pytest.raises(ConfigError, match="does not take the sound of videos"):
+        plugin_of(build_processor("qwen3_vl"), use_audio_in_video=True)
+
+
+# --- the fast path ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_patches_equal_the_processors_to_the_bit(family: str) -> None:
+    processor = build_processor(family)
+    plugin = plugin_of(processor)
+    assert isinstance(plugin, QwenVLPlugin) and plugin.frame_sizes is not None
     images = [picture(*size, seed=i) for i, size in enumerate(SIZES)]
     expected = processor.image_processor(images, return_tensors="pt")
     features = [plugin.encode_image(image) for image in images]
+    assert all(item.tensors["patches"].dtype == np.uint8 for item in features)
     found = plugin.collate(features)
     assert torch.equal(found["image_grid_thw"], expected["image_grid_thw"])
-    assert found["pixel_values"].dtype == expected["pixel_values"].dtype
     assert torch.equal(found["pixel_values"], expected["pixel_values"])
-    for i, image in enumerate(features):
-        text = processor.replace_image_token({"image_grid_thw": expected["image_grid_thw"]}, i)
-        assert image.token_ids.tolist() == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_the_general_plugin_gives_the_same(processor: Any, plugin: Any) -> None:
-    general = ProcessorPlugin(processor)
-    images = [picture(*size, seed=i) for i, size in enumerate(SIZES[:4])]
-    ours, theirs = ([p.encode_image(image) for image in images] for p in (plugin, general))
-    assert [f.token_ids.tolist() for f in ours] == [f.token_ids.tolist() for f in theirs]
+@pytest.mark.parametrize("family", QWEN)
+def test_the_general_plugin_gives_the_same(family: str) -> None:
+    processor = build_processor(family)
+    plugin, general = plugin_of(processor), ProcessorPlugin(processor, PreprocessParameters())
+    watched = clip(6, 33, 47)
+    ours, theirs = (
+        [*(p.encode_image(picture(*size)) for size in SIZES[:4]), p.encode_video(watched)] for p in (plugin, general)
+    )
+    assert [(f.token_ids.tolist(), f.text) for f in ours] == [(f.token_ids.tolist(), f.text) for f in theirs]
     one, other = plugin.collate(ours), general.collate(theirs)
     assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(one[name], torch.as_tensor(other[name])) for name in one)
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_sizes_from_headers_are_those_that_encoding_gives(family: str) -> None:
+    plugin = plugin_of(build_processor(family), video_max_pixels=2000)
+    for width, height in SIZES:
+        made = plugin.encode_image(picture(width, height))
+        size = plugin.measure("image", ImageHeader(height, width, 1, 0.0))
+        assert (size.tokens, size.patches) == (len(made.token_ids), len(made.tensors["patches"]))
+    for frames, height, width in ((1, 40, 56), (2, 16, 80), (7, 300, 200)):
+        watched = clip(frames, height, width)
+        size, made = plugin.measure("video", watched.header), plugin.encode_video(watched)
+        assert (size.tokens, size.patches, size.text) == (
+            len(made.token_ids),
+            len(made.tensors["patches"]),
+            made.text,
+        )
 
 
 def test_the_configuration_narrows_the_processors_limits(processor: Any) -> None:
     def tokens(**limits: int) -> int:
-        plugin = build_mm_plugin(processor, PreprocessParameters(**limits))
-        return len(plugin.encode_image(picture(48, 48)).token_ids)
+        return len(plugin_of(processor, **limits).encode_image(picture(48, 48)).token_ids)
 
     assert tokens() == 9
     assert tokens(image_max_pixels=32 * 32) == 4
@@ -63,34 +264,98 @@ def test_the_configuration_narrows_the_processors_limits(processor: Any) -> None
         tokens(image_max_pixels=1024, image_min_pixels=3000)
 
 
-def test_sizes_that_the_processor_refuses_are_an_error_of_the_row(processor: Any, plugin: Any) -> None:
-    for candidate in (plugin, ProcessorPlugin(processor)):
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_limits_of_frames(family: str) -> None:
+    processor = build_processor(family)
+
+    def patches(**limits: int) -> int:
+        made = plugin_of(processor, **limits).encode_video(clip(4, 48, 48))
+        return len(made.tensors["patches"]) // 2
+
+    assert patches() == 36
+    assert patches(video_max_pixels=32 * 32) == 16
+    assert patches(video_max_pixels=10**9) == 36
+    assert patches(video_min_pixels=64 * 64) == 64
+    with pytest.raises(ConfigError, match="at least 3000 and at most 1024"):
+        patches(video_max_pixels=1024, video_min_pixels=3000)
+
+
+@pytest.mark.parametrize("family", ["internvl", "llava", "pixtral", "glm4v"])
+def test_other_processors_are_given_pictures_within_the_limits(family: str) -> None:
+    processor = build_processor(family)
+    plugin = plugin_of(processor, image_max_pixels=600)
+    shrunk = picture(60, 40).resize((30, 20))
+    one, other = plugin.encode_image(picture(60, 40)), plugin_of(processor).encode_image(shrunk)
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert torch.equal(one.tensors["pixel_values"], other.tensors["pixel_values"])
+
+
+def test_tiles_of_internvl() -> None:
+    processor = build_processor("internvl")
+    image = picture(48, 16)
+    one, several = (plugin_of(processor, crop_to_patches=crop).encode_image(image) for crop in (False, True))
+    assert len(one.tensors["pixel_values"]) == 1
+    assert len(several.tensors["pixel_values"]) == 4
+    text = plugin_of(processor).placeholders["image"].text
+    own = own_call(processor, text, images=[image], crop=True)
+    check_equal(processor, plugin_of(processor, crop_to_patches=True), text, [several], own)
+    with pytest.raises(ConfigError, match="has no such step"):
+        plugin_of(build_processor("qwen3_vl"), crop_to_patches=True)
+
+
+def test_pan_and_scan_of_gemma3() -> None:
+    processor = build_processor("gemma3")
+    image = picture(600, 256)
+    plugin = plugin_of(processor, image_do_pan_and_scan=True)
+    made = plugin.encode_image(image)
+    assert made.text is not None and made.text.startswith("Here is the original image")
+    assert len(made.tensors["pixel_values"]) == 3
+    token = plugin.placeholders["image"].text
+    own = dict(processor(text=[token], images=[[image]], images_kwargs={"do_pan_and_scan": True}, return_tensors="pt"))
+    check_equal(processor, plugin, token, [made], own)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_the_processor_refuses_are_an_error_of_the_row(processor: Any) -> None:
+    plugin = plugin_of(processor)
+    for candidate in (plugin, ProcessorPlugin(processor, PreprocessParameters())):
         with pytest.raises(DataError, match="10000"):
             candidate.encode_image(picture(1, 10000))
+    with pytest.raises(DataError, match="10000"):
+        plugin.measure("image", ImageHeader(10000, 1, 1, 0.0))
 
 
-def test_batches_without_images_have_no_image_keys(processor: Any, plugin: Any) -> None:
-    assert plugin.collate([]) == {}
-    assert ProcessorPlugin(processor).collate([]) == {}
+def test_batches_without_media_have_no_keys(processor: Any) -> None:
+    assert plugin_of(processor).collate([]) == {}
+    assert ProcessorPlugin(processor, PreprocessParameters()).collate([]) == {}
 
 
-def test_text_models_refuse_images(tokenizer: Any) -> None:
-    plugin = build_mm_plugin(tokenizer, PreprocessParameters())
+def test_kinds_that_a_model_does_not_take(tokenizer: Any) -> None:
+    plugin = plugin_of(tokenizer)
     assert isinstance(plugin, TextOnlyPlugin)
     with pytest.raises(DataError, match="text only"):
         plugin.encode_image(picture())
+    for family in ("llava", "qwen3_vl"):
+        with pytest.raises(DataError, match="the row has an audio, but the model takes none"):
+            plugin_of(build_processor(family)).encode_audio(sound())
+    with pytest.raises(DataError, match="the row has a video, but the model takes none"):
+        plugin_of(build_processor("llava")).encode_video(clip())
+    with pytest.raises(ConfigError, match="the model hears 16000 samples a second"):
+        plugin_of(build_processor("qwen3_asr"), audio_sampling_rate=8000)
 
 
 def test_plugins_come_from_outside_by_the_processors_name(processor: Any) -> None:
     class SomeProcessor:
         tokenizer = processor.tokenizer
 
-    with pytest.raises(AttributeError):
-        build_mm_plugin(SomeProcessor(), PreprocessParameters())
+    with pytest.raises(ConfigError, match="does not say how media become tokens"):
+        plugin_of(SomeProcessor())
 
     @register_mm_plugin("SomeProcessor")
     class Plugin:
         def __init__(self, processor: Any, preprocess: Any) -> None:
             self.pixels = preprocess.image_max_pixels
 
-    assert build_mm_plugin(SomeProcessor(), PreprocessParameters(image_max_pixels=7)).pixels == 7
+    assert plugin_of(SomeProcessor(), image_max_pixels=7).pixels == 7

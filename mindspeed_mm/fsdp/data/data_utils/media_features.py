@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaKind
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +75,30 @@ class MediaPlugin(Protocol):
 
     def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Further inputs of the model with one number a token, of one sample (L,): `mm_token_type_ids` or the like."""
+
+
+def no_such_media(kind: str) -> DataError:
+    """The error of a row with a medium that the model does not take."""
+    article = "a" if kind == "video" else "an"
+    return DataError(
+        f"the row has {article} {kind}, but the model takes none", way_out="Drop the row or take another model."
+    )
+
+
+def placeholders_of(processor: Any) -> dict[str, Placeholder]:
+    """Kind of media → the token that stands for an item in a processor's chat template."""
+    found: dict[str, Placeholder] = {}
+    for kind in MEDIA_KINDS:
+        text = getattr(processor, f"{kind}_token", None)
+        if text is not None:
+            found[kind] = Placeholder(int(tokenizer_of(processor).convert_tokens_to_ids(text)), text)
+    return found
+
+
+def token_marks_of(processor: Any, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+    """`mm_token_type_ids` (or `token_type_ids`, as Gemma3 calls them), where the processor's model takes them."""
+    names = getattr(processor, "model_input_names", ())
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in names and getattr(processor, "return_mm_token_type_ids", False):
+            return {name: np.asarray(processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int32)}
+    return {}

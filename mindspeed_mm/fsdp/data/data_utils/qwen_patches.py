@@ -1,12 +1,12 @@
-"""Image patches in the layout of the Qwen-VL image processors, cut straight from bytes.
+"""Patches in the layout of the Qwen-VL processors, cut straight from bytes: of pictures and of clips.
 
-The image processor of transformers gives the same numbers to the bit; for small images it spends ten times as long on
-finding out what it was asked for.
+The processors of transformers give the same numbers to the bit; for small pictures they spend ten times as long on
+finding out what they were asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,63 +16,95 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 
-_PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"})
+_IMAGE_PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"})
 _KEY = "data.dataset_param.preprocess_parameters"
+
+Resize = Callable[[int, int, int], tuple[int, int]]
+"""(frames, height, width) → (height, width) in whole blocks of patches; raises `ValueError` for an aspect beyond."""
 
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """Sizes and constants of a Qwen-VL image processor. P patches; a patch has 3 · T · p · p numbers."""
+    """Sizes and constants of a Qwen-VL processor of pictures or of videos. P patches; a patch has 3 · T · p · p
+    numbers. The sizes that it gives to frames make it the `FrameSizes` of its videos."""
 
     patch_size: int
     merge_size: int
     temporal_patch_size: int
-    min_pixels: int
-    max_pixels: int
+    target: Resize
     resample: Any
     mean: torch.Tensor
     """(3,) in units of bytes."""
     std: torch.Tensor
 
-    def cut(self, image: Image.Image) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Size an RGB image to whole blocks of patches and cut it.
-
-        Returns:
-            (P, 3 · p · p) bytes in the order of merge blocks, and the grid (time, height, width) in patches.
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width that pictures are brought to: whole blocks of patches within the limits.
 
         Raises:
             DataError: The aspect ratio is beyond what the processor takes.
         """
-        pixels_HWC = self._resized(image)
-        p, m = self.patch_size, self.merge_size
-        rows, columns = pixels_HWC.shape[0] // p, pixels_HWC.shape[1] // p
-        blocks = pixels_HWC.reshape(rows // m, m, p, columns // m, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        return blocks.reshape(rows * columns, 3 * p * p), (1, rows, columns)
-
-    def normalise(self, patches: Sequence[np.ndarray]) -> torch.Tensor:
-        """Join the patches of several images: (P, 3 · T · p · p) numbers, each frame repeated T times."""
-        bytes_ = torch.from_numpy(np.concatenate(patches) if len(patches) > 1 else patches[0])
-        area = self.patch_size**2
-        frames = bytes_.view(-1, 3, area).to(torch.float32)
-        frames.sub_(self.mean[:, None]).div_(self.std[:, None])  # the processor's two operations, in its order
-        repeated = frames.unsqueeze(2).expand(-1, 3, self.temporal_patch_size, area)
-        return repeated.reshape(len(frames), 3 * self.temporal_patch_size * area)
-
-    def _resized(self, image: Image.Image) -> np.ndarray:
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # loaded with the processor
-
-        factor = self.patch_size * self.merge_size
         try:
-            height, width = smart_resize(
-                image.height, image.width, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels
-            )
+            return self.target(max(frames, self.temporal_patch_size), height, width)
         except ValueError as error:
             raise DataError(
-                f"an image of {image.width} × {image.height} pixels is refused: {error}",
-                way_out="Crop it or drop the row.",
+                f"a size of {width} × {height} pixels is refused: {error}", way_out="Crop it or drop the row."
             ) from error
-        pixels = np.asarray(image)
-        return pixels if (image.height, image.width) == (height, width) else self._interpolated(pixels, height, width)
+
+    def resize(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
+        """An RGB picture → (height, width, 3) uint8."""
+        pixels = np.asarray(picture)
+        return pixels if pixels.shape[:2] == (height, width) else self._interpolated(pixels, height, width)
+
+    def grid_of(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """(time, height, width) in patches of pictures that are sized already."""
+        return -(-frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
+
+    def tokens_of(self, grid_thw: tuple[int, int, int]) -> int:
+        """How many tokens a grid is."""
+        return grid_thw[0] * grid_thw[1] * grid_thw[2] // self.merge_size**2
+
+    def cut_image(self, image: Image.Image) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Size an RGB picture and cut it. It is one frame, which `normalise` repeats.
+
+        Returns:
+            (P, 3 · p · p) bytes in the order of merge blocks, and the grid (time, height, width) in patches.
+        """
+        height, width = self.size(1, image.height, image.width)
+        pixels_HWC = self.resize(image, height, width)
+        return self._cut(pixels_HWC[None], 1), self.grid_of(1, height, width)
+
+    def cut_frames(self, frames_THWC: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Size frames and cut them; the last is repeated until the patches are full.
+
+        Returns:
+            (P, 3 · T · p · p) bytes in the order of merge blocks, and the grid (time, height, width) in patches.
+        """
+        count, height, width = frames_THWC.shape[:3]
+        size = self.size(count, height, width)
+        if size != (height, width):
+            frames_THWC = np.stack([self._interpolated(frame, *size) for frame in frames_THWC])
+        missing = -count % self.temporal_patch_size
+        if missing:
+            frames_THWC = np.concatenate([frames_THWC, np.repeat(frames_THWC[-1:], missing, axis=0)])
+        return self._cut(frames_THWC, self.temporal_patch_size), self.grid_of(count, *size)
+
+    def normalise(self, patches: Sequence[np.ndarray]) -> torch.Tensor:
+        """Join the patches of several items: (P, 3 · T · p · p) numbers; patches of one frame are repeated T times."""
+        bytes_ = torch.from_numpy(np.concatenate(patches) if len(patches) > 1 else patches[0])
+        numbers = 3 * self.temporal_patch_size * self.patch_size**2
+        values = bytes_.view(len(bytes_), 3, -1).to(torch.float32)
+        values.sub_(self.mean[:, None]).div_(self.std[:, None])  # the processor's two operations, in its order
+        if bytes_.shape[1] == numbers:
+            return values.view(-1, numbers)
+        repeated = values.unsqueeze(2).expand(-1, 3, self.temporal_patch_size, self.patch_size**2)
+        return repeated.reshape(-1, numbers)
+
+    def _cut(self, frames_THWC: np.ndarray, deep: int) -> np.ndarray:
+        p, m = self.patch_size, self.merge_size
+        count, height, width = frames_THWC.shape[:3]
+        rows, columns = height // p, width // p
+        blocks = frames_THWC.reshape(count // deep, deep, rows // m, m, p, columns // m, m, p, 3)
+        return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(count // deep * rows * columns, 3 * deep * p * p)
 
     def _interpolated(self, pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
         from torchvision.transforms.v2 import functional as transforms  # loaded with the processor
@@ -82,29 +114,97 @@ class PatchGrid:
         return resized.permute(1, 2, 0).contiguous().numpy()
 
 
-def build_patch_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
-    """The grid of a processor, or None when its image processor is of another kind or does not do all its steps.
+def build_image_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
+    """The grid of pictures, or None when the image processor is of another kind or does not do all its steps.
 
     Args:
         processor: The model's processor.
         preprocess: `preprocess_parameters`: the pixel limits narrow those of the processor.
     """
-    images = processor.image_processor
-    if type(images).__name__ not in _PROCESSORS or not getattr(processor, "image_token_id", None):
+    images: Any = getattr(processor, "image_processor", None)
+    if type(images).__name__ not in _IMAGE_PROCESSORS or not getattr(processor, "image_token_id", None):
         return None
-    if not (images.do_resize and images.do_rescale and images.do_normalize):
+    if not _does_all_steps(images):
         return None
-    shortest, longest = pixel_limits(images.size, preprocess)
-    per_byte = 1.0 / images.rescale_factor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # loaded with the processor
+
+    least, most = pixel_limits(images.size, preprocess)
+    factor = images.patch_size * images.merge_size
+
+    def target(_frames: int, height: int, width: int) -> tuple[int, int]:
+        return smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
+
+    return _grid(images, target)
+
+
+def build_video_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
+    """The grid of videos, or None when the video processor is of another kind or does not do all its steps.
+
+    Args:
+        processor: The model's processor.
+        preprocess: `preprocess_parameters`: the pixel limits of a frame narrow those of the processor.
+    """
+    videos: Any = getattr(processor, "video_processor", None)
+    build_target = {"Qwen2VLVideoProcessor": _frame_target, "Qwen3VLVideoProcessor": _clip_target}.get(
+        type(videos).__name__
+    )
+    own = dict(getattr(processor, "videos_kwargs", {}))  # what the processor tells its video processor
+    if build_target is None or not _does_all_steps(videos) or getattr(videos, "cap_pixels_per_frame", None):
+        return None
+    if set(own) - {"size", "return_metadata"}:
+        return None
+    size = own.get("size") or videos.size
+    return _grid(videos, build_target(videos, size, preprocess))
+
+
+def _frame_target(videos: Any, size: Any, preprocess: Any) -> Resize:
+    """Qwen2-VL: the limits are of a frame."""
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize  # loaded with the processor
+
+    least, most = frame_limits(size, preprocess, 1)
+    factor = videos.patch_size * videos.merge_size
+
+    def target(_frames: int, height: int, width: int) -> tuple[int, int]:
+        return smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
+
+    return target
+
+
+def _clip_target(videos: Any, size: Any, preprocess: Any) -> Resize:
+    """Qwen3-VL: the limits are of all frames together."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize  # loaded with the processor
+
+    factor, deep = videos.patch_size * videos.merge_size, videos.temporal_patch_size
+
+    def target(frames: int, height: int, width: int) -> tuple[int, int]:
+        least, most = frame_limits(size, preprocess, frames)
+        return smart_resize(
+            num_frames=frames,
+            height=height,
+            width=width,
+            temporal_factor=deep,
+            factor=factor,
+            min_pixels=least,
+            max_pixels=most,
+        )
+
+    return target
+
+
+def _does_all_steps(part: Any) -> bool:
+    return bool(part.do_resize and part.do_rescale and part.do_normalize)
+
+
+def _grid(part: Any, target: Resize) -> PatchGrid:
+    per_byte = 1.0 / part.rescale_factor
     return PatchGrid(
-        patch_size=images.patch_size,
-        merge_size=images.merge_size,
-        temporal_patch_size=images.temporal_patch_size,
-        min_pixels=shortest,
-        max_pixels=longest,
-        resample=_interpolation(images.resample),
-        mean=torch.tensor(images.image_mean) * per_byte,
-        std=torch.tensor(images.image_std) * per_byte,
+        patch_size=part.patch_size,
+        merge_size=part.merge_size,
+        temporal_patch_size=part.temporal_patch_size,
+        target=target,
+        resample=_interpolation(part.resample),
+        mean=torch.tensor(part.image_mean) * per_byte,
+        std=torch.tensor(part.image_std) * per_byte,
     )
 
 
@@ -125,6 +225,30 @@ def pixel_limits(size: Any, preprocess: Any) -> tuple[int, int]:
             way_out="Raise image_max_pixels or lower image_min_pixels.",
         )
     return shortest, longest
+
+
+def frame_limits(size: Any, preprocess: Any, frames: int) -> tuple[int, int]:
+    """Least and most pixels of a video, by the same rule; the keys are of one frame.
+
+    Where the processor's least is above the configuration's most, the processor's stands: the default of the key is
+    below what some processors take.
+
+    Args:
+        size: The processor's limits, of so many frames together.
+        preprocess: `preprocess_parameters`.
+        frames: That the processor's limits are of.
+    """
+    least, most = int(size["shortest_edge"]), int(size["longest_edge"])
+    if "video_min_pixels" in preprocess.model_fields_set:
+        least = max(least, preprocess.video_min_pixels * frames)
+        if preprocess.video_min_pixels > preprocess.video_max_pixels:
+            raise ConfigError(
+                f"frames would need at least {preprocess.video_min_pixels} and at most {preprocess.video_max_pixels} "
+                "pixels",
+                key=f"{_KEY}.video_max_pixels",
+                way_out="Raise video_max_pixels or lower video_min_pixels.",
+            )
+    return least, max(least, min(most, preprocess.video_max_pixels * frames))
 
 
 def _interpolation(resample: Any) -> Any:

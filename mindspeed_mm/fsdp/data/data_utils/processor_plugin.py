@@ -1,0 +1,256 @@
+"""Any processor of transformers as a media plugin: it is asked for the tensors of an item and for what takes its place.
+
+Nothing is known of families here: the processor is called with its own placeholder for a text and one item, and says
+itself what replaces it. So a new model whose processor is of this kind needs no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.media import PixelBudget
+from mindspeed_mm.fsdp.data.data_utils.media_features import (
+    ItemSize,
+    MediaFeatures,
+    Placeholder,
+    no_such_media,
+    placeholders_of,
+    token_marks_of,
+)
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, FrameSizes, VideoClip
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+
+_KEY = "data.dataset_param.preprocess_parameters"
+_ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
+_TEXT_KEYS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "video_metadata"}
+)
+_COUNTS = frozenset({"num_patches", "num_crops", "num_audio_tokens", "num_chunks_per_video"})
+"""What processors count for themselves and no model's `forward` takes."""
+_PADDED = frozenset({"pixel_values", "input_features", "feature_attention_mask", "input_features_mask"})
+"""Of items of different size, these are filled up with zeros, as the processors do; a mask or a size tells where."""
+
+
+class ProcessorPlugin:
+    """Asks the processor.
+
+    Args:
+        processor: The model's processor.
+        preprocess: `preprocess_parameters`.
+
+    Raises:
+        ConfigError: The processor does not say how media become tokens, or has no step that is asked for.
+    """
+
+    frame_sizes: FrameSizes | None = None
+    """How large frames are kept; None: within the pixel limits of the configuration."""
+
+    def __init__(self, processor: Any, preprocess: Any) -> None:
+        self._processor, self._tokenizer = processor, tokenizer_of(processor)
+        self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
+        self._hears = getattr(processor, "feature_extractor", None)
+        if not self.placeholders and self._hears is None:
+            raise ConfigError(
+                f"{type(processor).__name__} does not say how media become tokens",
+                key="model.model_name_or_path",
+                way_out="Write a plugin for it: `register_mm_plugin`.",
+            )
+        self._special_ids = np.array(sorted(self._tokenizer.get_added_vocab().values()), dtype=np.int64)
+        self._image_options = _image_options(processor, preprocess)
+        has_least = "image_min_pixels" in preprocess.model_fields_set
+        self._budget = PixelBudget(preprocess.image_max_pixels, preprocess.image_min_pixels if has_least else 0)
+        self.hears_videos = bool(preprocess.use_audio_in_video)
+        """Whether the sound of videos is loaded with them."""
+        self._check_sound(preprocess)
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The placeholder of a picture."""
+        return self.placeholders["image"].token_id if "image" in self.placeholders else None
+
+    # --- one item ----------------------------------------------------------------------------------------------------
+
+    def encode_image(self, image: Image.Image) -> MediaFeatures:
+        """A picture, within the pixel limits of the configuration."""
+        height, width = self._budget.size(1, image.height, image.width)
+        if (height, width) != (image.height, image.width):
+            image = Image.fromarray(self._budget.resize(image, height, width))
+        return self._asked("image", image, f"an image of {width} × {height}", images_kwargs=self._image_options)
+
+    def encode_video(self, clip: VideoClip) -> MediaFeatures:
+        """A clip, of at least as many frames as the model's towers take at once."""
+        clip = clip.at_least(self._frames_at_once)
+        what = f"a video of {len(clip.frames)} frames of {clip.frames.shape[2]} × {clip.frames.shape[1]}"
+        inputs: dict[str, Any] = {"videos_kwargs": self._video_options(clip.header)}
+        if clip.sound is not None:
+            inputs |= {
+                "audio": [clip.sound.samples],
+                "audio_kwargs": {"sampling_rate": clip.sound.rate},
+                "audio_from_video_indices": [0],
+                "load_audio_from_video": True,
+            }
+        made = self._asked("video", clip.frames, what, **inputs)
+        if clip.sound is not None:
+            self._check_window(clip.sound, made.tensors)
+        return made
+
+    def encode_audio(self, sound: AudioClip) -> MediaFeatures:
+        """A sound that fits the model's window."""
+        options = {"sampling_rate": sound.rate}
+        if "audio" in self.placeholders:
+            made = self._asked("audio", sound.samples, f"a sound of {sound.seconds:.2f} s", audio_kwargs=options)
+        elif self._hears is not None:  # an encoder of its own: nothing stands in the text
+            tensors = dict(self._hears(sound.samples, return_tensors="pt", **options))
+            made = MediaFeatures("audio", np.zeros(0, dtype=np.int64), tensors)
+        else:
+            raise no_such_media("audio")
+        self._check_window(sound, made.tensors)
+        return made
+
+    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
+        """A processor does not tell."""
+        if kind not in self.placeholders and not (kind == "audio" and self._hears is not None):
+            raise no_such_media(kind)
+        return None
+
+    # --- many --------------------------------------------------------------------------------------------------------
+
+    def collate(self, media: Sequence[MediaFeatures]) -> dict[str, Any]:
+        """Join along the first axis, that of items or patches."""
+        names = dict.fromkeys(name for item in media for name in item.tensors)
+        batch: dict[str, Any] = {
+            name: self._joined(name, [item.tensors[name] for item in media if name in item.tensors]) for name in names
+        }
+        if self.hears_videos and any(item.kind == "video" for item in media):
+            batch["use_audio_in_video"] = True
+        return batch
+
+    def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """As the processor marks them."""
+        return token_marks_of(self._processor, input_ids)
+
+    def _joined(self, name: str, values: Sequence[Any]) -> torch.Tensor:
+        tensors = [torch.as_tensor(value) for value in values]
+        shapes = {tensor.shape[1:] for tensor in tensors}
+        if len(shapes) > 1 and name in _PADDED and len({len(shape) for shape in shapes}) == 1:
+            tensors = _padded(tensors)
+        try:
+            return torch.cat(tensors)
+        except RuntimeError as error:
+            sizes = sorted({str(tuple(tensor.shape)) for tensor in tensors})
+            raise DataError(f"media of a batch do not join ({name}: {', '.join(sizes)}): {error}") from error
+
+    # --- the processor -----------------------------------------------------------------------------------------------
+
+    def _asked(self, kind: MediaKind, item: Any, what: str, **inputs: Any) -> MediaFeatures:
+        """Call the processor with one item and its placeholder."""
+        if kind not in self.placeholders:
+            raise no_such_media(kind)
+        try:
+            made = self._processor(
+                text=[self.placeholders[kind].text],
+                return_text_replacement_offsets=True,
+                return_tensors="pt",
+                **{_ARGUMENTS[kind]: [item]},
+                **inputs,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise DataError(f"the processor refuses {what}: {error}", way_out="Drop the row.") from error
+        replacement = made["text_replacement_offsets"][0][0]["replacement"]
+        tensors = {name: value for name, value in made.items() if name not in _TEXT_KEYS | _COUNTS}
+        return self._features(kind, replacement, tensors)
+
+    def _features(self, kind: MediaKind, replacement: str, tensors: dict[str, Any]) -> MediaFeatures:
+        ids = np.asarray(self._tokenizer(replacement, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        is_special = np.isin(ids, self._special_ids).all()
+        return MediaFeatures(kind, ids, tensors, None if is_special else replacement)
+
+    @property
+    def _frames_at_once(self) -> int:
+        return getattr(getattr(self._processor, "video_processor", None), "temporal_patch_size", 1) or 1
+
+    def _video_options(self, header: ClipHeader) -> dict[str, Any]:
+        return {
+            "do_sample_frames": False,
+            "video_metadata": [video_metadata(header)],
+            "input_data_format": "channels_last",
+            "fps": header.sampled_fps,
+        }
+
+    def _check_sound(self, preprocess: Any) -> None:
+        takes = getattr(self._hears, "sampling_rate", None)
+        if takes is not None and takes != preprocess.audio_sampling_rate:
+            raise ConfigError(
+                f"the model hears {takes} samples a second",
+                key=f"{_KEY}.audio_sampling_rate",
+                way_out=f"Set it to {takes}.",
+            )
+        if self.hears_videos and not {"video", "audio"} <= self.placeholders.keys():
+            raise ConfigError(
+                f"{type(self._processor).__name__} does not take the sound of videos",
+                key=f"{_KEY}.use_audio_in_video",
+                way_out="Set it to false.",
+            )
+
+    def _check_window(self, sound: AudioClip, tensors: Mapping[str, Any]) -> None:
+        """Feature extractors cut what is too long without a word."""
+        hop, most = getattr(self._hears, "hop_length", None), getattr(self._hears, "n_samples", None)
+        if hop is None or most is None or len(sound.samples) <= most:
+            return
+        mask = tensors.get("feature_attention_mask", tensors.get("input_features_mask"))
+        heard = int(mask.sum()) * hop if mask is not None else most
+        if heard < len(sound.samples) - 2 * hop:
+            raise DataError(
+                f"'{sound.name}' is {sound.seconds:.1f} s long; the model hears {heard / sound.rate:.1f} s",
+                way_out="Cut it into pieces or drop the row.",
+            )
+
+
+def video_metadata(header: ClipHeader) -> Any:
+    """A clip's times as the processors of transformers take them."""
+    from transformers.video_utils import VideoMetadata  # loaded with the processor
+
+    return VideoMetadata(
+        total_num_frames=header.total_frames,
+        fps=header.fps,
+        width=header.width,
+        height=header.height,
+        duration=header.total_frames / header.fps,
+        frames_indices=list(header.indices),
+    )
+
+
+def _image_options(processor: Any, preprocess: Any) -> dict[str, bool]:
+    """Steps of image processors that the configuration turns on and off."""
+    steps = {"crop_to_patches": "crop_to_patches", "do_pan_and_scan": "image_do_pan_and_scan"}
+    images = getattr(processor, "image_processor", None)
+    known = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {})
+    options = {}
+    for step, key in steps.items():
+        asked = bool(getattr(preprocess, key))
+        if step in known:
+            options[step] = asked
+        elif asked:
+            raise ConfigError(
+                f"{type(images).__name__} has no such step", key=f"{_KEY}.{key}", way_out="Set it to false."
+            )
+    return options
+
+
+def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Filled up with zeros at the end of each axis but the first."""
+    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        whole = tensor.new_zeros(len(tensor), *largest)
+        whole[tuple(slice(size) for size in tensor.shape)] = tensor
+        padded.append(whole)
+    return padded

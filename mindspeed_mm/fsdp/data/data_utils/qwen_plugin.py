@@ -1,0 +1,117 @@
+"""Qwen2-VL to Qwen3.5, Qwen-Omni and their kin: patches cut directly, sizes from headers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mindspeed_mm.fsdp.data.data_utils.image_media import ImageHeader
+from mindspeed_mm.fsdp.data.data_utils.media_features import ItemSize, MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.processor_plugin import ProcessorPlugin, video_metadata
+from mindspeed_mm.fsdp.data.data_utils.qwen_patches import PatchGrid, build_image_grid, build_video_grid
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, VideoClip
+
+_SECONDS_KEYS = ("second_per_grid_ts", "video_second_per_grid")
+"""Seconds of a patch: as Qwen2.5-VL and as the omni models call it."""
+_NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+_BYTES = "patches"
+_GRID = "grid_thw"
+
+
+class QwenVLPlugin(ProcessorPlugin):
+    """Cuts pictures and clips itself, equal to the processor's own to the bit; asks it for the rest.
+
+    Args:
+        processor: The model's processor.
+        preprocess: `preprocess_parameters`.
+        grid: How its image processor sizes and cuts pictures.
+    """
+
+    def __init__(self, processor: Any, preprocess: Any, grid: PatchGrid) -> None:
+        super().__init__(processor, preprocess)
+        self._image_grid = grid
+        self._video_grid = build_video_grid(processor, preprocess) if "video" in self.placeholders else None
+        self.frame_sizes = self._video_grid
+        inputs = getattr(processor, "model_input_names", ())
+        self._seconds_key = next((key for key in _SECONDS_KEYS if key in inputs), None)
+        self._is_run = self._video_grid is not None and self._is_run_of_tokens(self._video_grid)
+
+    def encode_image(self, image: Image.Image) -> MediaFeatures:
+        """Patches as bytes; they become numbers for the whole batch at once."""
+        patches, grid_thw = self._image_grid.cut_image(image)
+        ids = np.full(self._image_grid.tokens_of(grid_thw), self.placeholders["image"].token_id, dtype=np.int64)
+        return MediaFeatures("image", ids, {_BYTES: patches, _GRID: grid_thw})
+
+    def encode_video(self, clip: VideoClip) -> MediaFeatures:
+        """Patches as bytes, too. A video with its sound is left to the processor, which knows how they take turns."""
+        if self._video_grid is None or clip.sound is not None:
+            return super().encode_video(clip)
+        clip = clip.at_least(self._frames_at_once)
+        patches, grid_thw = self._video_grid.cut_frames(clip.frames)
+        ids, text = self._video_tokens(self._video_grid, grid_thw, clip.header)
+        tensors = {_BYTES: patches, _GRID: grid_thw}
+        if self._seconds_key is not None:
+            tensors[self._seconds_key] = [self._video_grid.temporal_patch_size / clip.header.sampled_fps]
+        return MediaFeatures("video", ids, tensors, text)
+
+    def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
+        """Exactly, of pictures and of videos without sound."""
+        if isinstance(header, ImageHeader):
+            height, width = self._image_grid.size(1, header.height, header.width)
+            grid_thw = self._image_grid.grid_of(1, height, width)
+            return ItemSize(self._image_grid.tokens_of(grid_thw), grid_thw[1] * grid_thw[2])
+        if not isinstance(header, ClipHeader) or self._video_grid is None or self.hears_videos:
+            return super().measure(kind, header)
+        header = header.at_least(self._frames_at_once)
+        size = self._video_grid.size(len(header.indices), header.height, header.width)
+        grid_thw = self._video_grid.grid_of(len(header.indices), *size)
+        ids, text = self._video_tokens(self._video_grid, grid_thw, header)
+        return ItemSize(len(ids), grid_thw[0] * grid_thw[1] * grid_thw[2], text)
+
+    def collate(self, media: Sequence[MediaFeatures]) -> dict[str, Any]:
+        """`pixel_values` (patches of all pictures, numbers of a patch), `image_grid_thw` (pictures, 3), the same of
+        videos, and what else the processor gives."""
+        batch: dict[str, Any] = {}
+        for kind, grid in (("image", self._image_grid), ("video", self._video_grid)):
+            items = [item for item in media if item.kind == kind and _BYTES in item.tensors]
+            if items and grid is not None:
+                pixels, grids = _NAMES[kind]
+                batch[pixels] = grid.normalise([item.tensors[_BYTES] for item in items])
+                batch[grids] = torch.tensor([item.tensors[_GRID] for item in items], dtype=torch.int64)
+        return batch | super().collate([_without_bytes(item) for item in media])
+
+    def _video_tokens(
+        self, grid: PatchGrid, grid_thw: tuple[int, int, int], header: ClipHeader
+    ) -> tuple[np.ndarray, str | None]:
+        """What replaces a video: a run of one token, or, where the model reads the times of frames, a text."""
+        if self._is_run:
+            return np.full(grid.tokens_of(grid_thw), self.placeholders["video"].token_id, dtype=np.int64), None
+        made = self._features("video", self._replacement(grid_thw, header), {})
+        return made.token_ids, made.text
+
+    def _replacement(self, grid_thw: tuple[int, int, int], header: ClipHeader) -> str:
+        inputs = {"video_grid_thw": torch.tensor([grid_thw]), "video_metadata": [video_metadata(header)]}
+        return self._processor.replace_video_token(inputs, 0, load_audio_from_video=False)
+
+    def _is_run_of_tokens(self, grid: PatchGrid) -> bool:
+        deep, merge = grid.temporal_patch_size, grid.merge_size
+        least = ClipHeader(1, 1, tuple(range(deep)), 1.0, deep)
+        return self._replacement((1, merge, merge), least) == self.placeholders["video"].text
+
+
+def build_qwen_plugin(processor: Any, preprocess: Any) -> QwenVLPlugin | None:
+    """The plugin of a processor whose pictures are cut as Qwen-VL's are; None for others."""
+    grid = build_image_grid(processor, preprocess)
+    return QwenVLPlugin(processor, preprocess, grid) if grid is not None else None
+
+
+def _without_bytes(item: MediaFeatures) -> MediaFeatures:
+    if _BYTES not in item.tensors:
+        return item
+    rest = {name: value for name, value in item.tensors.items() if name not in (_BYTES, _GRID)}
+    return MediaFeatures(item.kind, item.token_ids, rest, item.text)
