@@ -17,11 +17,7 @@ _DATASET: dict[str, tuple[Any, ...]] = {
     "basic_parameters.async_preprocess": (False,),
     "basic_parameters.mix": (None,),
     "basic_parameters.stage": ("sft", "pretrain"),
-    "basic_parameters.allow_remote_media": (False,),
-    "preprocess_parameters.use_audio_in_video": (False,),
     "preprocess_parameters.split_special_tokens": (False,),
-    "preprocess_parameters.crop_to_patches": (False,),
-    "preprocess_parameters.image_do_pan_and_scan": (False,),
 }
 """Keys of the built-in datasets; a plugin's dataset may act on more of them."""
 
