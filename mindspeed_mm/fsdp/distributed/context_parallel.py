@@ -31,7 +31,7 @@ _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Of a packed row. The layout knows them; a tower that was handed them would cut its own tokens by them."""
 _BY_ROW = ("_targets", "_weights")
 """What an objective prepares for each of its `_rows`."""
-_WHOLE = ("_labelled_samples",)
+_WHOLE = ("_labelled_samples", "_weight_sum")
 """What it prepares of the whole batch."""
 _FILLS = {
     "input_ids": 0,
@@ -191,6 +191,7 @@ def lengthened(batch: Batch, by: int) -> Batch:
     if "cu_seq_lens_q" in batch:
         borders = batch["cu_seq_lens_q"]
         longer["cu_seq_lens_q"] = torch.cat([borders, borders[-1:] + by])
+        longer["pad_tokens"] = batch.get("pad_tokens", 0) + by
     return longer
 
 

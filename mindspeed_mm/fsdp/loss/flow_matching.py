@@ -93,7 +93,7 @@ class FlowMatching:
             "_weights": self._exact(weights[: len(weights) - blanks] + [0.0] * blanks),
         }
 
-    def count(self, batches: Sequence[Batch]) -> dict[str, int]:
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Samples."""
         return {self.term: sum(len(batch["sample_ids"]) - batch.get("blank_rows", 0) for batch in batches)}
 

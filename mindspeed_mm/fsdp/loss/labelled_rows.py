@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mm.core.batch import Batch
+
 IGNORED_LABEL = -100
 
 
@@ -22,6 +24,16 @@ def labelled_rows(shift_labels: torch.Tensor) -> torch.Tensor:
     Call it while the labels are on the host: on an accelerator, finding the indices would be a synchronisation.
     """
     return (shift_labels.reshape(-1) != IGNORED_LABEL).nonzero().squeeze(1)
+
+
+def labels_per_sample(batch: Batch) -> torch.Tensor:
+    """(samples,) how many labels each has: by row, in a packed row by document (padding is one without)."""
+    is_label_BL = batch["shift_labels"] != IGNORED_LABEL
+    borders = batch.get("cu_seq_lens_q")
+    if borders is None:
+        return is_label_BL.sum(dim=1)
+    before = torch.cat([borders.new_zeros(1, dtype=torch.long), is_label_BL[0].cumsum(0)])
+    return before.index_select(0, borders.long()).diff()
 
 
 class LabelledRowsHead:

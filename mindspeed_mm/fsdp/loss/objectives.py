@@ -16,7 +16,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.labelled_rows import IGNORED_LABEL, LabelledRowsHead, labelled_rows
+from mindspeed_mm.fsdp.loss.labelled_rows import IGNORED_LABEL, LabelledRowsHead, labelled_rows, labels_per_sample
 
 Terms = dict[str, torch.Tensor]
 """Loss terms by name, each a 0-d tensor."""
@@ -51,7 +51,7 @@ class Objective(Protocol):
         """Tokens of a prepared micro-batch."""
         ...
 
-    def count(self, batches: Sequence[Batch]) -> dict[str, int]:
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """This rank's share of each term's denominator, over prepared micro-batches."""
         ...
 
@@ -83,8 +83,9 @@ class ModelInputs:
 class TokenCrossEntropy:
     """Next-token cross-entropy, computed by us from the logits of labelled tokens.
 
-    loss = Σ w_t · (−log p(token_t | before)) / N. With `per_sample=False`, w = 1 and N = label tokens of the whole
-    step. With `per_sample=True`, w_t = 1 / (label tokens of its row) and N = rows that have a label.
+    loss = Σ w_t · (−log p(token_t | before)) / N. With `per_sample=False`, w_t is the token's weight in `loss_weights`
+    (1 where the batch has none) and N = Σ w over the whole step. With `per_sample=True`, that weight is divided by the
+    sum over its sample, and N = samples that have a label.
 
     Transformers' own loss is fp32 even for fp64 models and its shift crosses the borders of packed documents; here the
     shift is the collator's, and fp64 logits stay fp64.
@@ -106,25 +107,27 @@ class TokenCrossEntropy:
         self._token_losses = token_losses
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
-        """Add the labelled rows, their targets and, per sample, their weights."""
+        """Add the labelled rows, their targets and, where they do not count alike, their weights."""
         labels = batch["shift_labels"]
         rows = labelled_rows(labels)
         prepared = batch | {"_rows": rows, "_targets": labels.reshape(-1).index_select(0, rows)}
+        given = prepared.pop("loss_weights", None)
+        weights = None if given is None else given.reshape(-1).index_select(0, rows).double()
         if self._per_sample:
-            labelled_per_row = (labels != IGNORED_LABEL).sum(dim=1)
-            prepared["_weights"] = (1.0 / labelled_per_row.double()).repeat_interleave(labelled_per_row)
-            prepared["_labelled_samples"] = int((labelled_per_row > 0).sum())
+            prepared |= _weights_per_sample(labels_per_sample(batch), weights)
+        elif weights is not None:
+            prepared |= {"_weights": weights, "_weight_sum": float(weights.sum())}
         return prepared
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Real tokens and labels."""
         return text_tokens(batch)
 
-    def count(self, batches: Sequence[Batch]) -> dict[str, int]:
-        """Label tokens, or labelled samples."""
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """The weights of label tokens, or labelled samples."""
         if self._per_sample:
             return {self.term: sum(batch["_labelled_samples"] for batch in batches)}
-        return {self.term: sum(len(batch["_rows"]) for batch in batches)}
+        return {self.term: sum(batch.get("_weight_sum", len(batch["_rows"])) for batch in batches)}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sum of the weighted cross-entropy over the labelled tokens of this micro-batch."""
@@ -133,10 +136,10 @@ class TokenCrossEntropy:
         logits_NV = logits_NV.reshape(-1, logits_NV.shape[-1])
         if logits_NV.dtype != torch.float64:
             logits_NV = logits_NV.float()
-        if not self._per_sample and self._token_losses is None:
+        if "_weights" not in batch and self._token_losses is None:
             return {self.term: F.cross_entropy(logits_NV, batch["_targets"], reduction="sum")}
         token_losses = (self._token_losses or plain_token_losses)(logits_NV, batch["_targets"])
-        if self._per_sample:
+        if "_weights" in batch:
             token_losses = token_losses * batch["_weights"].to(token_losses.dtype)
         return {self.term: token_losses.sum()}
 
@@ -155,14 +158,24 @@ class ModelLoss:
         self.sums_tokens = _accepts_item_count(model)
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
-        """Nothing to add."""
+        """Nothing to add.
+
+        Raises:
+            ConfigError: Messages have weights, which the model knows nothing of.
+        """
+        if "loss_weights" in batch:
+            raise ConfigError(
+                "messages have weights other than 0 and 1, and the model's own loss takes none",
+                key="features.loss_cfg.loss_type",
+                way_out="Leave it at default.",
+            )
         return batch
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Real tokens and labels."""
         return text_tokens(batch)
 
-    def count(self, batches: Sequence[Batch]) -> dict[str, int]:
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Label tokens where the model sums them, micro-batches where it returns a mean."""
         if not self.sums_tokens:
             return {self.term: len(batches)}
@@ -174,10 +187,25 @@ class ModelLoss:
         return {self.term: output_of(model(**self._inputs(batch), **extra), "loss")}
 
 
+def _weights_per_sample(labelled: torch.Tensor, weights: torch.Tensor | None) -> Batch:
+    """What a batch is prepared with when samples count alike.
+
+    Args:
+        labelled: (samples,) labels of each.
+        weights: (n,) of the labels, one sample after the other; None: all alike.
+    """
+    own = torch.ones(int(labelled.sum()), dtype=torch.float64) if weights is None else weights
+    sample = torch.arange(len(labelled)).repeat_interleave(labelled)
+    sums = torch.zeros(len(labelled), dtype=torch.float64).index_add(0, sample, own)
+    share = own / sums.index_select(0, sample)
+    return {"_weights": share, "_labelled_samples": int((sums > 0).sum())}
+
+
 def text_tokens(batch: Batch) -> BatchTokens:
     """Tokens that are not padding, and labels, of a batch of text."""
-    mask, labels = batch.get("attention_mask"), batch["shift_labels"]
-    real = int(mask.sum()) if mask is not None else labels.numel()
+    labels = batch["shift_labels"]
+    mask = batch.get("attention_mask", batch.get("decoder_attention_mask"))
+    real = int(mask.sum()) if mask is not None else labels.numel() - batch.get("pad_tokens", 0)
     return BatchTokens(real, int((labels != IGNORED_LABEL).sum()))
 
 

@@ -123,7 +123,7 @@ class WithRouterAux:
         """As the objective counts them."""
         return self._objective.tokens(batch)
 
-    def count(self, batches: Sequence[Batch]) -> dict[str, int]:
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """The objective's, and real tokens."""
         return self._objective.count(batches) | {TERM: sum(self._objective.tokens(batch).real for batch in batches)}
 

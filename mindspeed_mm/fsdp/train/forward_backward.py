@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 class ForwardBackward(Protocol):
     """How a step's micro-batches go through the model; a pipeline schedule is another implementation."""
 
-    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, int]) -> Terms:
+    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
         """Accumulate gradients of Σ terms / denominators; returns this rank's share of each normalised term."""
         ...
 
@@ -40,7 +40,7 @@ class PlainForwardBackward:
         self._objective = objective
         self._set_gradient_sync = set_gradient_sync
 
-    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, int]) -> Terms:
+    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
         """See `ForwardBackward`."""
         totals: Terms = {}
         for index, batch in enumerate(micro_batches):

@@ -37,7 +37,7 @@ class PipelineForwardBackward:
         self._schedules: dict[int, Any] = {}
         self._waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, int]) -> Terms:
+    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
         """Accumulate gradients of Σ terms / denominators; returns this data rank's share of each normalised term, the
         same on all its stages."""
         work = Work(self._objective, micro_batches, denominators)
@@ -101,7 +101,7 @@ class PipelineForwardBackward:
         else:
             dist.recv(tensor, group=group, group_src=peer)
 
-    def _on_all_stages(self, work: Work, names: Mapping[str, int]) -> Terms:
+    def _on_all_stages(self, work: Work, names: Mapping[str, float]) -> Terms:
         """What the last stage summed, everywhere."""
         dtype = torch.float64 if self._pipeline.dtype == torch.float64 else torch.float32
         zero = torch.zeros((), dtype=dtype, device=self._device)

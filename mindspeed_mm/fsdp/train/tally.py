@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.loss.objectives import Objective
 class Tally:
     """Counts of one optimizer step over all of its micro-batches."""
 
-    counts: dict[str, int]
+    counts: dict[str, float]
     """Each loss term's denominator."""
     samples: int
     tokens: int
@@ -27,9 +27,9 @@ class Tally:
     """Modality → how many ranks hold it in this step."""
 
     @property
-    def denominators(self) -> dict[str, int]:
+    def denominators(self) -> dict[str, float]:
         """`counts`, never zero."""
-        return {name: max(count, 1) for name, count in self.counts.items()}
+        return {name: count or 1 for name, count in self.counts.items()}
 
     @classmethod
     def of(
@@ -56,14 +56,15 @@ class Tally:
         names, towers = sorted(self.counts), sorted(self.towers)
         counted = [*(self.counts[n] for n in names), *(self.towers[t] for t in towers)]
         counted += [self.samples, self.tokens, self.label_tokens]
-        vector = torch.tensor([*(number * counts_samples for number in counted), int(self.stop_requested)])
+        numbers = [*(number * counts_samples for number in counted), int(self.stop_requested)]
+        vector = torch.tensor(numbers, dtype=torch.float64)  # whole numbers are exact in it, and so are their sums
         dist.all_reduce(vector, group=group)
         *varying, samples, tokens, label_tokens, stop = vector.tolist()
         return Tally(
             counts=dict(zip(names, varying, strict=False)),
-            samples=samples,
-            tokens=tokens,
-            label_tokens=label_tokens,
+            samples=int(samples),
+            tokens=int(tokens),
+            label_tokens=int(label_tokens),
             stop_requested=bool(stop),
-            towers=dict(zip(towers, varying[len(names) :], strict=True)),
+            towers={name: int(ranks) for name, ranks in zip(towers, varying[len(names) :], strict=True)},
         )

@@ -240,7 +240,7 @@ class TrainEngine:
 
     def _evaluate(self, batches: Iterable[list[Batch]]) -> dict[str, float]:
         sums: Terms = {}
-        counts: dict[str, int] = {}
+        counts: dict[str, float] = {}
         for micro_batches in batches:
             with self.phase("validation", self.training.step_timeout_s):
                 prepared = [self.objective.prepare(batch, training=False) for batch in micro_batches]
@@ -248,7 +248,7 @@ class TrainEngine:
                     counts[name] = counts.get(name, 0) + count
                 for name, value in self.forward_backward.evaluate([self._own(batch) for batch in prepared]).items():
                     sums[name] = sums[name] + value if name in sums else value
-        means = {name: value / max(counts[name], 1) for name, value in sums.items()}
+        means = {name: value / (counts[name] or 1) for name, value in sums.items()}
         return self._read_together(means, torch.zeros((), device=self.device))[0]
 
     def _own(self, prepared: Batch) -> Batch:

@@ -42,6 +42,12 @@ def batch(seed=1, trained=((2, 5), (1, 6))):
     return {"input_ids": ids, "labels": labels, "shift_labels": shift, "sample_ids": ["a", "b"]}
 
 
+def weighted(given, seed=3):
+    """The batch with weights: fractions, zeros at labels, one sample of several messages."""
+    weights = torch.rand(given["shift_labels"].shape, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    return given | {"loss_weights": weights * (given["shift_labels"] != -100)}
+
+
 def run(loss_type, given):
     model = TinyModel()
     head = LabelledRowsHead(model.head)
@@ -56,28 +62,46 @@ def run(loss_type, given):
 def by_hand(given, per_sample):
     """Every token's −log p from full logits, then the mean over tokens, or over samples of means over tokens."""
     model = TinyModel()
-    means, tokens = [], []
+    means, total, count = [], 0.0, 0.0
     for b in given:
         log_p = F.log_softmax(model(b["input_ids"]).logits, dim=-1)
         for row, targets in enumerate(b["shift_labels"]):
-            losses = [-log_p[row, at, target] for at, target in enumerate(targets.tolist()) if target >= 0]
-            tokens += losses
-            means += [sum(losses) / len(losses)] if losses else []
-    loss = sum(means) / len(means) if per_sample else sum(tokens) / len(tokens)
+            labelled = [(at, target) for at, target in enumerate(targets.tolist()) if target >= 0]
+            weights = [b["loss_weights"][row, at].item() if "loss_weights" in b else 1.0 for at, _ in labelled]
+            summed = sum(
+                -weight * log_p[row, at, target] for weight, (at, target) in zip(weights, labelled, strict=True)
+            )
+            total, count = total + summed, count + sum(weights)
+            means += [summed / sum(weights)] if sum(weights) else []
+    loss = sum(means) / len(means) if per_sample else total / count
     loss.backward()
     return model, loss
 
 
+@pytest.mark.parametrize("weigh", [False, True])
 @pytest.mark.parametrize(
     ("loss_type", "per_sample"), [("default", False), ("per_token_loss", False), ("per_sample_loss", True)]
 )
-def test_cross_entropy_equals_the_formula(loss_type, per_sample):
+def test_cross_entropy_equals_the_formula(loss_type, per_sample, weigh):
     given = [batch(1), batch(2, trained=((0, 2), (3, 7)))]
+    given = [weighted(given[0]), given[1]] if weigh else given  # beside a micro-batch without weights
     model, _, loss = run(loss_type, given)
     reference, expected = by_hand(given, per_sample)
     assert abs(loss.item() - expected.item()) < 1e-14
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert (ours.grad - theirs.grad).abs().max() < 1e-14
+
+
+def test_weights_matter_and_a_sum_below_one_is_a_denominator_like_any():
+    given = [weighted(batch())]
+    assert abs(run("default", given)[2].item() - run("default", [batch()])[2].item()) > 1e-3
+    small = [given[0] | {"loss_weights": given[0]["loss_weights"] * 0.01}]
+    assert abs(run("default", small)[2].item() - run("default", given)[2].item()) < 1e-7  # fp32 weights
+
+
+def test_the_models_own_loss_takes_no_weights():
+    with pytest.raises(ConfigError, match="weights other than 0 and 1"):
+        run("raw", [weighted(batch())])
 
 
 def test_per_sample_and_per_token_differ_on_uneven_masks():
