@@ -21,6 +21,10 @@ from mindspeed_mm.core.errors import MMError
 ATTENTION_NAME = "mm_varlen"
 """Never with "flash" in it: transformers would look for a kernel of that name."""
 
+PADDING_KEY = "pad_tokens"
+BORDER_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", PADDING_KEY)
+"""What a packed row tells of its documents; the last of them is `pad_tokens` long and only fills it up."""
+
 
 class AttentionError(MMError):
     """Attention was called in a way that would mix documents, or that it does not know."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mm.fsdp.ops.attention import PADDING_KEY
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
 
 
@@ -15,7 +16,8 @@ class RealTokens:
     again in the backward pass see the same.
 
     Args:
-        model: Called with `attention_mask` (B, L), 1 for tokens and 0 for padding, or without one.
+        model: Called with `attention_mask` (B, L), 1 for tokens and 0 for padding; with a packed row (1, T) and
+            `pad_tokens`, how many at its end are padding; or with rows that have none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,10 +36,19 @@ class RealTokens:
         return self._mask_T
 
     def _look(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
+        mask = _mask_of(kwargs)
         self._mask_T = None
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        if mask is None:
             return
         share = kwargs.get(CONTEXT_KEY)
         own = share.take(mask, 1) if isinstance(share, ContextShare) else mask
         self._mask_T = own.reshape(-1) != 0
+
+
+def _mask_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """(B, L) of a call; None where nothing is padding."""
+    mask, padding = kwargs.get("attention_mask"), kwargs.get(PADDING_KEY, 0)
+    if padding:
+        ids = kwargs["input_ids"]
+        return (torch.arange(ids.shape[1], device=ids.device) < ids.shape[1] - padding)[None]
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None

@@ -32,6 +32,7 @@ from mindspeed_mm.fsdp.models.experts_choice import choose_experts
 from mindspeed_mm.fsdp.models.lora import LoraReport, apply_lora, initialize_lora, lora_of
 from mindspeed_mm.fsdp.models.materialize import materialize
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
+from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
@@ -139,7 +140,8 @@ def assemble(
 
 
 def build_model(arguments: Arguments) -> nn.Module:
-    """The model on one device, without values, with its adapters and the experts that the configuration chooses."""
+    """The model on one device, without values, with its adapters and the experts that the configuration chooses, ready
+    for packed rows where there are any."""
     param_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
     model = ModelHub.build(arguments.model, param_dtype=param_dtype, feature_args=arguments.features)
     if arguments.training.lora.enable:
@@ -148,7 +150,14 @@ def build_model(arguments: Arguments) -> nn.Module:
     leave_router_loss_to_us(model)
     grouped, skip_padding = arguments.model.use_grouped_expert_matmul, arguments.features.skip_moe_pad_tokens
     choose_experts(model, grouped=grouped, skip_padding=skip_padding)
+    if packs_rows(arguments):
+        apply_packed_rows(model, attention=arguments.model.attn_implementation)
     return model
+
+
+def packs_rows(arguments: Arguments) -> bool:
+    """Whether samples share rows; data sets of generators and of plugins may not know the key."""
+    return getattr(arguments.data.dataset_param.basic_parameters, "packs", False)
 
 
 def is_generator(model: nn.Module) -> bool:

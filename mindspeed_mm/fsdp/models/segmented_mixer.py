@@ -1,0 +1,90 @@
+"""Layers that carry a state from token to token, over a packed row: document by document, as if each were alone.
+
+Documents of one length, or nearly so, are computed at once; what fills the shorter ones up stands behind them, where a
+causal layer does not look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
+
+from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, check_borders
+
+
+class SegmentedForward:
+    """Stands for a layer's `forward`; calls without borders go through.
+
+    Args:
+        mixer: Called with `hidden_states` (1, T, C) by name, returns (1, T, C) or a tuple that begins with it.
+    """
+
+    def __init__(self, mixer: nn.Module) -> None:
+        self._forward = mixer.forward
+        self._known: tuple[Tensor, list[int]] | None = None
+        """Borders, and the same on the host: layers of a pass share them, reading them waits for the device."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output for a packed row."""
+        borders = kwargs.get("cu_seq_lens_q")
+        if borders is None:
+            return self._forward(*args, **kwargs)
+        hidden_1TC = args[0] if args else kwargs["hidden_states"]
+        places = self._on_host(borders)
+        check_borders(places, hidden_1TC[:, None])
+        own = {name: value for name, value in kwargs.items() if name not in BORDER_KEYS}
+        lengths = [stop - start for start, stop in pairwise(places)]
+        pieces: dict[int, Any] = {}
+        for bucket in buckets(lengths, waste_on(hidden_1TC.device)):
+            spans = [(places[document], places[document + 1]) for document in bucket]
+            inputs = tree_map_only(Tensor, lambda tensor: _cut(tensor, hidden_1TC.shape[1], spans), (args, own))  # noqa: B023 (used at once)
+            output = self._forward(*inputs[0], **inputs[1])
+            first = output[0] if isinstance(output, tuple) else output
+            for row, document in enumerate(bucket):
+                pieces[document] = first[row, : lengths[document]]
+        joined = torch.cat([pieces[document] for document in sorted(pieces)])[None]
+        return (joined, *output[1:]) if isinstance(output, tuple) else joined
+
+    def _on_host(self, borders: Tensor) -> list[int]:
+        if self._known is None or self._known[0] is not borders:
+            self._known = borders, borders.tolist()
+        return self._known[1]
+
+
+def waste_on(device: torch.device) -> float:
+    """Most padding of a batch of documents, of its real tokens: an accelerator gains by computing more of them at once,
+    a CPU does not."""
+    return 0.0 if device.type == "cpu" else 0.25
+
+
+def buckets(lengths: Sequence[int], waste: float) -> list[list[int]]:
+    """Documents that are computed at once, by their numbers; empty ones are left out.
+
+    Args:
+        lengths: Tokens of each.
+        waste: Most padding, of the real tokens of a bucket.
+    """
+    found: list[list[int]] = []
+    tokens = 0
+    for document in sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n]):
+        longest = lengths[found[-1][0]] if found else 0
+        tokens += lengths[document]
+        if found and longest * (len(found[-1]) + 1) <= (1 + waste) * tokens:
+            found[-1].append(document)
+        else:
+            found.append([document])
+            tokens = lengths[document]
+    return found
+
+
+def _cut(tensor: Tensor, length: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """(documents, longest, …) of (1, length, …); other tensors stay."""
+    if tensor.dim() < 2 or tensor.shape[:2] != (1, length):
+        return tensor
+    return pad_sequence([tensor[0, start:stop] for start, stop in spans], batch_first=True)
