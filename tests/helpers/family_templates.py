@@ -326,8 +326,8 @@ GPT_OSS = """\
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {%- if message.tool_calls -%}
-{%- if message.thinking -%}
-{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' -}}
+{%- if message.thinking or message.content -%}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (message.thinking or message.content) + '<|end|>' -}}
 {%- endif -%}
 {%- set call = message.tool_calls[0].function -%}{%- set called.name = call.name -%}
 {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' -}}

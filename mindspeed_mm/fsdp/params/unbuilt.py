@@ -17,7 +17,6 @@ _DATASET: dict[str, tuple[Any, ...]] = {
     "basic_parameters.async_preprocess": (False,),
     "basic_parameters.mix": (None,),
     "basic_parameters.stage": ("sft", "pretrain"),
-    "preprocess_parameters.split_special_tokens": (False,),
 }
 """Keys of the built-in datasets; a plugin's dataset may act on more of them."""
 

@@ -143,36 +143,21 @@ class SampleEncoder:
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 
-    def outline(self, sample: Sample) -> Outline:
-        """What `encode` makes of a sample (of a preference row: of its better answer), without decoding media.
+    def outline(self, sample: Sample) -> Outline | tuple[Outline, Outline]:
+        """What `encode` makes of a sample, without decoding media; of a preference row, of both answers.
 
         Raises:
-            DataError: As `encode`.
+            DataError: As `encode`, except that the label mask is not checked.
         """
         try:
             if sample.text is not None:
                 ids, full = self._document(sample)
                 weights = np.ones(len(ids), dtype=np.float32)
                 return Outline(sample.text, ids, ids, weights, [], [], SampleSize(len(ids), 0), full, 0)
-            sizes = self._sizes(sample)
-            end, full = self._fitting(sample, expansions := self._expansions_of_sizes(sample, sizes))
-            turns = self._turns(sample, end, expansions)
-            size = SampleSize(len(turns.ids), _patches(sample, end, sizes))
-            return Outline(self._tokens.shown(turns.text), *turns[1:], sizes, size=size, full_tokens=full, messages=end)
+            chosen = self._outline_conversation(sample)
+            return chosen if sample.rejected is None else (chosen, self._outline_conversation(sample.rejected))
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
-
-    def words(self, sample: Sample, outline: Outline) -> dict[int, Span]:
-        """Message → the tokens of what it says, in an outlined conversation; for messages that the chat template does
-        not change."""
-        end = outline.messages
-        expansions = self._expansions_of_sizes(sample, outline.media_sizes)
-        text, words = self._rendering.words(self._messages(sample, end), self._tokens.protect(sample.tools))
-        placed, encoding = self._tokenised(sample, end, text, expansions)
-        places = self._places.token_places(placed, encoding)
-        return {
-            message: _behind_media(token_span(encoding, placed.moved(span)), places) for message, span in words.items()
-        }
 
     # --- documents ---------------------------------------------------------------------------------------------------
 
@@ -221,6 +206,13 @@ class SampleEncoder:
         self._check_mask(turns, sample, end)
         kept = features[: _count_media(sample, end)]
         return _encoded(sample, turns.ids, turns.labels, kept, shrunk=True, weights=_fractions(turns))
+
+    def _outline_conversation(self, sample: Sample) -> Outline:
+        sizes = self._sizes(sample)
+        end, full = self._fitting(sample, expansions := self._expansions_of_sizes(sample, sizes))
+        turns = self._turns(sample, end, expansions)
+        size = SampleSize(len(turns.ids), _patches(sample, end, sizes))
+        return Outline(self._tokens.shown(turns.text), *turns[1:], sizes, size=size, full_tokens=full, messages=end)
 
     def _measure_conversation(self, sample: Sample) -> SampleSize:
         sizes = self._sizes(sample)
@@ -363,13 +355,6 @@ def _with_media(
         spans.append((length - len(item_ids), length))
         position = last
     return np.concatenate([*id_pieces, ids[position:]]), np.concatenate([*weight_pieces, weights[position:]]), spans
-
-
-def _behind_media(tokens: Span, places: list[tuple[Span, np.ndarray]]) -> Span:
-    """Where tokens stand once the media are put in."""
-    before = [(end, len(ids) - (end - first)) for (first, end), ids in places]
-    first, end = (t + sum(grown for border, grown in before if border <= t) for t in tokens)
-    return first, end
 
 
 def at_place(error: DataError, where: str) -> DataError:

@@ -105,16 +105,6 @@ class ChatTemplate:
         text = self._render(prepared, tools=tools)
         return text, self._finder.find(prepared, [i for i, flag in enumerate(wanted) if flag], text, tools=tools)
 
-    def words(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
-    ) -> tuple[str, dict[int, Span]]:
-        """The text, and where the words of each message stand in it (for messages that the template does not change):
-        for people to look at."""
-        prepared = self._for_template(messages)
-        text = self._render(prepared, tools=tools)
-        borders = self._finder.borders(prepared, text, tools=tools)
-        return text, {i: (where.first, where.last) for i, where in borders.items()}
-
     def _render(self, messages: list[Message], add_generation_prompt: bool = False, **context: Any) -> str:
         try:
             rendered, _ = self._render_jinja(
