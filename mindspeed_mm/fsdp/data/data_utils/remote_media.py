@@ -85,7 +85,7 @@ def _address(parts: urllib.parse.SplitResult, url: str, url_roots: Sequence[str]
     except (OSError, UnicodeError) as error:
         raise DataError(f"'{url[:100]}' cannot be fetched: {error}", way_out=_WAY_OUT) from error
     addresses = [str(entry[4][0]) for entry in found]
-    is_ours = any(url.startswith(root) for root in url_roots)
+    is_ours = any(_lies_in(parts, root) for root in url_roots)
     private = [address for address in addresses if not _is_public(address)]
     if private and not is_ours:
         raise DataError(
@@ -94,6 +94,13 @@ def _address(parts: urllib.parse.SplitResult, url: str, url_roots: Sequence[str]
             way_out="List the beginning of the URL in media_roots if the host is yours.",
         )
     return addresses[0]
+
+
+def _lies_in(parts: urllib.parse.SplitResult, url_root: str) -> bool:
+    """Whether a URL begins with another: by its parts, for `http://10.0.0.5` also begins `http://10.0.0.5.example`."""
+    root = urllib.parse.urlsplit(url_root)
+    is_same_host = (parts.scheme, parts.netloc.lower()) == (root.scheme, root.netloc.lower())
+    return is_same_host and parts.path.startswith(root.path) and ".." not in parts.path.split("/")
 
 
 def _is_public(address: str) -> bool:
