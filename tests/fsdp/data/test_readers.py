@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import pickle
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.readers import open_reader
+from mindspeed_mm.fsdp.data.data_utils.readers import file_facts, open_reader, open_stream, stream_facts
 
 ROWS = [{"a": 1, "t": "é中😀"}, {"a": 2, "t": 'x"]},{'}, {"a": 3, "t": "\\n"}]
 
@@ -46,8 +51,7 @@ def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path: Path) ->
 def test_the_file_is_not_held_in_memory(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_bytes(lines([{"t": "x" * 10_000}] * 100))
     reader = open_reader(tmp_path / "r.jsonl")
-    held = sum(getattr(value, "nbytes", 0) for value in vars(reader).values())
-    assert held <= 100 * 24
+    assert len(pickle.dumps(reader)) <= 100 * 24 + 2000
 
 
 @pytest.mark.parametrize(
@@ -61,21 +65,108 @@ def test_the_file_is_not_held_in_memory(tmp_path: Path) -> None:
         ('{"a": "\u00e9"}'.encode("latin-1"), "byte 7 of the row is not UTF-8 (0xe9)"),
         (b'{"a": "\\ud800"}', "lone surrogate"),
         (b"[1, 2]", "not an object"),
+        (b'{"a": 1} {"a": 2}', "broken JSON"),
     ],
-    ids=["cut", "nan", "twice", "digits", "deep", "latin-1", "surrogate", "list"],
+    ids=["cut", "nan", "twice", "digits", "deep", "latin-1", "surrogate", "list", "two"],
 )
-def test_a_broken_row_is_named_and_the_others_are_read(tmp_path: Path, row: bytes, message: str) -> None:
-    (tmp_path / "r.jsonl").write_bytes(lines(ROWS[:1]) + b"\n" + row + b"\n" + lines(ROWS[2:]))
-    reader = open_reader(tmp_path / "r.jsonl")
+@pytest.mark.parametrize("name", ["r.jsonl", "r.json"])
+def test_a_broken_row_is_named_and_the_others_are_read(tmp_path: Path, name: str, row: bytes, message: str) -> None:
+    before, after = lines(ROWS[:1]), lines(ROWS[2:])
+    if name == "r.json":
+        row = row.replace(b"[1, 2", b"[1, 2x]}") if row.endswith(b"2") else row  # unclosed, it would hide what follows
+        (tmp_path / name).write_bytes(b"[" + before + b",\n" + row + b" , " + after + b"]")
+    else:
+        (tmp_path / name).write_bytes(before + b"\n" + row + b"\n" + after)
+    reader = open_reader(tmp_path / name)
     with pytest.raises(DataError) as caught:
         reader.read(1)
-    assert "r.jsonl:2" in str(caught.value)
+    assert f"{name}:2" in str(caught.value)
     assert message in str(caught.value)
     assert reader.read(2) == ROWS[2]
 
 
+@pytest.mark.parametrize("block", [1, 2, 7, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_elements_of_any_list_are_found_whatever_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, seed: int
+) -> None:
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.json_reader._BLOCK_BYTES", block)
+    draw = random.Random(seed)
+    words = ['"', "\\", '\\"', "]", "[", "},{", ",", "é😀", "\n", ""]
+
+    def value(depth: int) -> Any:
+        kind = draw.choice(["text", "list", "object", "number"] if depth else ["text", "number"])
+        if kind == "text":
+            return "".join(draw.choices(words, k=draw.randrange(6)))
+        if kind == "number":
+            return draw.choice([-1.5e-7, 0, None, True])
+        items = [value(depth - 1) for _ in range(draw.randrange(3))]
+        return items if kind == "list" else {f"{i}\\": item for i, item in enumerate(items)}
+
+    rows = [{"row": value(3)} for _ in range(draw.randrange(1, 9))]
+    for name, content in (
+        ("r.json", json.dumps(rows, indent=draw.choice([None, 2]), ensure_ascii=draw.random() < 0.5)),
+        ("r.jsonl", "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)),
+    ):
+        (tmp_path / name).write_text(content)
+        reader = open_reader(tmp_path / name)
+        assert [reader.read(i) for i in range(len(reader))] == rows
+        assert [json.loads(reader.raw(i)) for i in range(len(reader))] == rows
+
+
+def test_a_stream_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.json_reader._BLOCK_BYTES", 100)
+    rows = [{"row": number, "text": "x" * (number % 40)} for number in range(50)]
+    (tmp_path / "r.jsonl").write_bytes(b"\xef\xbb\xbf\n" + lines(rows, "\r\n"))
+    stream = open_stream(tmp_path / "r.jsonl")
+    read = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: read.append(at + size) or pread(file, size, at))
+    assert stream.has(3)
+    assert stream.read(3) == rows[3]
+    assert str(stream.place(3)) == "r.jsonl:5"
+    assert max(read) < 500
+    assert stream_facts(stream).keys() == {"name", "bytes", "changed_ns"}
+    stream = pickle.loads(pickle.dumps(stream))
+    assert stream.has(49)
+    assert not stream.has(50)
+    assert [stream.read(i) for i in range(50)] == rows
+    assert stream.raw(7) == json.dumps(rows[7]).encode()
+
+
+@pytest.mark.parametrize("name", ["r.json", "r.jsonl", "r.csv"])
+def test_what_cannot_be_streamed_is_opened_as_a_whole(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("a\n1\n2\n" if name == "r.csv" else '[{"a": "1"}, {"a": "2"}]')
+    stream = open_stream(tmp_path / name, name="mine")
+    assert [stream.has(i) for i in range(3)] == [True, True, False]
+    assert stream.read(1) == {"a": "2"}
+    assert str(stream.place(1)) == "mine:2"
+
+
+def test_content_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r.jsonl").write_bytes(lines(ROWS))
+    hashed = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(1) or digest(*args))
+    first = [file_facts(open_reader(tmp_path / "r.jsonl")) for _ in range(2)]
+    assert first[0] == first[1]
+    assert hashed == [1]
+    (tmp_path / "r.jsonl").write_bytes(lines(ROWS).replace(b'"a": 1', b'"a": 7'))
+    os.utime(tmp_path / "r.jsonl", ns=(1, 1))
+    assert file_facts(open_reader(tmp_path / "r.jsonl"))["sha256"] != first[0]["sha256"]
+
+
+def test_rows_of_a_csv_have_the_headers_cells(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text("a,b\n1,2\n3\n4,5,6\n7,8\n")
+    reader = open_reader(tmp_path / "r.csv")
+    assert reader.read(3) == {"a": "7", "b": "8"}
+    for index in (1, 2):
+        with pytest.raises(DataError, match=rf"r.csv:{index + 1} .*does not have the header's 2 cells"):
+            reader.read(index)
+
+
 def test_a_row_above_the_cap_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.readers.MAX_ROW_BYTES", 50)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.json_reader.MAX_ROW_BYTES", 50)
     (tmp_path / "r.jsonl").write_bytes(lines([{"t": "x" * 60}]))
     with pytest.raises(DataError, match="more than 50"):
         open_reader(tmp_path / "r.jsonl").read(0)
@@ -89,9 +180,10 @@ def test_a_row_above_the_cap_is_refused_unread(tmp_path: Path, monkeypatch: pyte
         ("r.json", b"[]", "no rows"),
         ("r.jsonl", b"\n\n", "no rows"),
         ("r.json", b'[{"a": 1}, {"a": 2', "r.json:2"),
-        ("r.json", b'[{"a": 1} {"a": 2}]', "expected ',' or ']'"),
+        ("r.json", b'[{"a": "}]', "r.json:1"),
+        ("r.json", b'[{"a": 1}] [{"a": 2}]', "comes after its ']'"),
+        ("r.jsonl", b"[1, 2]\n[3, 4]\n", "comes after its ']'"),
         ("r.json", b'{\n "data": []\n}', "neither a list"),
-        ("r.json", b'["\xe9"]', "byte 2 is not UTF-8"),
         ("r.txt", b"hello", "'.txt' files are not read"),
         ("r.csv", b"a,b\n", "no rows"),
         ("r.parquet", b"PAR1 cut off", "cannot be read as parquet"),

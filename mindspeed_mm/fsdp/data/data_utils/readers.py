@@ -5,23 +5,15 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import mmap
-import os
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.json_reader import MAX_ROW_BYTES, JsonReader, LineStream, how_it_starts
 from mindspeed_mm.fsdp.data.data_utils.sample import Place
 
-MAX_ROW_BYTES = 64 * 2**20
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-_BOM = b"\xef\xbb\xbf"
-_SPACE = b" \t\r\n"
-_SCAN_BYTES = 16 * 2**20
 _HASHED_BYTES = 2**30
 
 
@@ -55,22 +47,29 @@ def open_reader(path: Path, cache_dir: str | None = None, name: str | None = Non
     Raises:
         DataError: The file is missing, empty, of another kind, or broken as a whole.
     """
+    check_file(path)
+    reader: RowReader
+    if path.suffix == ".parquet":
+        reader = ParquetReader(path, cache_dir, name)
+    elif path.suffix == ".csv":
+        reader = CsvReader(path, name)
+    else:
+        reader = JsonReader(path, name)
+    if not len(reader):
+        raise DataError("the file holds no rows", where=str(path))
+    return reader
+
+
+def check_file(path: Path) -> None:
+    """Raise `DataError` when a file is missing, empty or of another kind."""
     if not path.is_file():
         raise DataError("the file is missing", where=str(path), key="data.dataset_param.basic_parameters.dataset")
     if path.stat().st_size == 0:
         raise DataError("the file is empty", where=str(path))
-    if path.suffix == ".parquet":
-        return ParquetReader(path, cache_dir, name)
-    if path.suffix == ".csv":
-        return CsvReader(path, name)
-    if path.suffix not in (".json", ".jsonl"):
+    if path.suffix not in SUFFIXES:
         raise DataError(
             f"'{path.suffix}' files are not read", where=str(path), way_out=f"Use one of {', '.join(SUFFIXES)}."
         )
-    reader = JsonReader(path, name)
-    if not len(reader):
-        raise DataError("the file holds no rows", where=str(path))
-    return reader
 
 
 def file_facts(reader: RowReader) -> dict[str, Any]:
@@ -89,169 +88,58 @@ def _content_hash(path: Path, size: int, changed_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class JsonReader:
-    """A list of objects, or an object per line, whichever the file holds.
+class RowStream(Protocol):
+    """Rows of one file that are found while they are asked for."""
 
-    Only the byte span of each row is kept (16 bytes a row); a row is parsed when it is asked for.
-    """
+    path: Path
+    name: str
 
-    def __init__(self, path: Path, name: str | None = None) -> None:
-        self.path, self.name = path, name or path.name
-        self._file: tuple[int, int] | None = None  # (process id, descriptor): every worker opens its own
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            start = len(_BOM) if data[: len(_BOM)] == _BOM else 0
-            is_list = re.compile(rb"\s*\[").match(data, start) is not None
-            spans = _list_spans(bytes(data), start, path) if is_list else _line_spans(data, start, path)
-        self._starts, self._ends, self._rows = spans
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def place(self, index: int) -> Place:
-        """Line (or number, in a list) of the row."""
-        return Place(self.name, int(self._rows[index]))
+    def has(self, index: int) -> bool:
+        """Whether there is a row `index`; reads on until it is found or the file has ended."""
 
     def read(self, index: int) -> dict[str, Any]:
-        """Parse row `index`."""
-        return parse_row(self.raw(index), str(self.place(index)))
+        """Row `index`, which there is."""
 
     def raw(self, index: int) -> bytes:
-        """The row's text."""
-        start, size = int(self._starts[index]), int(self._ends[index] - self._starts[index])
-        if size > MAX_ROW_BYTES:
-            raise DataError(f"the row has {size} bytes, more than {MAX_ROW_BYTES}", where=str(self.place(index)))
-        return os.pread(self._descriptor(), size, start)
+        """What tells the content of row `index` from another's."""
 
-    def _descriptor(self) -> int:
-        if self._file is None or self._file[0] != os.getpid():
-            self._file = (os.getpid(), os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
-        return self._file[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_file": None}
+    def place(self, index: int) -> Place:
+        """Where the row stands."""
 
 
-Spans = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Byte start, byte end and number of each row."""
+def open_stream(path: Path, cache_dir: str | None = None, name: str | None = None) -> RowStream:
+    """The rows of a file from its beginning on; of a file with an object per line nothing is read yet.
 
-
-def _line_spans(data: mmap.mmap, start: int, path: Path) -> Spans:
-    """Spans of the lines that are not blank."""
-    breaks = _newlines(data, start)
-    starts = np.concatenate([[start], breaks + 1])
-    ends = np.concatenate([breaks, [len(data)]])
-    lines = np.arange(1, len(starts) + 1)
-    short = ends - starts < 8  # only these can be blank in a sane file; longer blank lines fail to parse, by number
-    keep = np.ones(len(starts), dtype=bool)
-    for i in np.flatnonzero(short):
-        keep[i] = bool(data[int(starts[i]) : int(ends[i])].strip(_SPACE))
-    starts, ends, lines = starts[keep], ends[keep], lines[keep]
-    if len(starts) and path.suffix == ".json":
-        _check_object_per_line(data[int(starts[0]) : int(ends[0])], path)
-    return starts, ends, lines
-
-
-def _newlines(data: mmap.mmap, start: int) -> np.ndarray:
-    """Offsets of the line breaks at or after `start`."""
-    found = [np.zeros(0, dtype=np.int64)]
-    for begin in range(start, len(data), _SCAN_BYTES):
-        block = np.frombuffer(data[begin : begin + _SCAN_BYTES], dtype=np.uint8)
-        found.append(np.flatnonzero(block == ord("\n")) + begin)
-    return np.concatenate(found)
-
-
-def _check_object_per_line(first: bytes, path: Path) -> None:
-    if first.lstrip()[:1] != b"{" or not first.rstrip().endswith(b"}"):
-        raise DataError(
-            "the file holds neither a list of objects nor an object per line",
-            where=f"{path.name}:1",
-            way_out="Write a JSON list, or one object per line.",
-        )
-
-
-def _list_spans(data: bytes, start: int, path: Path) -> Spans:
-    """Spans of the elements of a JSON list: the file is parsed once, and only the spans are kept."""
-    try:
-        text = data[start:].decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"byte {start + error.start} is not UTF-8", where=str(path)) from error
-    decoder, spans = json.JSONDecoder(), list[tuple[int, int]]()
-    space = re.compile(r"[ \t\r\n]*")
-    position = space.match(text, text.index("[") + 1).end()  # type: ignore[union-attr]
-    byte, counted = start + position if text.isascii() else start + len(text[:position].encode()), position
-    while text[position : position + 1] != "]":
-        try:
-            _, end = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            raise _broken_list(len(spans) + 1, error, path) from error
-        byte += len(text[counted:position].encode())
-        size = len(text[position:end].encode())
-        spans.append((byte, byte + size))
-        byte, counted = byte + size, end
-        position = space.match(text, end).end()  # type: ignore[union-attr]
-        if text[position : position + 1] == ",":
-            position = space.match(text, position + 1).end()  # type: ignore[union-attr]
-        elif text[position : position + 1] != "]":
-            raise _broken_list(len(spans) + 1, ValueError("expected ',' or ']'"), path)
-    pairs = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1], np.arange(1, len(pairs) + 1)
-
-
-def _broken_list(row: int, error: Exception, path: Path) -> DataError:
-    return DataError(
-        f"the JSON list breaks off: {_reason(error)}",
-        where=f"{path.name}:{row}",
-        way_out="Repair the file; one object per line (.jsonl) survives a cut file.",
-    )
-
-
-def parse_row(data: bytes, where: str) -> dict[str, Any]:
-    """One JSON object, strictly: no NaN, no duplicate keys, no lone surrogates.
+    Args:
+        path: The file.
+        cache_dir: For the Arrow copy of a parquet file.
+        name: What to call the file; None: by its name.
 
     Raises:
-        DataError: Naming the byte or the fault.
+        DataError: As `open_reader`; that a file holds no rows is found when the first is asked for.
     """
-    try:
-        text = data.decode("utf-8")
-        row = _DECODER.decode(text)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"byte {error.start} of the row is not UTF-8 (0x{data[error.start]:02x})", where=where
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"broken JSON: {_reason(error)}", where=where) from error
-    if not isinstance(row, dict):
-        raise DataError(f"the row is a {type(row).__name__}, not an object", where=where)
-    if b"\\u" in data and _has_lone_surrogate(row):
-        raise DataError("the row holds a lone surrogate (half a character)", where=where)
-    return row
+    check_file(path)
+    if path.suffix == ".jsonl" and not how_it_starts(path)[1]:
+        return LineStream(path, name)
+    return WholeStream(open_reader(path, cache_dir, name))
 
 
-def _reason(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+def stream_facts(stream: RowStream) -> dict[str, Any]:
+    """Name, size and time of change of a file: what tells it from another without reading it."""
+    status = stream.path.stat()
+    return {"name": stream.name, "bytes": status.st_size, "changed_ns": status.st_mtime_ns}
 
 
-def _has_lone_surrogate(row: dict[str, Any]) -> bool:
-    try:
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+class WholeStream:
+    """A file that can only be opened as a whole, read like a stream."""
 
+    def __init__(self, reader: RowReader) -> None:
+        self.path, self.name, self._reader = reader.path, reader.name, reader
+        self.read, self.raw, self.place = reader.read, reader.raw, reader.place
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key '{next(n for n in names if names.count(n) > 1)}'")
-    return row
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    def has(self, index: int) -> bool:
+        """Whether there is a row `index`."""
+        return index < len(self._reader)
 
 
 class CsvReader:
@@ -267,8 +155,6 @@ class CsvReader:
                 self.columns = dict.fromkeys(table.fieldnames or (), "text")
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"cannot be read as CSV: {error}", where=str(path)) from error
-        if not self._table:
-            raise DataError("the file holds no rows", where=str(path))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -301,8 +187,6 @@ class ParquetReader:
     def __init__(self, path: Path, cache_dir: str | None = None, name: str | None = None) -> None:
         self.path, self.name, self._cache_dir = path, name or path.name, cache_dir
         self._table = self._open()
-        if not len(self):
-            raise DataError("the file holds no rows", where=str(path))
 
     def _open(self) -> Any:
         import datasets  # heavy, and only parquet needs it
