@@ -284,8 +284,12 @@ class _Check:
 
 
 def check_plans(model: Any, arguments: Arguments) -> None:
-    """The model can be split and its sequences can be spread as the plan says. Raises `ConfigError`."""
+    """The model can be split, its sequences spread and packed as the plan says. Raises `ConfigError`."""
     parallel = arguments.parallel
+    if getattr(arguments.data.dataset_param.basic_parameters, "packs", False):
+        from mindspeed_mm.fsdp.models.packed_rows import check_packed_rows
+
+        check_packed_rows(model, attention=arguments.model.attn_implementation)
     whole_towers = check_towers_plan(model, parallel)
     if parallel.tensor_parallel_size > 1:
         from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import resolve_tensor_plan

@@ -46,16 +46,13 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
     Raises:
         ConfigError: The model would mix documents, or nobody knows.
     """
-    mixers = find_mixers(model)
-    problems = [*packing_problems(model, has_mixers=bool(mixers)), *attention_problems(attention)]
-    if problems:
-        raise ConfigError(f"{type(model).__name__} cannot keep samples of one row apart", problems=problems)
+    check_packed_rows(model, attention=attention)
     if _is_of_transformers(model):
         if model.config._attn_implementation not in _KNOW_BORDERS:  # type: ignore[union-attr]
             model.set_attn_implementation(register_attention())  # type: ignore[operator]
         for name in _models_beside_the_decoder(model):
             model.get_submodule(name).register_forward_pre_hook(leave_borders_out, with_kwargs=True)
-    for mixer in mixers:
+    for mixer in find_mixers(model):
         mixer.forward = SegmentedForward(mixer)  # type: ignore[method-assign]
     if (marks := image_blocks_key(model)) is not None:
         model.register_forward_pre_hook(_BlockMasks(model, marks), with_kwargs=True)
@@ -65,8 +62,16 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def packing_problems(model: nn.Module, *, has_mixers: bool) -> Iterator[Problem]:
-    """Why a model cannot take packed rows. It needs its class and configuration only."""
+def check_packed_rows(model: nn.Module, *, attention: str | None = None) -> None:
+    """Raise `ConfigError` for what `apply_packed_rows` refuses; the model stays as it is."""
+    problems = [*packing_problems(model), *attention_problems(attention)]
+    if problems:
+        raise ConfigError(f"{type(model).__name__} cannot keep samples of one row apart", problems=problems)
+
+
+def packing_problems(model: nn.Module) -> Iterator[Problem]:
+    """Why a model cannot take packed rows."""
+    has_mixers = bool(find_mixers(model))
     config: Any = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())

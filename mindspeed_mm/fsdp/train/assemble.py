@@ -84,7 +84,12 @@ class Assembled:
 
 
 def assemble(
-    arguments: Arguments, device: torch.device, *, weights: Path | None = None, load_weights: bool = True
+    arguments: Arguments,
+    device: torch.device,
+    *,
+    weights: Path | None = None,
+    load_weights: bool = True,
+    packs: bool = False,
 ) -> Assembled:
     """Build, shard and load the model that the configuration names.
 
@@ -93,12 +98,15 @@ def assemble(
         device: Where the parameters live.
         weights: Folder of weights other than `model.model_name_or_path` (`training.load` with a Hugging Face folder).
         load_weights: False leaves the parameters without values: a checkpoint will fill them.
+        packs: Prepare the model for packed rows even where the configuration asks for none.
 
     Raises:
         ConfigError: A pattern of the plan matches nothing.
         ModelFolderError: Weights are missing, left over or of another shape.
     """
     model = build_model(arguments)
+    if packs or packs_rows(arguments):
+        apply_packed_rows(model, attention=arguments.model.attn_implementation)
     spec = resolve_spec(model)
     is_cut = arguments.parallel.pipeline_parallel_size > 1
     pipeline = split_into_stages(model, arguments.parallel, get_parallel_state()) if is_cut else None
@@ -140,8 +148,7 @@ def assemble(
 
 
 def build_model(arguments: Arguments) -> nn.Module:
-    """The model on one device, without values, with its adapters and the experts that the configuration chooses, ready
-    for packed rows where there are any."""
+    """The model on one device, without values, with its adapters and the experts that the configuration chooses."""
     param_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
     model = ModelHub.build(arguments.model, param_dtype=param_dtype, feature_args=arguments.features)
     if arguments.training.lora.enable:
@@ -150,8 +157,6 @@ def build_model(arguments: Arguments) -> nn.Module:
     leave_router_loss_to_us(model)
     grouped, skip_padding = arguments.model.use_grouped_expert_matmul, arguments.features.skip_moe_pad_tokens
     choose_experts(model, grouped=grouped, skip_padding=skip_padding)
-    if packs_rows(arguments):
-        apply_packed_rows(model, attention=arguments.model.attn_implementation)
     return model
 
 

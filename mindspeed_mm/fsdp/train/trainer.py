@@ -85,6 +85,9 @@ class TrainOptions(ResumeOptions):
     """Build everything, run nothing."""
     progress_to_stderr: bool = False
     """Leave stdout to the result."""
+    packs: bool | None = None
+    """Put the samples of a micro-batch into one row, or each into its own, whatever the configuration says: to compare
+    the two."""
 
 
 class Trainer:
@@ -139,7 +142,13 @@ class Trainer:
             return None
         with self._setup("building the model"):
             weights = resume.weights or self._base_of_adapters()
-            assembled = assemble(self.arguments, self.device, weights=weights, load_weights=resume.checkpoint is None)
+            assembled = assemble(
+                self.arguments,
+                self.device,
+                weights=weights,
+                load_weights=resume.checkpoint is None,
+                packs=bool(self.options.packs),
+            )
             optimizer = build_optimizer(assembled.model, self.arguments.training)
             ema = Ema(assembled.model, self.arguments.training.ema) if self.arguments.training.ema.enable else None
         with self._setup("loading the checkpoint"):
@@ -241,9 +250,12 @@ class Trainer:
         sections = [section for section in (data.dataset_param, data.val_dataset_param) if section is not None]
         is_short = all(section.basic_parameters.preprocess_on_fly for section in sections)
         with self._setup("reading the data") if is_short else nullcontext():
-            return build_mm_dataset(
+            train, validation = build_mm_dataset(
                 data.dataset_param, seed=self.arguments.training.seed, val_dataset_param=data.val_dataset_param
             )
+        if self.options.packs is not None:
+            train.build_collator = partial(train.build_collator, packs=self.options.packs)
+        return train, validation
 
     def _build_loader(self, dataset: Any, state: dict[str, Any] | None) -> Any:
         training = self.arguments.training
