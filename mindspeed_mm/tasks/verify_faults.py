@@ -215,6 +215,23 @@ def _labels_off_by_one() -> Any:
     return swapped(TokenCrossEntropy, "prepare", shifted)
 
 
+def _packed_leak() -> Any:
+    import torch
+
+    from mindspeed_mm.fsdp.data.data_utils import data_collator
+
+    pack = data_collator.packed_row
+
+    def as_one_document(*args: Any) -> Any:
+        row = pack(*args)
+        tokens = row["input_ids"].shape[1]
+        borders = torch.tensor([0, tokens], dtype=torch.int32)
+        one = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": tokens, "max_length_k": tokens}
+        return row | one
+
+    return swapped(data_collator, "packed_row", as_one_document)
+
+
 def _lost_optimizer_state() -> Any:
     from mindspeed_mm.fsdp.train.resume import ResumePoint
 
@@ -300,6 +317,12 @@ FAULTS: dict[str, Fault] = {
         lambda planned: not planned.is_generator,
         "a language model",
         _labels_off_by_one,
+    ),
+    "packed-leak": Fault(
+        "samples that share a row see each other",
+        lambda planned: not planned.is_generator,
+        "a language model whose samples can share a row",
+        _packed_leak,
     ),
     "lost-optimizer-state": Fault(
         "a resumed run starts with fresh optimizer state",

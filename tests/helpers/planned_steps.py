@@ -9,7 +9,7 @@ from unittest import mock
 
 from mindspeed_mm.fsdp.loss import objectives
 from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
-from mindspeed_mm.fsdp.train.trainer import Trainer
+from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks import verify_faults
 from mindspeed_mm.tasks.train import load_with_plugins
 
@@ -31,11 +31,14 @@ class Quiet(Trainer):
         return []
 
 
-def train_steps(yaml: str, overrides: list[str], fault: str | None = None) -> list[StepRecord]:
-    """Two optimizer steps on this rank through the real trainer, recorded."""
+def train_steps(
+    yaml: str, overrides: list[str], fault: str | None = None, *, packs: bool | None = None
+) -> list[StepRecord]:
+    """Two optimizer steps on this rank through the real trainer, recorded. `packs`: all samples of a micro-batch in one
+    row, or each in its own; None: as configured."""
     recorder = StepRecorder()
     with planted(fault):
-        Quiet(load_with_plugins(Path(yaml), overrides), hooks=[recorder]).train()
+        Quiet(load_with_plugins(Path(yaml), overrides), TrainOptions(packs=packs), hooks=[recorder]).train()
     return recorder.steps
 
 
