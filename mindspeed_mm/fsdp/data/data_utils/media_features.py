@@ -95,10 +95,33 @@ def placeholders_of(processor: Any) -> dict[str, Placeholder]:
     return found
 
 
-def token_marks_of(processor: Any, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-    """`mm_token_type_ids` (or `token_type_ids`, as Gemma3 calls them), where the processor's model takes them."""
-    names = getattr(processor, "model_input_names", ())
-    for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in names and getattr(processor, "return_mm_token_type_ids", False):
-            return {name: np.asarray(processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int32)}
-    return {}
+class TokenMarks:
+    """`mm_token_type_ids` (or `token_type_ids`, as Gemma3 calls them), where the processor's model takes them.
+
+    Args:
+        processor: The model's processor.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        is_asked = getattr(processor, "return_mm_token_type_ids", False)
+        names = getattr(processor, "model_input_names", ()) if is_asked else ()
+        self._name = next((name for name in ("mm_token_type_ids", "token_type_ids") if name in names), None)
+        owner = next((kind for kind in type(processor).__mro__ if "create_mm_token_type_ids" in vars(kind)), object)
+        self._is_by_id = owner.__name__ == "ProcessorMixin"
+        """The general one marks a token by its id alone; a family's own may look further, as GLM's does."""
+        self._of_ids = np.zeros(0, dtype=np.int32)
+
+    def __call__(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The marks of one sample (L,)."""
+        if self._name is None:
+            return {}
+        if not self._is_by_id:
+            return {self._name: self._ask(input_ids)}
+        highest = int(input_ids.max(initial=-1))
+        if highest >= len(self._of_ids):
+            self._of_ids = self._ask(np.arange(max(highest + 1, len(tokenizer_of(self._processor)))))
+        return {self._name: self._of_ids[input_ids]}
+
+    def _ask(self, input_ids: np.ndarray) -> np.ndarray:
+        return np.asarray(self._processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int32)

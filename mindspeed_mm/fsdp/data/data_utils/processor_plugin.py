@@ -20,9 +20,9 @@ from mindspeed_mm.fsdp.data.data_utils.media_features import (
     ItemSize,
     MediaFeatures,
     Placeholder,
+    TokenMarks,
     no_such_media,
     placeholders_of,
-    token_marks_of,
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, FrameSizes, VideoClip
@@ -56,6 +56,7 @@ class ProcessorPlugin:
     def __init__(self, processor: Any, preprocess: Any) -> None:
         self._processor, self._tokenizer = processor, tokenizer_of(processor)
         self.placeholders: Mapping[str, Placeholder] = placeholders_of(processor)
+        self._marks = TokenMarks(processor)
         self._hears = getattr(processor, "feature_extractor", None)
         if not self.placeholders and self._hears is None:
             raise ConfigError(
@@ -135,7 +136,7 @@ class ProcessorPlugin:
 
     def token_marks(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
         """As the processor marks them."""
-        return token_marks_of(self._processor, input_ids)
+        return self._marks(input_ids)
 
     def _joined(self, name: str, values: Sequence[Any]) -> torch.Tensor:
         tensors = [torch.as_tensor(value) for value in values]
