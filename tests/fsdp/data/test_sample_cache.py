@@ -448,14 +448,18 @@ class TestProcesses:
     def test_readers_of_a_fork_open_files_of_their_own(self, make_rows: Rows, param: Param) -> None:
         dataset = cached(param(make_rows(3)))
         first = dataset[0]["input_ids"].tolist()
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            assert pool.apply(_read_one, (dataset,)) == (first, True)
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_read_one, args=(dataset, sender))
+        process.start()
+        assert receiver.recv() == (first, True)
+        process.join()
 
 
-def _read_one(dataset: CachedSamples) -> tuple[list[int], bool]:
+def _read_one(dataset: CachedSamples, sender: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return dataset[0]["input_ids"].tolist(), dataset._reader._owner == os.getpid()
+        sender.send((dataset[0]["input_ids"].tolist(), dataset._reader._owner == os.getpid()))
 
 
 def _wait_for_group(leader: int) -> None:
