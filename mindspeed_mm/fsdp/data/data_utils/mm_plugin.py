@@ -55,14 +55,18 @@ def encode_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> Me
     """Load and encode an item of a row.
 
     Raises:
-        DataError: The file is missing, refused or broken, or the model does not take its kind.
+        DataError: The file is missing, refused or broken, or the model does not take its kind; the kind is its key.
     """
-    if item.kind == "image":
-        return plugin.encode_image(media.load_image(item.source))
-    if item.kind == "video":
-        sizes, hears = getattr(plugin, "frame_sizes", None), getattr(plugin, "hears_videos", False)
-        return plugin.encode_video(media.load_video(item.source, sizes, with_sound=hears))
-    return plugin.encode_audio(media.load_audio(item.source))
+    try:
+        if item.kind == "image":
+            return plugin.encode_image(media.load_image(item.source))
+        if item.kind == "video":
+            # A plugin from outside may say nothing about frames and their sound.
+            sizes, hears = getattr(plugin, "frame_sizes", None), getattr(plugin, "hears_videos", False)
+            return plugin.encode_video(media.load_video(item.source, sizes, with_sound=hears))
+        return plugin.encode_audio(media.load_audio(item.source))
+    except DataError as error:
+        raise _with_field(error, item) from error
 
 
 def measure_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> ItemSize | None:
@@ -71,7 +75,17 @@ def measure_media(plugin: MediaPlugin, media: MediaLoader, item: MediaItem) -> I
     Raises:
         DataError: What `encode_media` would raise, as far as a header tells.
     """
-    return plugin.measure(item.kind, media.probe(item.kind, item.source))
+    try:
+        return plugin.measure(item.kind, media.probe(item.kind, item.source))
+    except DataError as error:
+        raise _with_field(error, item) from error
+
+
+def _with_field(error: DataError, item: MediaItem) -> DataError:
+    """The same error with the row's field, and a way out, where it has none."""
+    problem = error.problems[0]
+    key, way_out = problem.key or f"{item.kind}s", problem.way_out or "Replace the file or drop the row."
+    return type(error)(problem.what, where=problem.where, key=key, way_out=way_out)
 
 
 class TextOnlyPlugin:
