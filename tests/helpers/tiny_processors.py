@@ -30,6 +30,7 @@ _CORPUS = (
     "system\nuser\nassistant\nYou are a helpful assistant. # Tools\n<tools>\n</tools>",
     'Which digit is this? What is shown in the image? Answer with one word. {"name": "look", "arguments": {}}',
     "zero one two three four five six seven eight nine ten 0 1 2 3 4 5 6 7 8 9 0.5 seconds Frame1: \n\n",
+    "10 100 100 1000 00:00:00.000 00:00:01.500",
 )
 _CHATML = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "turn_start_token": "<|im_start|>"}
 _VISION = {

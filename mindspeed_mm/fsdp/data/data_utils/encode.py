@@ -147,7 +147,7 @@ class SampleEncoder:
         """What `encode` makes of a sample, without decoding media; of a preference row, of both answers.
 
         Raises:
-            DataError: As `encode`, except that the label mask is not checked.
+            DataError: As `encode`.
         """
         try:
             if sample.text is not None:
@@ -211,6 +211,7 @@ class SampleEncoder:
         sizes = self._sizes(sample)
         end, full = self._fitting(sample, expansions := self._expansions_of_sizes(sample, sizes))
         turns = self._turns(sample, end, expansions)
+        self._check_mask(turns, sample, end)
         size = SampleSize(len(turns.ids), _patches(sample, end, sizes))
         return Outline(self._tokens.shown(turns.text), *turns[1:], sizes, size=size, full_tokens=full, messages=end)
 

@@ -6,7 +6,7 @@ Names stand for the format of a model family; `register_template` adds one from 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import jinja2
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.spans import Message, Span, TurnFinder
+from mindspeed_mm.fsdp.data.data_utils.templates_builtin import EMPTY, FORMATS, whisper_format
 from mindspeed_mm.fsdp.utils.processor import check_chat_template, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
@@ -33,6 +34,8 @@ class NamedTemplate:
     """Jinja text; None: the chat template of the model's own folder."""
     enable_thinking: bool | None = None
     """Wins over `basic_parameters.enable_thinking`."""
+    stand_in: str | None = None
+    """Jinja text for a folder without a chat template."""
 
 
 def register_template(name: str, source: str | None = None, *, enable_thinking: bool | None = None) -> None:
@@ -173,7 +176,9 @@ def build_template(processor: Any, basic: Any) -> ChatTemplate:
     if basic.chat_template:
         source = _read_template(Path(basic.chat_template))
     else:
-        source = named.source if named.source is not None else _own_template(processor)
+        source = named.source or _own_template(processor) or named.stand_in or whisper_format(processor) or ""
+    if not source:
+        raise _no_template(processor, basic.template)
     thinking = basic.enable_thinking if named.enable_thinking is None else named.enable_thinking
     return ChatTemplate(processor, source, enable_thinking=thinking)
 
@@ -186,47 +191,28 @@ def _read_template(path: Path) -> str:
     return source
 
 
-def _own_template(processor: Any) -> str:
+def _own_template(processor: Any) -> str | None:
     source = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
-    source = source.get("default") if isinstance(source, dict) else source
-    if not source:
-        raise ModelFolderError(
-            "the model's folder has no chat template",
-            where=str(getattr(tokenizer_of(processor), "name_or_path", "")),
-            key=f"{_BASIC}.template",
-            way_out=f"Give a jinja file in {_BASIC}.chat_template.",
-        )
-    return source
+    return source.get("default") if isinstance(source, dict) else source
 
 
-_CONCATENATION = (
-    "{%- for m in messages -%}{%- if m.content is string -%}{{- m.content -}}{%- else -%}{%- for p in m.content -%}"
-    "{{- p.text if p.type == 'text' else '' -}}{%- endfor -%}{%- endif -%}{%- endfor -%}"
-)
-_OWN = (
-    "default",
-    "qwen2vl",
-    "qwen2_vl",
-    "qwen3_vl",
-    "qwen3_6",
-    "qwen2_omni",
-    "qwen3_omni",
-    "qwen3_asr",
-    "kimi_k25",
-    "kimi_k3",
-    "glm4.1v",
-    "glm4v_moe",
-    "step3_vl",
-)
-"""Names that stand for the format of a model family; its authority is the chat template in the model's folder."""
+def _no_template(processor: Any, name: str | None) -> ModelFolderError:
+    known = ", ".join(sorted(name for name, source in FORMATS.items() if source))
+    return ModelFolderError(
+        "the model's folder has no chat template"
+        + (f", and '{name}' is a format that only such a template knows" if name else ""),
+        where=str(getattr(tokenizer_of(processor), "name_or_path", "")),
+        key=f"{_BASIC}.template",
+        way_out=f"Copy chat_template.jinja of the original model, give a jinja file in {_BASIC}.chat_template, or name "
+        f"the format of its family: {known}.",
+    )
 
 
-def _register_builtin(register: Callable[..., None] = register_template) -> None:
-    for name in _OWN:
-        register(name)
-    for name in ("qwen3_vl_nothink", "qwen3_6_nothink", "qwen3_omni_nothink"):
-        register(name, enable_thinking=False)
-    register("empty", _CONCATENATION)
+def _register_builtin() -> None:
+    for name, source in FORMATS.items():
+        thinking = False if name.endswith("_nothink") else None
+        TEMPLATES.register(name)(NamedTemplate(None, thinking, stand_in=source))
+    register_template("empty", EMPTY)
 
 
 _register_builtin()

@@ -56,7 +56,7 @@ class Tokens:
                 way_out="Save it as a fast tokenizer (tokenizer.json).",
             )
         self._backend = tokenizer.backend_tokenizer
-        self._begin = tokenizer.bos_token if of_processor else None
+        self._begins = _beginnings(tokenizer) if of_processor else ()
         self._of_processor = of_processor
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         either = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
@@ -72,7 +72,7 @@ class Tokens:
 
     def encoding(self, text: str) -> Encoding:
         """Token ids with positions in `text`."""
-        begins = self._of_processor and not (self._begin is not None and text.startswith(self._begin))
+        begins = self._of_processor and not text.startswith(self._begins)
         if self._special is not None and (_OPEN in text or _CLOSE in text):
             return self._in_pieces(text, begins)
         return self._backend.encode(text, add_special_tokens=begins)
@@ -141,6 +141,12 @@ class Tokens:
             raise ConfigError(
                 "the tokenizer ends every text with a token of its own", key=_KEY, way_out="Leave it at false."
             )
+
+
+def _beginnings(tokenizer: Any) -> tuple[str, ...]:
+    """What a text starts with where the chat template wrote the begin token itself: none is added then."""
+    added = tokenizer.backend_tokenizer.encode("", add_special_tokens=True).tokens[:1]
+    return tuple({token for token in (tokenizer.bos_token, *added) if token})
 
 
 class _Pieces:
