@@ -9,7 +9,7 @@ from mindspeed_mm.fsdp.data.data_utils.media_parts import place_media, split_tex
 from mindspeed_mm.fsdp.data.data_utils.messages import add_system, from_messages
 from mindspeed_mm.fsdp.data.data_utils.preference import convert_pair, prompt_of
 from mindspeed_mm.fsdp.data.data_utils.row_fields import Row, first_column, text_of, wrong_field
-from mindspeed_mm.fsdp.data.data_utils.sample import Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
 from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.tool_calls import read_tools
 
@@ -74,7 +74,9 @@ def _alpaca_prompt(row: Row, row_format: RowFormat, place: Place) -> Sample:
     history = first_column(row, row_format.history, ("history",))
     for pair in (row[history] if history else None) or []:
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-            raise DataError(f"holds {pair!r}, not [question, answer]", where=str(place), key=history or "")
+            raise DataError(
+                f"holds {pair!r}, not [question, answer]", where=str(place), key=history or "", way_out=REPAIR
+            )
         _add(sample, "user", pair[0])
         _add(sample, "assistant", pair[1])
     _add(sample, "user", "\n".join(texts))
@@ -110,7 +112,9 @@ def _check_turns(sample: Sample) -> None:
     roles = [message["role"] for message in sample.messages]
     start = int(roles[:1] == ["system"])
     if "assistant" not in roles[start:]:
-        raise DataError("no trainable token: the conversation has no turn of the model", where=where, key="messages")
+        raise DataError(
+            "no trainable token: the conversation has no turn of the model", where=where, key="messages", way_out=REPAIR
+        )
     before = "system"
     for number, message in enumerate(sample.messages[start:], start):
         if message["role"] not in _FOLLOWERS[before]:
@@ -123,7 +127,9 @@ def _check_turns(sample: Sample) -> None:
             )
         before = "call" if message.get("tool_calls") else message["role"]
     if roles[-1] != "assistant":
-        raise DataError(f"the last turn is the {roles[-1]}'s: nothing answers it", where=where, key="messages")
+        raise DataError(
+            f"the last turn is the {roles[-1]}'s: nothing answers it", where=where, key="messages", way_out=REPAIR
+        )
 
 
 _FOLLOWERS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
 
 MAX_ROW_BYTES = 64 * 2**20
 _BOM = b"\xef\xbb\xbf"
@@ -68,7 +69,8 @@ class JsonRows:
         """The row's text."""
         start, size = self._spans.starts[index], self._spans.ends[index] - self._spans.starts[index]
         if size > MAX_ROW_BYTES:
-            raise DataError(f"the row has {size} bytes, more than {MAX_ROW_BYTES}", where=str(self.place(index)))
+            what = f"the row has {size} bytes, more than {MAX_ROW_BYTES}"
+            raise DataError(what, where=str(self.place(index)), way_out="Keep media in files and name their paths.")
         return os.pread(self._descriptor(), size, start).strip(_SPACE)
 
     def _descriptor(self) -> int:
@@ -267,19 +269,25 @@ def parse_row(data: bytes, where: str) -> dict[str, Any]:
         row = _DECODER.decode(text)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"byte {error.start} of the row is not UTF-8 (0x{data[error.start]:02x})", where=where
+            f"byte {error.start} of the row is not UTF-8 (0x{data[error.start]:02x})", where=where, way_out=REPAIR
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"broken JSON: {_reason(error)}", where=where) from error
+        raise DataError(f"broken JSON: {_reason(error)}", where=where, way_out=REPAIR) from error
     if not isinstance(row, dict):
-        raise DataError(f"the row is a {type(row).__name__}, not an object", where=where)
+        raise DataError(f"the row is a {type(row).__name__}, not an object", where=where, way_out=REPAIR)
     if b"\\u" in data and _has_lone_surrogate(row):
-        raise DataError("the row holds a lone surrogate (half a character)", where=where)
+        found = _LONE_SURROGATE.search(data)
+        at = f"byte {found.start()} of the row begins" if found else "the row holds"
+        raise DataError(f"{at} a lone surrogate (half a character)", where=where, way_out=REPAIR)
     return row
 
 
 def _reason(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+_LONE_SURROGATE = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]..)")
+"""The first half of a pair without the second, or the second without the first."""
 
 
 def _has_lone_surrogate(row: dict[str, Any]) -> bool:

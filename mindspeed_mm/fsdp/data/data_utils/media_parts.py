@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.row_fields import Row, first_column, short
-from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, MediaItem, MediaKind, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, REPAIR, MediaItem, MediaKind, Sample
 from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")
@@ -48,7 +48,7 @@ def _part(part: Any, where: str, key: str) -> dict[str, Any]:
     name = part.get("type") if isinstance(part, Mapping) else None
     if name in _TEXT_TYPES:
         if not isinstance(part.get("text"), str):
-            raise DataError(f"{short(part.get('text'))} is not text", where=where, key=f"{key}.text")
+            raise DataError(f"{short(part.get('text'))} is not text", where=where, key=f"{key}.text", way_out=REPAIR)
         return {"type": "text", "text": part["text"]}
     kind = _PART_KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
@@ -121,7 +121,7 @@ def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) ->
     items = list(value) if isinstance(value, list | tuple) else [value]
     where = str(sample.place)
     if not all(_may_be_source(item, kind) for item in items):
-        raise DataError(f"{short(value)} is not a list of media", where=where, key=name)
+        raise DataError(f"{short(value)} is not a list of media", where=where, key=name, way_out=REPAIR)
     return name, [_source(item, kind, where, f"{name}[{number}]") for number, item in enumerate(items)]
 
 

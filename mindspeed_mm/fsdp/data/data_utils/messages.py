@@ -13,7 +13,7 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media_parts import read_parts, split_text
 from mindspeed_mm.fsdp.data.data_utils.row_fields import ATTR_KEY, Row, first_column, short, text_of, wrong_field
-from mindspeed_mm.fsdp.data.data_utils.sample import Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
 from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.tool_calls import read_call_text, read_calls
 
@@ -83,7 +83,7 @@ def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, fie
 def _message(message: Any, row_format: RowFormat, where: str, key: str) -> tuple[dict[str, Any], float]:
     """A message as chat templates take it, and its weight."""
     if not isinstance(message, dict):
-        raise DataError(f"{short(message)} is no message", where=where, key=key)
+        raise DataError(f"{short(message)} is no message", where=where, key=key, way_out=REPAIR)
     role_tag, content_tag = _tags(message, row_format, where, key)
     role = _role(message[role_tag], row_format, where, key)
     content = message.get(content_tag)
@@ -144,7 +144,7 @@ def _content(content: Any, may_be_absent: bool, where: str, key: str) -> str | l
     if content is None and may_be_absent:
         return ""
     if not isinstance(content, str):
-        raise DataError(f"{short(content)} is not text", where=where, key=key)
+        raise DataError(f"{short(content)} is not text", where=where, key=key, way_out=REPAIR)
     return split_text(content)
 
 
@@ -158,7 +158,7 @@ def _spelled_call(content: Any, where: str, key: str) -> dict[str, Any]:
     if isinstance(content, dict | list) and content:
         return {"content": "", "tool_calls": read_calls(content, where, key)}
     if not isinstance(content, str):
-        raise DataError(f"{short(content)} is not text", where=where, key=key)
+        raise DataError(f"{short(content)} is not text", where=where, key=key, way_out=REPAIR)
     reasoning, said, calls = read_call_text(content, where, key)
     thought = {"reasoning_content": reasoning} if reasoning else {}
     return {"content": split_text(said), "tool_calls": calls, **thought}
@@ -169,7 +169,7 @@ def _reasoning(message: Row, where: str, key: str) -> dict[str, str]:
     if name is None:
         return {}
     if not isinstance(message[name], str):
-        raise DataError(f"{short(message[name])} is not text", where=where, key=f"{key}.{name}")
+        raise DataError(f"{short(message[name])} is not text", where=where, key=f"{key}.{name}", way_out=REPAIR)
     return {"reasoning_content": message[name]} if message[name] else {}
 
 
@@ -178,10 +178,12 @@ def _weight(message: Row, where: str, key: str) -> float:
     weight, train, mask = message.get("weight"), message.get("train", message.get("trainable")), message.get("mask")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if weight is not None and not (is_number and math.isfinite(weight) and weight >= 0):
-        raise DataError(f"weight {short(weight)} is no number from 0", where=where, key=f"{key}.weight")
+        raise DataError(f"weight {short(weight)} is no number from 0", where=where, key=f"{key}.weight", way_out=REPAIR)
     for name, flag in (("train", train), ("mask", mask)):
         if flag not in (None, True, False):  # 0 and 1 count as well
-            raise DataError(f"{name} {short(flag)} is neither true nor false", where=where, key=f"{key}.{name}")
+            raise DataError(
+                f"{name} {short(flag)} is neither true nor false", where=where, key=f"{key}.{name}", way_out=REPAIR
+            )
     if mask or (train is not None and not train):
         return 0.0
     return 1.0 if weight is None else float(weight)

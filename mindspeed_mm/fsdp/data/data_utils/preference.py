@@ -13,7 +13,7 @@ from typing import Any
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.messages import MESSAGE_COLUMNS, add_messages
 from mindspeed_mm.fsdp.data.data_utils.row_fields import ATTR_KEY, Row, first_column, wrong_field
-from mindspeed_mm.fsdp.data.data_utils.sample import Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
 from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 
 Context = Callable[[Row, RowFormat, Place], Sample]
@@ -32,13 +32,14 @@ def convert_pair(row: Row, row_format: RowFormat, place: Place, context: Context
         min(len(chosen.messages), len(rejected.messages)),
     )
     if differ == max(len(chosen.messages), len(rejected.messages)):
-        raise DataError("chosen and rejected are the same", where=str(place), key="rejected")
+        raise DataError("chosen and rejected are the same", where=str(place), key="rejected", way_out=REPAIR)
     for sample in (chosen, rejected):
         if differ >= len(sample.messages):
             raise DataError(
                 "chosen and rejected must both end with an answer, and one is the beginning of the other",
                 where=str(place),
                 key="rejected",
+                way_out=REPAIR,
             )
         sample.weights[:differ] = [0.0] * differ
     return chosen, rejected

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.json_reader import MAX_ROW_BYTES, JsonReader, LineStream, how_it_starts
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_KEY = "data.dataset_param.basic_parameters.dataset"
+_REPLACE = "Write the file again, or take it out of `dataset`."
 _HASHED_BYTES = 2**30
 
 
@@ -56,16 +58,20 @@ def open_reader(path: Path, cache_dir: str | None = None, name: str | None = Non
     else:
         reader = JsonReader(path, name)
     if not len(reader):
-        raise DataError("the file holds no rows", where=str(path))
+        raise _no_rows(path)
     return reader
+
+
+def _no_rows(path: Path) -> DataError:
+    return DataError("the file holds no rows", where=str(path), way_out=_REPLACE)
 
 
 def check_file(path: Path) -> None:
     """Raise `DataError` when a file is missing, empty or of another kind."""
     if not path.is_file():
-        raise DataError("the file is missing", where=str(path), key="data.dataset_param.basic_parameters.dataset")
+        raise DataError("the file is missing", where=str(path), key=_KEY, way_out="Name one that is there.")
     if path.stat().st_size == 0:
-        raise DataError("the file is empty", where=str(path))
+        raise DataError("the file is empty", where=str(path), way_out=_REPLACE)
     if path.suffix not in SUFFIXES:
         raise DataError(
             f"'{path.suffix}' files are not read", where=str(path), way_out=f"Use one of {', '.join(SUFFIXES)}."
@@ -154,7 +160,7 @@ class CsvReader:
                 self._table = list(table)
                 self.columns = dict.fromkeys(table.fieldnames or (), "text")
         except (UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"cannot be read as CSV: {error}", where=str(path)) from error
+            raise DataError(f"cannot be read as CSV: {error}", where=str(path), way_out=_REPLACE) from error
 
     def __len__(self) -> int:
         return len(self._table)
@@ -172,7 +178,9 @@ class CsvReader:
         cells = self._table[index]
         if None in cells or None in cells.values():
             raise DataError(
-                f"the row does not have the header's {len(self.columns)} cells", where=str(self.place(index))
+                f"the row does not have the header's {len(self.columns)} cells",
+                where=str(self.place(index)),
+                way_out=REPAIR,
             )
         return {name: value for name, value in cells.items() if name and value != ""}
 
@@ -195,10 +203,12 @@ class ParquetReader:
 
         datasets.disable_progress_bars()
         try:
-            pq.read_schema(self.path)  # a cut file has no footer: said here, before anything is written
+            # a cut file has no footer, and one without rows has no table: said here, before anything is written
+            if pq.read_metadata(self.path).num_rows == 0:
+                raise _no_rows(self.path)
             return datasets.Dataset.from_parquet(str(self.path), cache_dir=self._cache_dir).data
         except (pa.ArrowException, OSError, datasets.exceptions.DatasetsError) as error:
-            raise DataError(f"cannot be read as parquet: {error}", where=str(self.path)) from error
+            raise DataError(f"cannot be read as parquet: {error}", where=str(self.path), way_out=_REPLACE) from error
 
     def __len__(self) -> int:
         return self._table.num_rows

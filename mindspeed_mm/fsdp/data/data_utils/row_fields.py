@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
 
 Row = Mapping[str, Any]
 
@@ -49,7 +49,7 @@ def parsed_json(text: str, where: str, key: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{short(text)} is not JSON: {error}", where=where, key=key) from error
+        raise DataError(f"{short(text)} is not JSON: {error}", where=where, key=key, way_out=REPAIR) from error
 
 
 def wrong_field(column: str, value: Any, row: Row, place: Place, expected: str) -> DataError:
@@ -61,7 +61,7 @@ def wrong_field(column: str, value: Any, row: Row, place: Place, expected: str) 
             key=column,
             way_out=f"Name the column in {ATTR_KEY}.",
         )
-    return DataError(f"{short(value)} is not {expected}", where=str(place), key=column)
+    return DataError(f"{short(value)} is not {expected}", where=str(place), key=column, way_out=REPAIR)
 
 
 def short(value: Any) -> str:

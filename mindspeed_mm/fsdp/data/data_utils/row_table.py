@@ -147,7 +147,12 @@ def _check_columns(readers: Sequence[RowReader], row_format: RowFormat) -> None:
             )
         for column in row_format.needed_columns:
             if isinstance(table, ParquetReader) and column in table.columns and table.is_null(column):
-                raise DataError("the column is null in every row", where=str(table.path), key=column)
+                raise DataError(
+                    "the column is null in every row",
+                    where=str(table.path),
+                    key=column,
+                    way_out="Write the file again, or name another column in data.dataset_param.attr.",
+                )
 
 
 def _differing(table: ParquetReader | CsvReader, other: ParquetReader | CsvReader) -> str:

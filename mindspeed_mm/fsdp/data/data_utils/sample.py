@@ -13,6 +13,10 @@ MediaKind = Literal["image", "video", "audio"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 
 
+REPAIR = "Repair the row, or leave such rows out: on_bad_sample: skip."
+"""The way out where a row itself is broken."""
+
+
 class Place(NamedTuple):
     """Where a row stands, printed as `train.jsonl:12`."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.row_fields import Row, first_column, parsed_json, short
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
 
 _CALL_WAY_OUT = 'A call is {"name": …, "arguments": {…}}, or a list of such.'
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -81,7 +81,7 @@ def _call(item: Any, where: str, key: str) -> dict[str, Any]:
     else:
         arguments = without_nulls(arguments)
     if not isinstance(arguments, dict):
-        raise DataError(f"{short(arguments)} is not an object", where=where, key=f"{key}.arguments")
+        raise DataError(f"{short(arguments)} is not an object", where=where, key=f"{key}.arguments", way_out=REPAIR)
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": item["id"], **call} if isinstance(item.get("id"), str) and function is not item else call
 
