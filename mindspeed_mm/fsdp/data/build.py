@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
-from mindspeed_mm.fsdp.data.dataloader.buckets import TOKENS_KEY, BucketOrder
+from mindspeed_mm.fsdp.data.dataloader.buckets import BucketOrder
+from mindspeed_mm.fsdp.data.dataloader.build_order import build_order
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, GlobalOrder, Order
-from mindspeed_mm.fsdp.data.dataloader.sampler import (
-    BUCKET_SAMPLERS,
-    SAMPLERS,
-    build_sampler,
-    check_sampler_name,
-    keeps_order,
-)
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Order
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import DEFAULT_TIMEOUT_S, WorkerOptions
 from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
@@ -81,6 +76,7 @@ def build_mm_dataloader(
     position: DataPosition | None = None,
     processor: Any = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    group: Any = None,
 ) -> MMDataLoader:
     """The loader of one data rank.
 
@@ -95,16 +91,15 @@ def build_mm_dataloader(
         position: Where to start; None: at the beginning.
         processor: For a plugin's data set without `collate_fn` that names a built-in collator.
         timeout_s: Longest wait for a micro-batch.
+        group: The `dp_size` ranks, which tell each other the sizes of samples; None: this one finds out all of them.
 
     Raises:
-        ConfigError: A sampler, a mode or a collator is unknown or not built yet.
+        ConfigError: A sampler, a mode, a limit or a collator is unknown, or does not go with the data set.
         DataError: The data set is smaller than one global batch and `drop_last` is set.
     """
-    if dataloader_param.enable_preload:
-        raise ConfigError("this is not built yet", key="data.dataloader_param.enable_preload")
     pin = dataloader_param.pin_memory
     deal = Deal(micro_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
-    order = _order(dataset, dataloader_param, deal, seed)
+    order, mix = build_order(dataset, dataloader_param, deal, seed, group=group, timeout_s=timeout_s)
     return MMDataLoader(
         dataset,
         _collator(dataset, dataloader_param, processor),
@@ -112,9 +107,10 @@ def build_mm_dataloader(
         deal,
         seed=seed,
         position=position or DataPosition(0, 0),
+        mix=mix,
+        preload=dataloader_param.enable_preload,
         workers=WorkerOptions(
-            num_workers=dataloader_param.num_workers,
-            prefetch_factor=dataloader_param.prefetch_factor or 2,
+            *_processes(dataset, dataloader_param, micro_batch_size),
             pin_memory=get_device_type() != "cpu" and pin is not False,
             timeout_s=timeout_s,
             slot_bytes=_slot_bytes(dataset, order),
@@ -122,26 +118,15 @@ def build_mm_dataloader(
     )
 
 
-def _order(dataset: Any, dataloader_param: DataloaderParam, deal: Deal, seed: int) -> Order:
-    """Samples one after the other; or, where a data set knows their sizes, micro-batches of one size each."""
-    drop_last = dataloader_param.drop_last
-    if not hasattr(dataset, "sizes"):
-        if dataloader_param.max_tokens_per_batch is not None:
-            raise ConfigError("is for data sets of generators, whose samples have sizes", key=TOKENS_KEY)
-        return GlobalOrder(build_sampler(dataloader_param, len(dataset), seed), deal, drop_last)
-    if dataloader_param.dataloader_mode == "custom":
-        raise ConfigError("'custom' is not built yet", key="data.dataloader_param.dataloader_mode")
-    check_sampler_name(dataloader_param.sampler_type, BUCKET_SAMPLERS | SAMPLERS.keys())
-    is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
-    return BucketOrder(
-        dataset.sizes,
-        dataset.geometry,
-        deal,
-        seed=seed,
-        shuffle=not is_sequential,
-        drop_last=drop_last,
-        max_tokens=dataloader_param.max_tokens_per_batch,
-    )
+def _processes(dataset: Any, dataloader_param: DataloaderParam, micro_batch_size: int) -> tuple[int, int]:
+    """Worker processes, and micro-batches that each holds ready. `async_preprocess` asks for one at least, and for so
+    many samples."""
+    workers, ahead = dataloader_param.num_workers, dataloader_param.prefetch_factor or 2
+    basic = getattr(dataset, "basic_parameters", None)
+    if basic is None or not basic.async_preprocess:
+        return workers, ahead
+    workers = max(1, workers)
+    return workers, max(ahead, math.ceil((basic.async_preprocess_buffer_size or 0) / (workers * micro_batch_size)))
 
 
 def _slot_bytes(dataset: Any, order: Order) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -9,10 +10,16 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.data_utils.row_table import Part
 from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
 
 _SPLIT_STREAM = 2**64 - 1
 """Beside the streams of the epochs."""
+
+
+_BY_INDEX = frozenset({"sample", "measure", "outline", "row", "raw"})
+"""What a data set may tell of a sample by its number."""
+_OF_THE_WHOLE = frozenset({"known_sizes"})
 
 
 class DatasetPart(Dataset[Any]):
@@ -20,7 +27,7 @@ class DatasetPart(Dataset[Any]):
 
     Args:
         whole: The data set.
-        indices: Which samples.
+        indices: Which samples, ascending.
         name: For the fingerprint.
     """
 
@@ -34,18 +41,35 @@ class DatasetPart(Dataset[Any]):
         return self._whole[int(self._indices[index])]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name in _OF_THE_WHOLE:
             raise AttributeError(name)
-        return getattr(self._whole, name)
+        found = getattr(self._whole, name)
+        return _Renumbered(found, self._indices) if name in _BY_INDEX else found
 
     def place(self, index: int) -> str:
         """Where sample `index` stands."""
         number = int(self._indices[index])
         return str(self._whole.place(number)) if hasattr(self._whole, "place") else str(number)
 
+    @property
+    def parts(self) -> list[Part]:
+        """The rows of each entry that are in this part."""
+        borders = [np.searchsorted(self._indices, (part.first, part.end)) for part in self._whole.parts]
+        return [Part(part.name, *at.tolist()) for part, at in zip(self._whole.parts, borders, strict=True)]
+
     def fingerprint(self) -> dict[str, Any]:
         """That of the whole, and which part this is."""
         return {**self._whole.fingerprint(), "part": self._name, "rows": len(self)}
+
+
+class _Renumbered:
+    """A method of the whole, called with the number within a part."""
+
+    def __init__(self, method: Callable[[int], Any], indices: np.ndarray) -> None:
+        self._method, self._indices = method, indices
+
+    def __call__(self, index: int) -> Any:
+        return self._method(int(self._indices[index]))
 
 
 class SizedPart(DatasetPart):
@@ -74,6 +98,12 @@ def split_dataset(dataset: Any, rate: float, seed: int, *, most: int | None = No
     Raises:
         ConfigError: One of the parts would be empty.
     """
+    if getattr(dataset, "streams", False):
+        raise ConfigError(
+            "streamed rows cannot be set aside: nobody knows how many there are",
+            key="data.dataset_param.basic_parameters.val_rate",
+            way_out="Give val_dataset, or set streaming: false.",
+        )
     size = len(dataset)
     held_out = round(rate * size)
     if not 0 < held_out < size:

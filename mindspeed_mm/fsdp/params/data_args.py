@@ -173,9 +173,9 @@ class BasicParameters(OpenSection):
     preprocess_on_fly: Flag = True
     """Tokenise while training instead of up front."""
     async_preprocess: Flag = False
-    """Tokenise in a background thread."""
+    """Prepare samples in the background even where `num_workers` is 0: by one worker process."""
     async_preprocess_buffer_size: Positive | None = None
-    """Samples held ready by `async_preprocess`."""
+    """Samples held ready by `async_preprocess`; null: `prefetch_factor` micro-batches."""
     stage: Literal["sft", "pretrain", "rm"] = "sft"
     """What the rows are for."""
     mix: MixPlan | None = None
@@ -262,12 +262,13 @@ class DataloaderParam(Section):
     """In what order and by how many processes samples are read."""
 
     dataloader_mode: Literal["sampler", "base", "variable", "custom"] = "sampler"
-    """`sampler`: by `sampler_type`; `base`: rows in order; `variable`: batches of varying size (what generators do
-    anyway); `custom`: the dataset brings its own loader."""
+    """`sampler`: by `sampler_type`; `base`: rows in order; `variable`: batches of varying size, as TokenBudgetSampler
+    makes them (what generators do anyway); `custom`: the dataset brings its own loader."""
     sampler_type: str = "BaseRandomBatchSampler"
-    """Order of the samples: BaseRandomBatchSampler, SequentialSampler, TokenBudgetSampler. Generators also take
-    BucketBatchSampler, VariableVideoBatchSampler and LengthGroupedSampler, three names of what they do anyway: one size
-    a micro-batch, steps of nearly equal cost on all ranks."""
+    """BaseRandomBatchSampler, SequentialSampler: order in which samples are drawn. TokenBudgetSampler: micro-batches
+    filled up to `max_tokens_per_batch`; LengthGroupedSampler, BucketBatchSampler: `micro_batch_size` samples of similar
+    length; both with steps of nearly equal cost on all ranks. Generators have one size a micro-batch whatever is named
+    (BucketBatchSampler, VariableVideoBatchSampler)."""
     shuffle: Annotated[Flag, null_means(True)] = True
     """A new order every epoch, a function of seed and epoch alone."""
     drop_last: Annotated[Flag, null_means(True)] = True
@@ -276,8 +277,13 @@ class DataloaderParam(Section):
     pin_memory: Flag | None = None
     """Pin host memory for faster copies; null: where there is an accelerator."""
     max_tokens_per_batch: Positive | None = None
-    """Generators: most latent tokens of a micro-batch. Samples of one size share a batch, as many as fit; null:
-    `training.micro_batch_size` of them."""
+    """Most tokens of a micro-batch, padding included; as many samples as fit. Null: with `packing`, TokenBudgetSampler
+    or mode `variable` `training.micro_batch_size` × `cutoff_len`. Generators: most latent tokens; null:
+    `training.micro_batch_size` samples."""
+    max_patches_per_batch: Positive | None = None
+    """Most encoder work of a micro-batch (vision patches, audio frames), where micro-batches are filled by size."""
+    shuffle_window: Positive = 10_000
+    """Rows among which streamed rows are shuffled."""
     num_workers: Natural = 2
     """Processes that prepare batches; 0: in the trainer itself."""
     prefetch_factor: Positive | None = None

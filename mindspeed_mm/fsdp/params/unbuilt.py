@@ -20,6 +20,9 @@ _DATASET: dict[str, tuple[Any, ...]] = {
 }
 """Keys of the built-in datasets; a plugin's dataset may act on more of them."""
 
+_OF_CONVERSATIONS = frozenset({"async_preprocess", "mix"})
+"""Keys that data sets of conversations act on, and those of generators do not."""
+
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel.fsdp_plan.pregather": (False,),
     "parallel.fsdp_plan.hook_modules": (None, ()),
@@ -50,8 +53,7 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "model.text_encoder_path": (None,),
     **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},
     **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
-    "data.dataloader_param.dataloader_mode": ("sampler", "base"),
-    "data.dataloader_param.enable_preload": (False,),
+    "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "training.optimizer": ("adamw",),
     "training.load_rank0_and_broadcast": (False,),
     "training.quantization_plan": (None,),
@@ -90,11 +92,10 @@ def _is_idle(arguments: Arguments, key: str) -> bool:
 
 
 def _is_of_a_plugin(arguments: Arguments, key: str) -> bool:
-    """Whether the key is for a dataset that is not built in; one whose samples have sizes also takes other modes."""
+    """Whether the key is for a dataset that is not built in, or for what only conversations do."""
     section, name = key.split(".")[:2]
-    if key == "data.dataloader_param.dataloader_mode":
-        is_sized = arguments.data.dataset_param.dataset_type != "huggingface"
-        return is_sized and arguments.data.dataloader_param.dataloader_mode == "variable"
+    if key.rpartition(".")[2] in _OF_CONVERSATIONS and getattr(arguments.data, name).dataset_type == "huggingface":
+        return True
     is_described = section == "data" and name != "dataloader_param"
     return is_described and getattr(arguments.data, name).dataset_type not in dataset_cards()
 

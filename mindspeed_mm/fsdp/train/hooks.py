@@ -36,12 +36,18 @@ class LogHook(Hook):
         progress: The lines and the bar that people see, and the log file.
         log_interval: Steps between two lines.
         media: Towers that share media, which know how evenly.
+        loader: Knows how evenly work was planned over ranks.
     """
 
     def __init__(
-        self, record: RunRecord, progress: Progress, log_interval: int, media: MediaSharing | None = None
+        self,
+        record: RunRecord,
+        progress: Progress,
+        log_interval: int,
+        media: MediaSharing | None = None,
+        loader: MMDataLoader | None = None,
     ) -> None:
-        self._media = media
+        self._media, self._loader = media, loader
         self._record = record
         self._progress = progress
         self._interval = log_interval
@@ -72,6 +78,7 @@ class LogHook(Hook):
     def _summary(self, engine: TrainEngine, result: StepResult) -> dict[str, Any]:
         seconds = sum(r.seconds for r in self._window)
         tokens = sum(r.tally.tokens for r in self._window)
+        slots = sum(r.tally.slots for r in self._window)
         samples = sum(r.tally.samples for r in self._window)
         done = result.step - self._first_step
         # By the wall clock: validation and saves are part of the time left, though not of a step's.
@@ -90,6 +97,8 @@ class LogHook(Hook):
             "data_share": sum(r.data_seconds for r in self._window) / seconds,
             "memory_gib": peak_memory_bytes() / GIB,
             "tokens": tokens,
+            **({"useful": tokens / slots} if slots else {}),
+            **(self._loader.take_metrics() if self._loader is not None else {}),
             "label_tokens": sum(r.tally.label_tokens for r in self._window),
             "consumed_samples": engine.consumed_samples,
             "eta_s": pace * (engine.last_step - result.step),
@@ -237,6 +246,10 @@ class DataHook(Hook):
         """Nothing: the other ranks may not be there to ask."""
 
     def _tell(self, engine: TrainEngine) -> None:
+        if (mix := self._loader.mix) is not None:
+            shares = mix.achieved()
+            self._record.event("mix", engine.iteration, shares=shares)
+            self._progress.note("mix so far: " + ", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
         counts = self._over_ranks()
         bad = {sample: reason for each in counts for sample, reason in each.bad.items()}
         shrunk, too_long = sum(each.shrunk for each in counts), sum(each.too_long for each in counts)
@@ -244,7 +257,8 @@ class DataHook(Hook):
             return
         self._record.event("data", engine.iteration, bad=bad, shrunk=shrunk, too_long=too_long)
         self._progress.note(
-            f"data so far: {len(bad)} bad samples were replaced, {too_long} too long ones too, {shrunk} were shortened"
+            f"data so far: {len(bad)} bad samples were replaced or left out, {too_long} too long ones too, "
+            f"{shrunk} were shortened"
             + (f"; {shortened([f'{sample} ({reason})' for sample, reason in bad.items()], most=3)}" if bad else "")
         )
 

@@ -21,6 +21,8 @@ class Tally:
     samples: int
     tokens: int
     """Real tokens, padding left out."""
+    slots: int
+    """Tokens that are computed, padding included; 0 where a batch has no token ids."""
     label_tokens: int
     stop_requested: bool
     towers: dict[str, int]
@@ -41,6 +43,7 @@ class Tally:
             counts=dict(objective.count(batches)),
             samples=sum(len(batch["sample_ids"]) - batch.get("blank_rows", 0) for batch in batches),
             tokens=sum(each.real for each in tokens),
+            slots=sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch),
             label_tokens=sum(each.trained for each in tokens),
             stop_requested=stop_requested,
             towers={name: int(present) for name, present in towers.items()},
@@ -55,15 +58,16 @@ class Tally:
         """
         names, towers = sorted(self.counts), sorted(self.towers)
         counted = [*(self.counts[n] for n in names), *(self.towers[t] for t in towers)]
-        counted += [self.samples, self.tokens, self.label_tokens]
+        counted += [self.samples, self.tokens, self.slots, self.label_tokens]
         numbers = [*(number * counts_samples for number in counted), int(self.stop_requested)]
         vector = torch.tensor(numbers, dtype=torch.float64)  # whole numbers are exact in it, and so are their sums
         dist.all_reduce(vector, group=group)
-        *varying, samples, tokens, label_tokens, stop = vector.tolist()
+        *varying, samples, tokens, slots, label_tokens, stop = vector.tolist()
         return Tally(
             counts=dict(zip(names, varying, strict=False)),
             samples=int(samples),
             tokens=int(tokens),
+            slots=int(slots),
             label_tokens=int(label_tokens),
             stop_requested=bool(stop),
             towers={name: int(ranks) for name, ranks in zip(towers, varying[len(names) :], strict=True)},

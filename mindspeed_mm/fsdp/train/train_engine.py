@@ -19,6 +19,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DivergedError, MMError
+from mindspeed_mm.fsdp.data.dataloader.preload import moved
 from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline
@@ -319,4 +320,4 @@ def move(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on `device`."""
     if device.type == "cpu":
         return batch
-    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    return {k: moved(v, device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}

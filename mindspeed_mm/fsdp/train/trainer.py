@@ -131,7 +131,7 @@ class Trainer:
         train_set, validation_set = self._build_data()
         with self._setup("comparing the data"):
             check_same_data({"data": train_set, "validation": validation_set}, self.world_size)
-            loader = self._build_loader(train_set, None)
+            loader = self._build_loader(train_set)
             context = self._context(train_set) | {"batching": loader.batching}
             total_steps = self._total_steps(loader)
         with self._setup("looking for a checkpoint"):
@@ -154,7 +154,8 @@ class Trainer:
         with self._setup("loading the checkpoint"):
             seed_everything(self.arguments.training.seed, self.state.random_rank)
             state = resume.load(assembled.model, optimizer, ema)
-        loader = self._build_loader(train_set, state)
+        if state:
+            loader.position = DataPosition.from_dict(state["data_position"])
         objective = self._build_objective(assembled, train_set, validation_set)
         engine = self._build_engine(assembled, objective, optimizer, ema, total_steps, state)
         engine.hooks = [*self._build_hooks(assembled, record, resume, loader, validation_set), *self.hooks]
@@ -257,7 +258,7 @@ class Trainer:
             train.build_collator = partial(train.build_collator, packs=self.options.packs)
         return train, validation
 
-    def _build_loader(self, dataset: Any, state: dict[str, Any] | None) -> Any:
+    def _build_loader(self, dataset: Any) -> Any:
         training = self.arguments.training
         return build_mm_dataloader(
             dataset,
@@ -267,7 +268,7 @@ class Trainer:
             dp_rank=self.state.data_rank,
             dp_size=self.state.data_size,
             seed=training.seed,
-            position=DataPosition.from_dict(state["data_position"]) if state else DataPosition(0, 0),
+            group=self.data_group,
         )
 
     def _total_steps(self, loader: Any) -> int:
@@ -338,7 +339,7 @@ class Trainer:
     ) -> list[Hook]:
         """In the order in which they come to their turn after a step."""
         training = self.arguments.training
-        hooks: list[Hook] = [LogHook(record, self.progress, training.log_interval, assembled.media)]
+        hooks: list[Hook] = [LogHook(record, self.progress, training.log_interval, assembled.media, loader)]
         if resume.manager is not None:
             hooks.append(CheckpointHook(resume.manager, training, record, self.progress, self._hugging_face_saves()))
         if validation_set is not None and training.val_interval > 0:
@@ -373,6 +374,7 @@ class Trainer:
             dp_rank=self.state.data_rank,
             dp_size=self.state.data_size,
             seed=training.seed,
+            group=self.data_group,
         )
 
     # --- what is said and written ------------------------------------------------------------------------------------
@@ -401,8 +403,8 @@ class Trainer:
         training = self.arguments.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.state.data_size
 
-    def _batch_in_words(self) -> str:
-        training, most = self.arguments.training, self.arguments.data.dataloader_param.max_tokens_per_batch
+    def _batch_in_words(self, most: int | None) -> str:
+        training = self.arguments.training
         shares = f"{self.state.data_size} ranks × {training.gradient_accumulation_steps} accumulated"
         if most is not None:
             return f"global batch of at most {most:,} tokens × {shares}"
@@ -443,9 +445,9 @@ class Trainer:
             note(f"split  {assembled.experts.describe()}")
         if assembled.media is not None:
             note(f"media  {assembled.media.describe()}")
-        note(
-            f"data   {len(loader.dataset):,} samples, {loader.steps_per_epoch} steps an epoch, {self._batch_in_words()}"
-        )
+        note(f"data   {loader.describe()}, {self._batch_in_words(loader.most_tokens)}")
+        if loader.estimate_note:
+            note(f"data   {loader.estimate_note}")
         note(
             f"plan   {get_device_type()} × {self.world_size}, {self.state.describe()}; "
             f"steps {engine.iteration + 1} to {engine.schedule.total_steps}"

@@ -30,7 +30,8 @@ def order(
 
 
 def epoch_of(found: BucketOrder, epoch: int = 0) -> list[Step]:
-    return list(itertools.islice(steps_from(found, DataPosition(epoch, 0)), found.steps_per_epoch))
+    taken = itertools.islice(steps_from(found, DataPosition(epoch, 0)), found.steps_per_epoch)
+    return [planned.step for planned in taken]
 
 
 def rows_of(steps: list[Step]) -> list[int]:
@@ -97,7 +98,7 @@ def test_the_order_is_a_function_of_seed_and_epoch_and_steps_do_not_depend_on_ra
 
 
 def test_ranks_get_their_own_micro_batches() -> None:
-    step, _ = order(2, 2).step(DataPosition(0, 0))
+    step = order(2, 2).step(DataPosition(0, 0)).step
     dealt = [Deal(2, 2, rank, 2).mine(step) for rank in range(2)]
     assert [part for pair in zip(*dealt, strict=True) for part in pair] == step
 
@@ -116,17 +117,20 @@ def test_most_steps_have_one_size_and_mixed_ones_nearly_one_cost() -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_resume_at_any_step_under_another_number_of_ranks(drop_last: bool) -> None:
     whole = order(4, 1, drop_last=drop_last)
-    position, expected = DataPosition(0, 0), list(itertools.islice(steps_from(whole, DataPosition(0, 0)), 70))
+    position, expected = (
+        DataPosition(0, 0),
+        [planned.step for planned in itertools.islice(steps_from(whole, DataPosition(0, 0)), 70)],
+    )
     for number in range(70):
         other = order(*[(4, 1), (2, 2), (1, 4)][number % 3], drop_last=drop_last)
         restored = DataPosition.from_dict(position.to_dict())
         assert other.step(restored)[0] == expected[number]
-        _, position = whole.step(position)
+        position = whole.step(position).after
     assert position.epoch > 1
 
 
 def test_a_position_of_other_batches_is_refused() -> None:
-    _, position = order(2, 2, 2).step(DataPosition(0, 0))
+    position = order(2, 2, 2).step(DataPosition(0, 0)).after
     with pytest.raises(CheckpointError, match="sample 8 of epoch 0 begins no step"):
         order(2, 2, 3, rows=[SIZES[0]] * 211).step(position)
     assert order(2, 2, 2).batching == order(1, 4, 2).batching
@@ -160,10 +164,10 @@ def test_too_few_samples() -> None:
 
 def test_one_pass_has_every_sample_once_and_equally_many_micro_batches() -> None:
     found = order(3, 1, 4, drop_last=True)
-    steps = found.one_pass()
+    steps = [planned.step for planned in found.one_pass()]
     assert Counter(rows_of(steps)) == Counter(range(211))
     assert {len(step) for step in steps} == {3}
-    assert steps == found.one_pass()
+    assert steps == [planned.step for planned in found.one_pass()]
     assert {pick.epoch for step in steps for batch in step for pick in batch.picks} == {0}
 
 

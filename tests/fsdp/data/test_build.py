@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class TestSources:
         expected = ["a.jsonl:1", "a.jsonl:2", "b.jsonl:1", "c.json:1", "c.json:2"]
         assert names(build_mm_dataset(param([a, "more"]))[0]) == expected
         assert names(build_mm_dataset(param(f"{a}, more"))[0]) == expected
-        assert names(build_mm_dataset(param([a, "more"], max_samples=1))[0]) == ["a.jsonl:1", "b.jsonl:1", "c.json:1"]
+        assert names(build_mm_dataset(param([a, "more"], max_samples=1))[0]) == ["a.jsonl:1", "b.jsonl:1"]
 
     def test_dataset_info_gives_each_name_its_own_columns(self, tmp_path: Path, param: Param) -> None:
         (tmp_path / "x.json").write_text(json.dumps([{"q": "one?", "a": "two"}]))
@@ -154,35 +155,61 @@ class TestFingerprint:
         assert (original["rows"], original["files"][0]["rows"]) == (3, 3)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("streaming", True),
-        ("packing", True),
-        ("neat_packing", True),
-        ("mix", {"weights": {"a": 1.0}}),
-        ("preprocess_on_fly", False),
-        ("async_preprocess", True),
-        ("stage", "rm"),
-        ("allow_remote_media", True),
-    ],
-)
-def test_what_is_not_built_yet_names_its_key(key: str, value: Any, tmp_path: Path, param: Param) -> None:
-    with pytest.raises(ConfigError, match="not built yet") as caught:
-        build_mm_dataset(param(write_jsonl(tmp_path / "rows.jsonl", texts(1)), **{key: value}))
-    assert caught.value.problems[0].key == f"data.dataset_param.basic_parameters.{key}"
-
-
-def test_no_processor_folder_and_unbuilt_preload(tmp_path: Path, param: Param) -> None:
+def test_no_processor_folder(tmp_path: Path, param: Param) -> None:
     section = param(write_jsonl(tmp_path / "rows.jsonl", texts(2)))
     with pytest.raises(ConfigError, match="no folder to take the processor from"):
         build_mm_dataset(section.model_copy(update={"preprocess_parameters": type(section.preprocess_parameters)()}))
-    split = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "dp_rank": 0, "dp_size": 1, "seed": 0}
-    dataset = build_mm_dataset(section)[0]
-    with pytest.raises(ConfigError, match="not built yet"):
-        build_mm_dataloader(dataset, DataloaderParam(enable_preload=True), **split)
+
+
+SPLIT = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "dp_rank": 0, "dp_size": 1, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "basic", "message"),
+    [
+        ({"sampler_type": "TokenBudgetSample"}, {}, "Did you mean 'TokenBudgetSampler'"),
+        ({"dataloader_mode": "custom"}, {}, "'custom' is not built yet"),
+        ({"max_patches_per_batch": 9}, {}, "max_patches_per_batch  micro-batches of 1 samples, .* keep no limit"),
+        ({}, {"mix": {"weights": {"row.jsonl": 1}}}, "mix.weights.row.jsonl  'row.jsonl' is no entry .*'rows.jsonl'"),
+        ({}, {"mix": {"weights": {}}}, "rows.jsonl has no weight"),
+        ({}, {"mix": {"weights": {"rows.jsonl": 0}}}, "no weight is above 0"),
+    ],
+)
+def test_what_a_loader_refuses(
+    keys: dict[str, Any], basic: dict[str, Any], message: str, tmp_path: Path, param: Param
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", texts(2))
+    dataset, _ = build_mm_dataset(param("rows.jsonl", **basic))
+    with pytest.raises(ConfigError, match=message):
+        build_mm_dataloader(dataset, DataloaderParam(**keys), **SPLIT)
+
+
+def test_a_loader_needs_a_global_batch(tmp_path: Path, param: Param) -> None:
+    dataset, _ = build_mm_dataset(param(write_jsonl(tmp_path / "rows.jsonl", texts(2))))
     with pytest.raises(DataError, match="has 2 samples, fewer than one global batch of 3"):
-        build_mm_dataloader(dataset, DataloaderParam(), **{**split, "micro_batch_size": 3})
+        build_mm_dataloader(dataset, DataloaderParam(), **{**SPLIT, "micro_batch_size": 3})
+
+
+def test_async_preprocess_is_a_worker_that_holds_samples_ready(tmp_path: Path, param: Param) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", texts(8))
+    dataset, _ = build_mm_dataset(param(path, async_preprocess=True, async_preprocess_buffer_size=9))
+    data = build_mm_dataloader(dataset, DataloaderParam(num_workers=0), **{**SPLIT, "micro_batch_size": 2})
+    assert (data._workers.num_workers, data._workers.prefetch_factor) == (1, 5)
+    inline = build_mm_dataloader(
+        build_mm_dataset(param(path))[0], DataloaderParam(num_workers=0), **{**SPLIT, "micro_batch_size": 2}
+    )
+    assert [b["sample_ids"] for b in next(iter(data))] == [b["sample_ids"] for b in next(iter(inline))]
+
+
+def test_preload_on_a_cpu_gives_the_same_steps(tmp_path: Path, param: Param) -> None:
+    dataset, _ = build_mm_dataset(param(write_jsonl(tmp_path / "rows.jsonl", texts(8))))
+    plain, ahead = (
+        build_mm_dataloader(dataset, DataloaderParam(num_workers=0, enable_preload=preload), **SPLIT)
+        for preload in (False, True)
+    )
+    for step, other in islice(zip(plain, ahead, strict=True), 5):
+        assert [b["sample_ids"] for b in step] == [b["sample_ids"] for b in other]
+        assert plain.position == ahead.position
 
 
 def test_a_data_set_of_a_plugin(param: Param, processor: Any) -> None:

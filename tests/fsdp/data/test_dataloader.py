@@ -326,7 +326,7 @@ def test_real_rows_through_real_workers(
             length = len(reference[name]["input_ids"])
             assert batch["input_ids"][row, :length].tolist() == reference[name]["input_ids"].tolist()
         images = [image for name in batch["sample_ids"] for image in reference[name]["media"]]
-        assert torch.equal(batch["pixel_values"], dataset._plugin.collate(images)["pixel_values"])
+        assert torch.equal(batch["pixel_values"], dataset.plugin.collate(images)["pixel_values"])
 
 
 def test_options_reach_the_loader(make_rows: Callable[..., Path], param: Callable[..., DatasetParam]) -> None:

@@ -347,7 +347,7 @@ class TestLoader:
             assert [part[n]["pixels"].shape[-2:] for n in range(len(part))] == [
                 (size.height, size.width) for size in part.sizes
             ]
-            assert isinstance(loader(part)._order, BucketOrder)
+            assert isinstance(loader(part).order, BucketOrder)
         everything = ids(epoch_of(loader(train))) + ids(epoch_of(loader(held_out)))
         assert len(set(everything)) == 23
         captions = {train.item(n, epoch)["caption"] for n in range(len(train)) for epoch in range(8)}

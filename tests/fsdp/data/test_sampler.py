@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import (
     Sampler,
     SequentialSampler,
     build_sampler,
+    check_sampler_name,
     permutation,
 )
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
@@ -25,7 +26,7 @@ def global_order(sampler: Sampler, global_batch: int, drop_last: bool) -> Global
 def rows(order: GlobalOrder, steps: int, position: DataPosition | None = None) -> list[Any]:
     start = position or DataPosition(0, 0)
     taken = itertools.islice(steps_from(order, start), steps)
-    return [pick for step in taken for micro_batch in step for pick in micro_batch.picks]
+    return [pick for planned in taken for micro_batch in planned.step for pick in micro_batch.picks]
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_for_ever() -> None:
@@ -68,7 +69,7 @@ def test_every_position_continues_with_the_very_next_sample(drop_last: bool) -> 
     for step in range(12):
         restored = DataPosition.from_dict(position.to_dict())
         assert rows(order, 12 - step, restored) == whole[3 * step :]
-        _, position = order.step(position)
+        position = order.step(position).after
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_every_split_of_a_global_batch_deals_the_same_samples(dp_size: int, accu
     for rank in range(dp_size):
         deal = Deal(micro, accumulation, rank, dp_size)
         assert deal.global_batch == 12
-        step, _ = GlobalOrder(sampler, deal, drop_last=False).step(DataPosition(0, 12))
+        step = GlobalOrder(sampler, deal, drop_last=False).step(DataPosition(0, 12)).step
         for a, micro_batch in enumerate(deal.mine(step)):
             start = 12 + (a * dp_size + rank) * micro
             assert [pick.row for pick in micro_batch.picks] == list(range(start, start + micro))
@@ -89,25 +90,28 @@ def test_every_split_of_a_global_batch_deals_the_same_samples(dp_size: int, accu
 
 def test_a_position_beyond_fewer_data_goes_on_with_the_next_epoch() -> None:
     order = GlobalOrder(SequentialSampler(8), Deal(2, 1, 0, 2), drop_last=False)
-    (first, *_), position = order.step(DataPosition(3, 100))
+    (first, *_), position, _ = order.step(DataPosition(3, 100))
     assert [pick.epoch for pick in first.picks] == [4, 4]
     assert position == DataPosition(4, 4)
 
 
 def test_samplers_by_name() -> None:
     def order(**keys: Any) -> list[int]:
-        return build_sampler(DataloaderParam(**keys), size=10, seed=42).order(0).tolist()
+        sampler = build_sampler(DataloaderParam(**keys), size=10, seed=42)
+        return [pick.row for pick in sampler.draw(0, 0, 20)]
 
     in_order = list(range(10))
     assert order() == permutation(10, 42, 0).tolist()
     assert order(sampler_type="SequentialSampler") == in_order
     assert order(shuffle=False) == in_order
     assert order(dataloader_mode="base") == in_order
-    with pytest.raises(ConfigError, match="TokenBudgetSampler is not built yet"):
-        order(sampler_type="TokenBudgetSampler")
-    with pytest.raises(ConfigError, match="BucketBatchSampler is not built yet for this data set"):
-        order(sampler_type="BucketBatchSampler")
+    assert order(sampler_type="TokenBudgetSampler") == order()
     with pytest.raises(ConfigError, match="Did you mean 'SequentialSampler'"):
-        order(sampler_type="SequentalSampler")
-    with pytest.raises(ConfigError, match="'variable' is not built yet"):
-        order(dataloader_mode="variable")
+        check_sampler_name("SequentalSampler")
+
+
+@pytest.mark.parametrize("kind", [SequentialSampler, BaseRandomBatchSampler])
+def test_a_draw_ends_with_the_epoch(kind: Any) -> None:
+    sampler = kind(7, 3)
+    assert [pick.row for pick in sampler.draw(2, 5, 10)] == sampler.order(2)[5:].tolist()
+    assert sampler.draw(2, 7, 3) == sampler.draw(2, 70, 3) == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,13 +20,11 @@ import numpy as np
 from mindspeed_mm.core.errors import CheckpointError, ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Pick, Step, too_few
-from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Planned, Step, too_few
+from mindspeed_mm.fsdp.data.dataloader.planning import ATTENTION_TOKENS, divided
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, permutation
 
 TOKENS_KEY = "data.dataloader_param.max_tokens_per_batch"
-ATTENTION_TOKENS = 2**14
-"""Tokens of a sample at which attention costs as much as everything else: 6 × the width of blocks of 2 to 3 thousand
-channels. It only ranks leftovers, so a rough figure serves every model."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,11 @@ class BucketOrder:
         self._steps_per_epoch = whole + (rest > 0 and not drop_last)
 
     @property
+    def most_tokens(self) -> int | None:
+        """Of a micro-batch, where they are limited."""
+        return self._max_tokens
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch, the same for all epochs."""
         return self._steps_per_epoch
@@ -105,8 +108,8 @@ class BucketOrder:
         """Optimizer steps until so many epochs are done."""
         return math.ceil(epochs * self.steps_per_epoch)
 
-    def step(self, position: DataPosition) -> tuple[Step, DataPosition]:
-        """The step at a position, and the position after it.
+    def step(self, position: DataPosition) -> Planned:
+        """The step at a position.
 
         Raises:
             CheckpointError: No step begins there: batches were cut otherwise, or were of other data, when the position
@@ -124,12 +127,18 @@ class BucketOrder:
                 way_out="Resume with the data, micro_batch_size, max_tokens_per_batch and number of micro-batches as "
                 "saved; or start a new run from its weights: --weights-only.",
             )
-        return layout.step(epoch, number), DataPosition(epoch, int(layout.step_starts[number + 1]))
+        step = [batch._replace(cost=self._cost(batch)) for batch in layout.step(epoch, number)]
+        return Planned(step, DataPosition(epoch, int(layout.step_starts[number + 1])))
 
-    def one_pass(self) -> list[Step]:
+    def one_pass(self) -> Iterator[Planned]:
         """Every sample once, size by size in the order of the rows; steps are filled up with blank rows."""
         layout = self._arrange(np.arange(len(self._bucket_of)), None, drop_last=False)
-        return [layout.step(0, number) for number in range(len(layout.step_starts) - 1)]
+        for number, end in enumerate(layout.step_starts[1:].tolist()):
+            yield Planned(layout.step(0, number), DataPosition(0, end))
+
+    def _cost(self, batch: MicroBatch) -> float:
+        bucket = self.buckets[self._bucket_of[batch.picks[0].row]]
+        return bucket.cost(len(batch.picks) - batch.blank_rows)
 
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +191,7 @@ class BucketOrder:
         parts = [left.rows for left in sorted(leftovers, key=lambda left: -left.cost)]
         steps = [parts[start : start + count] for start in range(0, len(parts), count)]
         if steps:
-            steps[-1] = _divided(steps[-1], count)
+            steps[-1] = divided(steps[-1], count)
         return steps
 
     def _order_of_steps(self, rows: np.ndarray, lengths: np.ndarray, epoch: int | None) -> np.ndarray:
@@ -238,18 +247,6 @@ def _permuted(rows: np.ndarray, cuts: np.ndarray, order: np.ndarray) -> Layout:
     moved = rows[np.arange(len(rows)) + np.repeat(shift, lengths[order])]
     starts = np.concatenate([[0], np.cumsum(cuts[order])])
     return Layout(moved, starts, starts[:: cuts.shape[1]])
-
-
-def _divided(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """So many micro-batches, by halving the longest; empty ones where there are not enough samples."""
-    parts = list(parts)
-    while len(parts) < count:
-        longest = max(range(len(parts)), key=lambda i: len(parts[i]))
-        if len(parts[longest]) <= 1:
-            return parts + [parts[0][:0]] * (count - len(parts))
-        half = (len(parts[longest]) + 1) // 2
-        parts[longest : longest + 1] = [parts[longest][:half], parts[longest][half:]]
-    return parts
 
 
 def _bucket(size: MediaSize, geometry: MediaGeometry, micro_batch_size: int, max_tokens: int | None) -> Bucket:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import islice
 from typing import Any
 
 import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Fault, Request
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Order, Step, steps_from
+from mindspeed_mm.fsdp.data.dataloader.faults import Fault, Policy, name_of
+from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
+from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Order, Planned, Step, steps_from
+from mindspeed_mm.fsdp.data.dataloader.planning import imbalance
+from mindspeed_mm.fsdp.data.dataloader.preload import preloaded
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions, WorkerPool
 
 
@@ -42,6 +50,8 @@ class MMDataLoader:
         seed: Of replacements of bad samples.
         position: Where to start.
         workers: The processes that prepare batches.
+        mix: Shares that are aimed at, and what tells those achieved; None: one data set.
+        preload: Begin to copy the next step to the device before this one is handed out.
     """
 
     def __init__(
@@ -54,26 +64,53 @@ class MMDataLoader:
         seed: int,
         position: DataPosition,
         workers: WorkerOptions,
+        mix: MixShares | None = None,
+        preload: bool = False,
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self.order, self.deal, self.mix = dataset, order, deal, mix
         self.position = position
         """Where the data stand after the last step that was yielded."""
         self.counts = DataCounts(bad=dict(getattr(dataset, "left_out", {})))
-        self._collate, self._order, self._deal, self._seed, self._workers = collate, order, deal, seed, workers
+        self._collate, self._seed, self._workers, self._preload = collate, seed, workers, preload
+        self._policy, self._imbalances = Policy(dataset), list[float]()
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of one epoch."""
-        return self._order.steps_per_epoch
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of one epoch; None where rows are streamed."""
+        return self.order.steps_per_epoch
 
     @property
     def batching(self) -> dict[str, Any]:
         """What decides how samples are put together, and must be the same when a run is resumed."""
-        return self._order.batching
+        return self.order.batching
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a micro-batch, where they are limited."""
+        return getattr(self.order, "most_tokens", None)
+
+    @property
+    def estimate_note(self) -> str:
+        """How steps were counted where they could not be; else empty."""
+        if self.steps_per_epoch is None or getattr(self.order, "is_exact", True):
+            return ""
+        return "steps of an epoch are estimated from its beginning: the sizes of all samples are not known"
+
+    def describe(self) -> str:
+        """Samples and steps, for the log."""
+        if (steps := self.steps_per_epoch) is None:
+            return "rows as they are found"
+        about = "about " if self.estimate_note else ""
+        return f"{len(self.dataset):,} samples, {about}{steps} steps an epoch"
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until `epochs` epochs are done."""
-        return self._order.steps_for(epochs)
+        return self.order.steps_for(epochs)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call: how uneven the ranks' work was, where it is planned (max/mean, 1.0 is even)."""
+        taken, self._imbalances = self._imbalances, []
+        return {"imbalance": sum(taken) / len(taken)} if taken else {}
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Steps from the current position on.
@@ -81,10 +118,13 @@ class MMDataLoader:
         Raises:
             DataError: A sample is bad and the policy is to stop, too many were skipped, or a worker died or hung.
         """
-        micro_batches = self._batches(steps_from(self._order, self.position))
-        while True:
-            step = [next(micro_batches) for _ in range(self._deal.gradient_accumulation_steps)]
-            _, self.position = self._order.step(self.position)
+        for planned, step in self._run(steps_from(self.order, self.position)):
+            self.position = planned.after
+            costs = [batch.cost for batch in planned.step]
+            if any(costs):
+                self._imbalances.append(imbalance(costs, self.deal.dp_size))
+            if self.mix is not None:
+                self.mix.count(planned.step)
             yield step
 
     def one_pass(self) -> Iterator[list[Batch]]:
@@ -93,25 +133,37 @@ class MMDataLoader:
         What the last step lacks is filled up with blank rows, so that every rank has equally many micro-batches and
         every sample counts once.
         """
-        steps = self._order.one_pass()
-        micro_batches = self._batches(iter(steps))
-        for _ in steps:
-            yield [next(micro_batches) for _ in range(self._deal.gradient_accumulation_steps)]
+        for _, step in self._run(self.order.one_pass()):
+            yield step
 
     # --- batches from workers ----------------------------------------------------------------------------------------
 
+    def _run(self, steps: Iterator[Planned]) -> Iterator[tuple[Planned, list[Batch]]]:
+        """Steps with this rank's batches. What a step met on its way is told when its turn comes, not when it is
+        planned, which is earlier the more workers there are."""
+        planned: deque[Planned] = deque()
+        batches = self._batches(_noted(steps, planned))
+        whole = iter(lambda: list(islice(batches, self.deal.gradient_accumulation_steps)), [])
+        for step in preloaded(whole) if self._preload else whole:
+            this = planned.popleft()
+            for pick, error in this.left_out:
+                self._leave_out(pick, error)
+            yield this, step
+
     def _batches(self, steps: Iterator[Step]) -> Iterator[Batch]:
-        mine = (micro_batch for step in steps for micro_batch in self._deal.mine(step))
-        numbered = (Request(number, *micro_batch) for number, micro_batch in zip(count(), mine))
+        mine = (micro_batch for step in steps for micro_batch in self.deal.mine(step))
+        requests = (Request(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
+        maker = BatchMaker(self.dataset, self._collate, self._seed, shape=getattr(self.order, "shape", None))
         if self._workers.num_workers == 0:
-            maker = BatchMaker(self.dataset, self._collate, self._seed)
-            yield from (self._accept(maker[request], None) for request in numbered)
+            yield from (self._accept(maker[request], None) for request in requests)
             return
-        pool = WorkerPool(self.dataset, self._collate, self._seed, self._workers)
-        try:
-            yield from (self._accept(delivery, pool.slots) for delivery in pool.deliveries(numbered))
-        finally:
-            pool.close()
+        sizes: SizeBook | None = getattr(self.order, "sizes", None)
+        with sizes.ahead() if sizes is not None else nullcontext():
+            pool = WorkerPool(maker, self._seed, self._workers)
+            try:
+                yield from (self._accept(delivery, pool.slots) for delivery in pool.deliveries(requests))
+            finally:
+                pool.close()
 
     def _accept(self, delivery: Delivery, slots: SharedSlots | None) -> Batch:
         if delivery.error is not None:
@@ -128,6 +180,14 @@ class MMDataLoader:
         self.counts.read += len(batch["sample_ids"])
         return batch
 
+    # --- what cannot be used -----------------------------------------------------------------------------------------
+
+    def _leave_out(self, pick: Pick, error: DataError) -> None:
+        """All ranks know of it: each counts the name, one of them the sample."""
+        fault = self._policy.judge(error, name_of(self.dataset, pick.row))
+        if fault.kind == "bad" or pick.row % self.deal.dp_size == self.deal.dp_rank:
+            self._note(fault)
+
     def _note(self, fault: Fault) -> None:
         if fault.kind == "shrunk":
             self.counts.shrunk += 1
@@ -139,10 +199,20 @@ class MMDataLoader:
 
     def _check_bad_fraction(self) -> None:
         fraction, bad = getattr(self.dataset, "max_bad_fraction", 0.0), self.counts.bad
-        if len(bad) > math.ceil(fraction * len(self.dataset)):
+        streams = getattr(self.dataset, "streams", False)
+        # of rows that are streamed, those met so far, and a thousand to begin with
+        total = max(1000, self.position.index) if streams else len(self.dataset)
+        if len(bad) > math.ceil(fraction * total):
             shown = "; ".join(list(bad.values())[:5])
             raise DataError(
-                f"{len(bad)} of {len(self.dataset)} samples are bad, more than {fraction:.3%}: {shown}",
+                f"{len(bad)} of {total} samples are bad, more than {fraction:.3%}: {shown}",
                 key="data.dataset_param.basic_parameters.max_bad_fraction",
                 way_out="Repair them, or raise max_bad_fraction.",
             )
+
+
+def _noted(steps: Iterator[Planned], planned: deque[Planned]) -> Iterator[Step]:
+    """Steps as they are asked for, noted as planned."""
+    for step in steps:
+        planned.append(step)
+        yield step.step

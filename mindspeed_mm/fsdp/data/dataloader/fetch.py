@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from mindspeed_mm.core.batch import Batch
@@ -19,8 +15,11 @@ from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
-from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
-from mindspeed_mm.fsdp.data.dataloader.order import Pick
+from mindspeed_mm.fsdp.data.dataloader.faults import Fault, Policy, name_of
+from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
+from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
+from mindspeed_mm.fsdp.data.dataloader.seeding import seeded
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
 
 _MOST_REPLACEMENTS = 100
@@ -33,15 +32,7 @@ class Request(NamedTuple):
     number: int
     picks: tuple[Pick, ...]
     blank_rows: int = 0
-    """Rows at the end that only fill up: they get no labels, or are told by `blank_rows` of the batch."""
-
-
-class Fault(NamedTuple):
-    """A sample that was not used as it stands."""
-
-    kind: Literal["bad", "too long", "shrunk"]
-    sample: str
-    reason: str = ""
+    """Samples at the end that only fill up: they get no labels, or are told by `blank_rows` of the batch."""
 
 
 @dataclass
@@ -61,24 +52,30 @@ class BatchMaker(Dataset[Delivery]):
         collate: Samples → batch.
         seed: Of replacements, and of the random numbers that a plugin's data set may draw.
         slots: Shared memory to put batches into; None: they are returned as they are.
+        shape: What a micro-batch may hold, where samples are put together by their sizes: then a bad one is left out,
+            and only one that would be empty gets a replacement.
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[Sequence[Any]], Batch], seed: int, slots: SharedSlots | None = None
+        self,
+        dataset: Any,
+        collate: Callable[[Sequence[Any]], Batch],
+        seed: int,
+        slots: SharedSlots | None = None,
+        shape: BatchShape | None = None,
     ) -> None:
-        self.dataset, self._collate, self._seed, self._slots = dataset, collate, seed, slots
-        self._may_skip = getattr(dataset, "on_bad_sample", "error") == "skip"
-        self._may_drop = getattr(dataset, "truncation", "error") != "error"
+        self.dataset, self._collate, self._seed, self.slots, self._shape = dataset, collate, seed, slots, shape
+        self._policy, self._measurer = Policy(dataset), Measurer(dataset, seed)
         self._draws_nothing = getattr(dataset, "is_deterministic", False)
         self._read_item = getattr(dataset, "item", None)
-        self._peers = SamplePeers(seed, len(dataset), getattr(dataset, "sizes", None))
+        self._peers = SamplePeers(seed, dataset)
 
     def __getitem__(self, request: Request) -> Delivery:
         """Make a batch. An error comes back as part of the delivery: torch would wrap it beyond recognition."""
         try:
             delivery = self.make(request)
-            if self._slots is not None and isinstance(delivery.batch, dict):
-                delivery.batch = self._slots.write(request.number, delivery.batch)
+            if self.slots is not None and isinstance(delivery.batch, dict):
+                delivery.batch = self.slots.write(request.number, delivery.batch)
             return delivery
         except MMError as error:
             return Delivery(None, error=error)
@@ -92,17 +89,23 @@ class BatchMaker(Dataset[Delivery]):
             DataError: A sample is bad and the policy is to stop.
         """
         faults: list[Fault] = []
-        batch = self._collate(self._take_all(request.picks, faults))
+        batch = self._collate(self._take_all(request, faults))
         if request.blank_rows:
             _blank(batch, request.blank_rows)
         return Delivery(batch, faults)
 
     def name(self, row: int) -> str:
         """What to call a sample in messages."""
-        return str(self.dataset.place(row)) if hasattr(self.dataset, "place") else str(row)
+        return name_of(self.dataset, row)
 
-    def _take_all(self, picks: Sequence[Pick], faults: list[Fault]) -> list[Any]:
-        """The samples picked; when one's size has no usable sample left, all of another size."""
+    def _take_all(self, request: Request, faults: list[Fault]) -> list[Any]:
+        """The samples picked, without bad ones where that is possible; when one's size has no usable sample left, all
+        of another size."""
+        picks: Sequence[Pick] = request.picks
+        if self._shape is not None and not request.blank_rows:
+            if good := self._good(picks, faults):
+                return good
+            picks = picks[:1]
         for attempt in range(1, _MOST_SIZES + 1):
             try:
                 return [self._take(pick, faults) for pick in picks]
@@ -112,26 +115,36 @@ class BatchMaker(Dataset[Delivery]):
                     raise DataError(error.problems[0].what, where=error.problems[0].where) from None
         raise DataError(f"{_MOST_SIZES} sizes in a row have no sample that can be used; the last: {faults[-1].reason}")
 
+    def _good(self, picks: Sequence[Pick], faults: list[Fault]) -> list[Any]:
+        """Those of the samples that can be used."""
+        good = []
+        for pick in picks:
+            try:
+                good.append(self._read(pick, faults))
+            except DataError as error:
+                faults.append(self._policy.judge(error, self.name(pick.row)))
+        return good
+
     def _take(self, pick: Pick, faults: list[Fault]) -> Any:
         """The sample picked, or its replacement: a function of (seed, epoch, index), the same on every rank."""
-        row = pick.row
+        row, reason = pick.row, ""
         for attempt in range(1, _MOST_REPLACEMENTS + 1):
             try:
-                return self._read(Pick(pick.epoch, row), faults)
-            except TooLongError as error:
-                if not self._may_drop:
-                    raise
-                faults.append(Fault("too long", self.name(row), str(error)))
+                if row == pick.row or self._fits(row):
+                    return self._read(Pick(pick.epoch, row), faults)
             except DataError as error:
-                if not self._may_skip:
-                    raise
-                faults.append(Fault("bad", self.name(row), str(error)))
+                faults.append(self._policy.judge(error, self.name(row)))
+                reason = str(error)
             if self._peers.are_alone(row):
                 break
             row = self._peers.replacement(pick, attempt)
         raise _NothingUsableError(
-            f"{attempt} samples in a row cannot be used; the last: {faults[-1].reason}", where=self.name(pick.row)
+            f"{attempt} samples in a row cannot be used; the last: {reason}", where=self.name(pick.row)
         )
+
+    def _fits(self, row: int) -> bool:
+        """Whether a replacement keeps the limits of a micro-batch."""
+        return self._shape is None or self._shape.fits(self._measurer.size(row))
 
     def _read(self, pick: Pick, faults: list[Fault]) -> Any:
         if self._read_item is not None:
@@ -157,16 +170,18 @@ class BatchMaker(Dataset[Delivery]):
 
 
 class SamplePeers:
-    """Which samples may stand in for which: those of the same size, or all where sizes are not told.
+    """Which samples may stand in for which: those of the same size, or all where sizes are not told; among streamed
+    rows, whose number nobody knows, those near by.
 
     Args:
         seed: Of the choice.
-        count: How many samples there are.
-        sizes: Of each sample; None: not told.
+        dataset: Its length, its `sizes` where it tells them, its `has` where it streams.
     """
 
-    def __init__(self, seed: int, count: int, sizes: Sequence[MediaSize] | None) -> None:
-        self._seed, self._all, self._sizes = seed, range(count), sizes
+    def __init__(self, seed: int, dataset: Any) -> None:
+        self._seed, self._sizes = seed, getattr(dataset, "sizes", None)
+        self._has = dataset.has if getattr(dataset, "streams", False) else None
+        self._all = range(0) if self._has is not None else range(len(dataset))
 
     @cached_property
     def _by_size(self) -> dict[MediaSize, list[int]]:
@@ -177,6 +192,9 @@ class SamplePeers:
         return found
 
     def _like(self, row: int) -> Sequence[int]:
+        if self._has is not None:
+            end = row + _MOST_REPLACEMENTS
+            return range(max(0, row - _MOST_REPLACEMENTS), end if self._has(end - 1) else row + 1)
         return self._all if self._sizes is None else self._by_size[self._sizes[row]]
 
     def are_alone(self, row: int) -> bool:
@@ -209,26 +227,14 @@ class _NothingUsableError(DataError):
     """No sample of a size can be used."""
 
 
-def _blank(batch: Batch, rows: int) -> None:
-    """Make rows at the end count for nothing."""
+def _blank(batch: Batch, samples: int) -> None:
+    """Make samples at the end count for nothing."""
     labels = [name for name in ("labels", "shift_labels") if name in batch]
+    borders = batch.get("cu_seq_lens_q")
     for name in labels:
-        batch[name][-rows:] = IGNORED
+        if borders is None:
+            batch[name][-samples:] = IGNORED
+        else:  # samples one after the other in a single row
+            batch[name][..., int(borders[len(batch["sample_ids"]) - samples]) :] = IGNORED
     if not labels:
-        batch["blank_rows"] = rows
-
-
-@contextmanager
-def seeded(seed: int, pick: Pick) -> Iterator[None]:
-    """Seed the random numbers that a sample may draw by what it is, not by who reads it; afterwards as before."""
-    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    number = derive_seed(seed, pick.epoch, pick.row)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number % 2**63)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_)
+        batch["blank_rows"] = samples

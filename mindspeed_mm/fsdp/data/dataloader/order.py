@@ -1,8 +1,8 @@
 """Micro-batches and steps: an order gives the micro-batches of one optimizer step after the other, a deal says which
 rank takes which.
 
-A position in the data is (epoch, samples consumed): it knows nothing of ranks or workers, so it survives a change of
-both.
+A position in the data is (epoch, samples drawn, those of them that wait in a buffer): it knows nothing of ranks or
+workers, so it survives a change of both.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.dataloader.sampler import Sampler
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, Sampler
 
 Part = TypeVar("Part")
 
@@ -24,24 +24,20 @@ class DataPosition:
 
     epoch: int
     index: int
-    """Samples of this epoch's order that are consumed, over all ranks."""
+    """Samples of this epoch's order that are drawn, over all ranks."""
+    pending: tuple[Pick, ...] = ()
+    """Of those drawn, the ones that wait for a step to fit into, the oldest first."""
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"epoch": self.epoch, "index": self.index}
+        waiting = {"pending": [list(pick) for pick in self.pending]} if self.pending else {}
+        return {"epoch": self.epoch, "index": self.index, **waiting}
 
     @classmethod
-    def from_dict(cls, state: dict[str, int]) -> DataPosition:
+    def from_dict(cls, state: dict[str, Any]) -> DataPosition:
         """Back from a checkpoint."""
-        return cls(int(state["epoch"]), int(state["index"]))
-
-
-class Pick(NamedTuple):
-    """One sample to take."""
-
-    epoch: int
-    row: int
-    """Index into the data set."""
+        pending = tuple(Pick(int(epoch), int(row)) for epoch, row in state.get("pending", ()))
+        return cls(int(state["epoch"]), int(state["index"]), pending)
 
 
 class MicroBatch(NamedTuple):
@@ -49,31 +45,42 @@ class MicroBatch(NamedTuple):
 
     picks: tuple[Pick, ...]
     blank_rows: int = 0
-    """Rows at the end that only fill up: they count for nothing."""
+    """Samples at the end that only fill up: they count for nothing."""
+    cost: float = 0.0
+    """What it takes beside others; 0: nobody knows."""
 
 
 Step = list[MicroBatch]
 """The micro-batches of one optimizer step over all ranks: by accumulation, then by rank."""
 
 
+class Planned(NamedTuple):
+    """A step, and where the data stand after it."""
+
+    step: Step
+    after: DataPosition
+    left_out: tuple[tuple[Pick, DataError], ...] = ()
+    """Samples that were met on the way and cannot be used, and why."""
+
+
 class Order(Protocol):
     """The endless sequence of steps."""
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of one epoch."""
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of one epoch; None: nobody knows."""
 
     @property
     def batching(self) -> dict[str, Any]:
         """What else than the samples decides how they are put together: the same before and after a resume."""
 
-    def step(self, position: DataPosition) -> tuple[Step, DataPosition]:
-        """The step at a position, and the position after it."""
+    def step(self, position: DataPosition) -> Planned:
+        """The step at a position."""
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done."""
 
-    def one_pass(self) -> list[Step]:
+    def one_pass(self) -> Iterator[Planned]:
         """Every sample once, in the order of the rows; steps are filled up with blank rows."""
 
 
@@ -105,7 +112,7 @@ class GlobalOrder:
     """The endless sequence of samples, cut into micro-batches and steps.
 
     Args:
-        sampler: The order of an epoch.
+        sampler: The samples of each epoch.
         deal: Sizes of micro-batch and step.
         drop_last: Leave out what remains of an epoch when it is less than a step. Otherwise the sequence runs on over
             the end of an epoch, so that nothing is left out and nothing comes twice.
@@ -117,13 +124,16 @@ class GlobalOrder:
     def __init__(self, sampler: Sampler, deal: Deal, drop_last: bool) -> None:
         self._sampler, self._drop_last = sampler, drop_last
         self._micro_batch_size, self._global_batch = deal.micro_batch_size, deal.global_batch
-        if sampler.size == 0 or (drop_last and sampler.size < self._global_batch):
-            raise too_few(sampler.size, f"fewer than one global batch of {self._global_batch}")
+        first = len(sampler.draw(0, 0, self._global_batch))
+        if first == 0 or (drop_last and first < self._global_batch):
+            raise too_few(first, f"fewer than one global batch of {self._global_batch}")
 
     @property
-    def steps_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int | None:
         """Steps until every sample was taken (with `drop_last`, until no whole step is left)."""
         size = self._sampler.size
+        if size is None:
+            return None
         return size // self._global_batch if self._drop_last else -(-size // self._global_batch)
 
     @property
@@ -133,29 +143,32 @@ class GlobalOrder:
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done; without `drop_last` their ends run on into each other."""
+        if self._sampler.size is None:
+            raise no_epochs()
         if self._drop_last:
-            return math.ceil(epochs * self.steps_per_epoch)
+            return math.ceil(epochs * (self._sampler.size // self._global_batch))
         return math.ceil(epochs * self._sampler.size / self._global_batch)
 
-    def step(self, position: DataPosition) -> tuple[Step, DataPosition]:
-        """The step at a position, and the position after it."""
-        epoch, index = position.epoch, position.index
-        if self._drop_last and self._sampler.size - index < self._global_batch:
-            epoch, index = epoch + 1, 0
-        picks: list[Pick] = []
-        while len(picks) < self._global_batch:
-            if index >= self._sampler.size:  # beyond it when a run goes on with fewer data than before
-                epoch, index = epoch + 1, 0
-            taken = self._sampler.order(epoch)[index : index + self._global_batch - len(picks)]
-            picks += [Pick(epoch, i) for i in taken.tolist()]
-            index += len(taken)
-        return self._cut(picks), DataPosition(epoch, index)
+    def step(self, position: DataPosition) -> Planned:
+        """The step at a position."""
+        epoch, index, whole = position.epoch, position.index, self._global_batch
+        picks = self._sampler.draw(epoch, index, whole)
+        index += len(picks)
+        if self._drop_last and len(picks) < whole:
+            picks = []
+        while len(picks) < whole:
+            drawn = self._sampler.draw(epoch + 1, 0, whole - len(picks))
+            epoch, index, picks = epoch + 1, len(drawn), picks + drawn
+        return Planned(self._cut(picks), DataPosition(epoch, index))
 
-    def one_pass(self) -> list[Step]:
+    def one_pass(self) -> Iterator[Planned]:
         """Every sample once, in the order of the rows. What the last step lacks is filled up with blank rows."""
+        if self._sampler.size is None:
+            raise no_epochs()
         size, whole = self._sampler.size, self._global_batch
-        starts = range(0, size, whole)
-        return [self._cut([Pick(0, i) for i in range(s, min(s + whole, size))], Pick(0, size - 1)) for s in starts]
+        for start in range(0, size, whole):
+            rows = range(start, min(start + whole, size))
+            yield Planned(self._cut([Pick(0, row) for row in rows], Pick(0, size - 1)), DataPosition(0, rows.stop))
 
     def _cut(self, picks: list[Pick], filler: Pick | None = None) -> Step:
         cut = []
@@ -175,8 +188,18 @@ def too_few(size: int, why: str) -> DataError:
     )
 
 
-def steps_from(order: Order, position: DataPosition) -> Iterator[Step]:
+def no_epochs() -> ConfigError:
+    """The error of epochs over rows that nobody has counted."""
+    return ConfigError(
+        "rows that are streamed have no number until all are read, so epochs cannot be counted in steps",
+        key="training.train_epochs",
+        way_out="Set training.train_iters instead; validation rows are not streamed either.",
+    )
+
+
+def steps_from(order: Order, position: DataPosition) -> Iterator[Planned]:
     """Every step from a position on, without end."""
     while True:
-        step, position = order.step(position)
-        yield step
+        planned = order.step(position)
+        yield planned
+        position = planned.after

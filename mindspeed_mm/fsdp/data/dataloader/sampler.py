@@ -1,10 +1,9 @@
-"""The order of the samples of an epoch: a pure function of (seed, epoch)."""
+"""The order of the samples of an epoch, a function of (seed, epoch). `mixing.py` and `streaming.py` have others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,13 +14,23 @@ SAMPLER_KEY = "data.dataloader_param.sampler_type"
 _WORD = 2**64
 
 
+class Pick(NamedTuple):
+    """One sample to take."""
+
+    epoch: int
+    row: int
+    """Index into the data set."""
+
+
 class Sampler(Protocol):
-    """The order of an epoch."""
+    """The sequence of the samples of each epoch."""
 
-    size: int
+    @property
+    def size(self) -> int | None:
+        """Samples of an epoch; None: found out at its end."""
 
-    def order(self, epoch: int) -> np.ndarray:
-        """(size,) data set indices, every one once."""
+    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+        """So many samples of an epoch's sequence from `index` on; fewer, at last none, where the epoch ends."""
 
 
 class SequentialSampler:
@@ -31,8 +40,12 @@ class SequentialSampler:
         self.size = size
 
     def order(self, epoch: int) -> np.ndarray:
-        """0, 1, 2 …"""
+        """(size,) 0, 1, 2 …"""
         return np.arange(self.size)
+
+    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+        """Rows `index` and those after it."""
+        return [Pick(epoch, row) for row in range(index, min(index + count, self.size))]
 
 
 class BaseRandomBatchSampler:
@@ -42,8 +55,12 @@ class BaseRandomBatchSampler:
         self.size, self._seed = size, seed
 
     def order(self, epoch: int) -> np.ndarray:
-        """The permutation of (seed, epoch)."""
+        """(size,) the permutation of (seed, epoch)."""
         return permutation(self.size, self._seed, epoch)
+
+    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+        """A part of the permutation."""
+        return [Pick(epoch, row) for row in self.order(epoch)[index : index + count].tolist()]
 
 
 def permutation(size: int, seed: int, stream: int) -> np.ndarray:
@@ -60,32 +77,27 @@ def _permutation(size: int, seed: int, stream: int) -> np.ndarray:
 
 
 SAMPLERS = {"BaseRandomBatchSampler": BaseRandomBatchSampler, "SequentialSampler": SequentialSampler}
+"""Names of orders in which rows are drawn."""
 BUCKET_SAMPLERS = frozenset({"BucketBatchSampler", "VariableVideoBatchSampler", "LengthGroupedSampler"})
-"""Names of one order, that of `buckets.py`, for data sets that know the sizes of their samples."""
-_PLANNED = BUCKET_SAMPLERS | {"TokenBudgetSampler"}
+"""Names of one mechanism: that of `buckets.py` for generators, whose samples share a few sizes; for samples with
+lengths micro-batches of similar length (`buffered.py`)."""
+BUDGET_SAMPLER = "TokenBudgetSampler"
 
 
 def build_sampler(dataloader_param: Any, size: int, seed: int) -> Sampler:
-    """The sampler that the configuration names; `shuffle: false` and mode `base` keep the rows in order.
-
-    Raises:
-        ConfigError: Unknown, or not built yet.
-    """
-    name, mode = dataloader_param.sampler_type, dataloader_param.dataloader_mode
-    if mode not in ("sampler", "base"):
-        raise ConfigError(f"'{mode}' is not built yet for this data set", key="data.dataloader_param.dataloader_mode")
-    check_sampler_name(name, SAMPLERS)
-    return SequentialSampler(size) if keeps_order(dataloader_param) else SAMPLERS[name](size, seed)
+    """The order in which rows are drawn: `shuffle: false`, mode `base` and SequentialSampler keep them as they stand;
+    the names that say how micro-batches are formed draw at random."""
+    name = dataloader_param.sampler_type
+    is_sequential = name == "SequentialSampler" or keeps_order(dataloader_param)
+    return SequentialSampler(size) if is_sequential else BaseRandomBatchSampler(size, seed)
 
 
-def check_sampler_name(name: str, known: Collection[str]) -> None:
+def check_sampler_name(name: str) -> None:
     """Raise `ConfigError` for a name that is not known."""
-    if name in known:
-        return
-    built = f"Built: {', '.join(sorted(known))}."
-    if name in _PLANNED:
-        raise ConfigError(f"{name} is not built yet for this data set", key=SAMPLER_KEY, way_out=built)
-    raise ConfigError(f"'{name}' is no sampler", key=SAMPLER_KEY, way_out=f"{did_you_mean(name, known)}{built}")
+    known = sorted({*SAMPLERS, *BUCKET_SAMPLERS, BUDGET_SAMPLER})
+    if name not in known:
+        built = f"There are {', '.join(known)}."
+        raise ConfigError(f"'{name}' is no sampler", key=SAMPLER_KEY, way_out=f"{did_you_mean(name, known)}{built}")
 
 
 def keeps_order(dataloader_param: Any) -> bool:

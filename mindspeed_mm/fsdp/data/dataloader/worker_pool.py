@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES, SharedSlots
@@ -44,21 +43,18 @@ class WorkerPool:
     """torch's loader with shared slots, and with errors that name the worker and the samples it was at.
 
     Args:
-        dataset: Samples by index.
-        collate: Samples → batch.
-        seed: See `BatchMaker`.
+        maker: What a worker does; it is given `slots`.
+        seed: Of torch's loader.
         options: How many workers, and how long to wait.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[Sequence[Any]], Batch], seed: int, options: WorkerOptions
-    ) -> None:
-        self._options, self._seed = options, seed
+    def __init__(self, maker: BatchMaker, seed: int, options: WorkerOptions) -> None:
+        self._maker, self._options, self._seed = maker, options, seed
         self._forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
         self.slots = (
             SharedSlots(options.num_workers * options.prefetch_factor + 1, options.slot_bytes) if self._forks else None
         )
-        self._maker = BatchMaker(dataset, collate, seed, self.slots)
+        maker.slots = self.slots
         self._under_way: deque[Request] = deque()
         self._iterator: Any = None
 

@@ -1,0 +1,227 @@
+"""The order for samples with lengths: packed rows, token budgets, or samples of similar length.
+
+Samples are drawn into a buffer, in the order of their epoch; micro-batches are made of everything in it; those that
+make a step leave it, the oldest sample always among them. What waits is part of the position, so a run that is resumed,
+also with another number of ranks, goes on with the very next sample: nothing is lost and nothing comes twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Planned, no_epochs, too_few
+from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, divided, nearest_in_cost
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, Sampler, SequentialSampler
+from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
+
+SHARE_ROWS = 32
+"""Rows that a rank measures at a time."""
+EXACT_ROWS = 2048
+"""A data set of up to so many samples is planned whole to count its steps."""
+PROBE_ROWS = 512
+"""Of a larger one so many samples are, at least."""
+_FEWEST_STEPS = 4
+
+
+class BufferedOrder:
+    """Steps over samples whose sizes are found out when they come near.
+
+    Args:
+        sampler: The samples of each epoch.
+        sizes: Of every sample.
+        shape: What a micro-batch may hold.
+        deal: Micro-batches of a step.
+        drop_last: Leave out what remains of an epoch when it no longer fills a step. Otherwise the sequence runs on
+            over the end of an epoch.
+
+    Raises:
+        DataError: There are no samples.
+    """
+
+    def __init__(self, sampler: Sampler, sizes: SizeBook, shape: BatchShape, deal: Deal, *, drop_last: bool) -> None:
+        self._sampler, self.sizes, self.shape, self._drop_last = sampler, sizes, shape, drop_last
+        self._count, self._window = deal.micro_batches, SHARE_ROWS * deal.dp_size
+        if not sampler.draw(0, 0, 1):
+            raise too_few(0, "not one to begin with")
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What decides how samples share micro-batches."""
+        limits = {"tokens": self.shape.tokens, "patches": self.shape.patches, "rows": self.shape.rows}
+        return {"micro_batches_per_step": self._count, "kind": self.shape.kind, **limits}
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a micro-batch, where they are limited."""
+        return None if self.shape.kind == "rows" else self.shape.tokens
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps that an epoch takes, or about as many: see `is_exact`."""
+        return None if self._sampler.size is None else self.steps_for(1)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `steps_for` counts; otherwise it goes by the beginning of the first epoch."""
+        return self._sampler.size is not None and self._sampler.size <= EXACT_ROWS
+
+    def steps_for(self, epochs: float) -> int:
+        """Optimizer steps until so many epochs are done."""
+        if self._sampler.size is None:
+            raise no_epochs()
+        return math.ceil(round(epochs * self._steps_of_an_epoch, 6))
+
+    def step(self, position: DataPosition) -> Planned:
+        """The step at a position.
+
+        Raises:
+            DataError: No step can be made of a whole epoch.
+        """
+        buffer = self._filled(self._sampler, position, "drop" if self._drop_last else "run on")
+        planned = self._planned(buffer)
+        self.sizes.expect([pick.row for pick in self._sampler.draw(buffer.epoch, buffer.index, 2 * self._window)])
+        return planned
+
+    def one_pass(self) -> Iterator[Planned]:
+        """Every sample once, in the order of the rows. At the end micro-batches are divided until every rank has some,
+        at worst blank ones."""
+        if self._sampler.size is None:
+            raise no_epochs()
+        in_order, position = SequentialSampler(self._sampler.size), DataPosition(0, 0)
+        while (buffer := self._filled(in_order, position, "stop")).load >= self._least("stop"):
+            planned = self._planned(buffer)
+            yield planned
+            position = planned.after
+        yield from self._last(buffer)
+
+    @cached_property
+    def _steps_of_an_epoch(self) -> float:
+        size, position, steps = self._sampler.size or 0, DataPosition(0, 0), 0
+        while self.is_exact or steps < _FEWEST_STEPS or position.index < PROBE_ROWS:
+            after = self.step(position).after
+            if after.epoch > 0:
+                break
+            position, steps = after, steps + 1
+        done = position.index - len(position.pending)
+        if steps == 0:
+            return 1.0 if self._drop_last else size / len(self._all_of(self.step(position)))
+        return float(steps) if self.is_exact and self._drop_last else steps * size / done
+
+    @staticmethod
+    def _all_of(planned: Planned) -> list[Pick]:
+        return [pick for batch in planned.step for pick in batch.picks]
+
+    # --- the buffer --------------------------------------------------------------------------------------------------
+
+    def _least(self, at_end: _AtEnd) -> int:
+        """Micro-batches that a buffer must fill for a step. One that is hardly filled remains for later, if any."""
+        return self._count if at_end == "drop" else self._count + 1
+
+    def _filled(self, sampler: Sampler, position: DataPosition, at_end: _AtEnd) -> _Buffer:
+        """What is pending, and as many more samples as a good choice takes; towards the end of an epoch fewer."""
+        buffer, enough = _Buffer(self.shape, position), self.shape.lookahead(self._count)
+        known = [pick for pick in position.pending if sampler.size is None or pick.row < sampler.size]
+        buffer.add(known, self._usable(known))
+        began = buffer.index
+        while buffer.load < enough:
+            drawn = sampler.draw(buffer.epoch, buffer.index, self._window)
+            if drawn:
+                buffer.index += buffer.add(drawn, self._usable(drawn), enough)
+                continue
+            if at_end == "stop" or buffer.load >= self._least(at_end):
+                break
+            if began == 0 and (at_end == "drop" or not buffer.picks):
+                raise self._too_little(buffer)
+            if at_end == "drop":
+                buffer.clear()
+            buffer.epoch, buffer.index, began = buffer.epoch + 1, 0, 0
+        return buffer
+
+    def _usable(self, picks: Sequence[Pick]) -> list[SampleSize | DataError]:
+        """Sizes, or why a sample cannot be used: it alone may exceed a micro-batch."""
+        found = self.sizes.of([pick.row for pick in picks])
+        return [
+            size if isinstance(size, DataError) or self.shape.fits(size) else self._too_large(size) for size in found
+        ]
+
+    def _planned(self, buffer: _Buffer) -> Planned:
+        made = self.shape.micro_batches(buffer.sizes)
+        costs = [self.shape.cost([buffer.sizes[i] for i in each]) for each in made]
+        oldest = next(number for number, each in enumerate(made) if each[0] == 0)
+        chosen = nearest_in_cost(costs, oldest, self._count)
+        step = [MicroBatch(tuple(buffer.picks[i] for i in made[n]), cost=costs[n]) for n in chosen]
+        taken = {i for n in chosen for i in made[n]}
+        waiting = tuple(pick for i, pick in enumerate(buffer.picks) if i not in taken)
+        return Planned(step, DataPosition(buffer.epoch, buffer.index, waiting), tuple(buffer.left_out))
+
+    def _last(self, buffer: _Buffer) -> Iterator[Planned]:
+        """The rest of a pass, in steps of which every rank has a part."""
+        if not buffer.picks:
+            raise self._too_little(buffer)
+        made = sorted(
+            self.shape.micro_batches(buffer.sizes), key=lambda each: -self.shape.cost([buffer.sizes[i] for i in each])
+        )
+        left_out = tuple(buffer.left_out)
+        for start in range(0, len(made), self._count):
+            parts = divided(made[start : start + self._count], self._count)
+            step = [MicroBatch(tuple(buffer.picks[i] for i in part or [0]), int(not part)) for part in parts]
+            yield Planned(step, DataPosition(1, 0), left_out)
+            left_out = ()
+
+    def _too_large(self, size: SampleSize) -> TooLongError:
+        return TooLongError(
+            f"the sample has {size.tokens} tokens and {size.patches} patches, and a micro-batch may hold "
+            f"{self.shape.tokens} and {'any' if self.shape.patches is None else self.shape.patches}",
+            key="data.dataloader_param.max_tokens_per_batch",
+            way_out="Raise it, or max_patches_per_batch; or make the samples smaller.",
+        )
+
+    def _too_little(self, buffer: _Buffer) -> DataError:
+        if buffer.left_out:
+            first = buffer.left_out[0][1]
+            return DataError(f"{len(buffer.left_out)} samples cannot be used, and too few remain; the first: {first}")
+        return too_few(self._sampler.size or 0, f"which do not fill {self._count} micro-batches")
+
+
+_AtEnd = Literal["drop", "run on", "stop"]
+"""What becomes of the rest of an epoch."""
+
+
+class _Buffer:
+    """Samples that are drawn and not taken yet, the oldest first."""
+
+    def __init__(self, shape: BatchShape, position: DataPosition) -> None:
+        self.epoch, self.index = position.epoch, position.index
+        self.left_out: list[tuple[Pick, DataError]] = []
+        self._shape = shape
+        self.clear()
+
+    def clear(self) -> None:
+        """Leave out what waits."""
+        self.picks: list[Pick] = []
+        self.sizes: list[SampleSize] = []
+        self._tokens = self._patches = 0
+
+    @property
+    def load(self) -> float:
+        """Micro-batches that it fills at least."""
+        return self._shape.load(len(self.picks), self._tokens, self._patches)
+
+    def add(self, picks: Sequence[Pick], sizes: Sequence[SampleSize | DataError], enough: float = math.inf) -> int:
+        """Take in samples until there is enough; how many were looked at."""
+        for looked_at, (pick, size) in enumerate(zip(picks, sizes, strict=True), 1):
+            if isinstance(size, DataError):
+                self.left_out.append((pick, size))
+                continue
+            self.picks.append(pick)
+            self.sizes.append(size)
+            self._tokens += self._shape.padded(size.tokens)
+            self._patches += size.patches
+            if self.load >= enough:
+                return looked_at
+        return len(picks)

@@ -1,0 +1,146 @@
+"""From the `dataloader_param` section and what a data set knows of itself to the order of its samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.dataloader.buckets import TOKENS_KEY, BucketOrder
+from mindspeed_mm.fsdp.data.dataloader.buffered import BufferedOrder
+from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
+from mindspeed_mm.fsdp.data.dataloader.mixing import MixedSampler, MixShares, weighted_parts
+from mindspeed_mm.fsdp.data.dataloader.order import Deal, GlobalOrder, Order
+from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
+from mindspeed_mm.fsdp.data.dataloader.sampler import (
+    BUCKET_SAMPLERS,
+    BUDGET_SAMPLER,
+    SAMPLER_KEY,
+    Sampler,
+    build_sampler,
+    check_sampler_name,
+    keeps_order,
+)
+from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
+from mindspeed_mm.fsdp.data.dataloader.streaming import StreamSampler
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
+
+_PATCHES_KEY = "data.dataloader_param.max_patches_per_batch"
+_MODE_KEY = "data.dataloader_param.dataloader_mode"
+_BASIC = "data.dataset_param.basic_parameters"
+PROBED_ROWS = 256
+"""Rows of each data set whose lengths give its mean, for shares of tokens."""
+
+
+def build_order(
+    dataset: Any,
+    dataloader_param: DataloaderParam,
+    deal: Deal,
+    seed: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = 600.0,
+) -> tuple[Order, MixShares | None]:
+    """The order of the samples, and what counts the shares of a mix.
+
+    Raises:
+        ConfigError: A sampler, a mode or a limit is unknown, or does not go with the data set.
+        DataError: The data set is smaller than one global batch and `drop_last` is set.
+    """
+    check_sampler_name(dataloader_param.sampler_type)
+    if dataloader_param.dataloader_mode == "custom":
+        raise ConfigError("'custom' is not built yet", key=_MODE_KEY)
+    if hasattr(dataset, "sizes"):
+        return _by_media_size(dataset, dataloader_param, deal, seed), None
+    basic = getattr(dataset, "basic_parameters", None) or BasicParameters()
+    sizes = SizeBook(Measurer(dataset, seed), deal.dp_rank, deal.dp_size, group, timeout_s)
+    if hasattr(dataset, "known_sizes"):
+        sizes.learn(dataset.known_sizes())
+    sampler, mix = _sampler(dataset, basic, dataloader_param, sizes, seed)
+    shape = _shape(dataloader_param, deal, basic)
+    if shape is None:
+        return GlobalOrder(sampler, deal, dataloader_param.drop_last), mix
+    return BufferedOrder(sampler, sizes, shape, deal, drop_last=dataloader_param.drop_last), mix
+
+
+def _by_media_size(dataset: Any, dataloader_param: DataloaderParam, deal: Deal, seed: int) -> BucketOrder:
+    """Micro-batches of one size each, for generators."""
+    if dataloader_param.sampler_type == BUDGET_SAMPLER and dataloader_param.max_tokens_per_batch is None:
+        raise ConfigError(
+            f"{BUDGET_SAMPLER} has no budget",
+            key=TOKENS_KEY,
+            way_out="Set it to the most latent tokens of a micro-batch.",
+        )
+    if dataloader_param.max_patches_per_batch is not None:
+        raise ConfigError("generators have no patches", key=_PATCHES_KEY, way_out=f"Set {TOKENS_KEY} instead.")
+    is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
+    return BucketOrder(
+        dataset.sizes,
+        dataset.geometry,
+        deal,
+        seed=seed,
+        shuffle=not is_sequential,
+        drop_last=dataloader_param.drop_last,
+        max_tokens=dataloader_param.max_tokens_per_batch,
+    )
+
+
+def _shape(dataloader_param: DataloaderParam, deal: Deal, basic: BasicParameters) -> BatchShape | None:
+    """What a micro-batch may hold; None: so many samples as they come."""
+    tokens, patches = dataloader_param.max_tokens_per_batch, dataloader_param.max_patches_per_batch
+    of_cutoff = deal.micro_batch_size * basic.cutoff_len
+    multiple = dataloader_param.collate_param.pad_to_multiple_of
+    if basic.packs:
+        return BatchShape("packed", tokens or of_cutoff, patches)
+    has_budget = dataloader_param.sampler_type == BUDGET_SAMPLER or dataloader_param.dataloader_mode == "variable"
+    if has_budget or tokens is not None:
+        return BatchShape("padded", tokens or -(-of_cutoff // multiple) * multiple, patches, multiple=multiple)
+    if dataloader_param.sampler_type in BUCKET_SAMPLERS:
+        return BatchShape("rows", of_cutoff, patches, rows=deal.micro_batch_size, multiple=multiple)
+    if patches is not None:
+        raise ConfigError(
+            f"micro-batches of {deal.micro_batch_size} samples, whatever they hold, keep no limit",
+            key=_PATCHES_KEY,
+            way_out=f"Set packing: true, max_tokens_per_batch, or {SAMPLER_KEY}: {BUDGET_SAMPLER}.",
+        )
+    return None
+
+
+def _sampler(
+    dataset: Any, basic: BasicParameters, dataloader_param: DataloaderParam, sizes: SizeBook, seed: int
+) -> tuple[Sampler, MixShares | None]:
+    streams = getattr(dataset, "streams", False)
+    if basic.mix is not None and streams:
+        raise ConfigError(
+            "shares of data sets that are streamed are not kept", key=f"{_BASIC}.mix", way_out="Set streaming: false."
+        )
+    is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
+    if streams:
+        return StreamSampler(dataset.has, 1 if is_sequential else dataloader_param.shuffle_window, seed), None
+    if basic.mix is None:
+        return build_sampler(dataloader_param, len(dataset), seed), None
+    if not hasattr(dataset, "parts"):
+        raise ConfigError(
+            f"{type(dataset).__name__} does not tell its parts", key=f"{_BASIC}.mix", way_out="Leave mix out."
+        )
+    parts, weights = weighted_parts(dataset.parts, basic.mix.weights)
+    if basic.mix.by == "samples":
+        return MixedSampler(parts, weights, seed, shuffle=not is_sequential), MixShares(parts)
+    means = [mean_tokens(sizes, part.first, part.end) for part in parts]
+    shares = [weight / mean for weight, mean in zip(weights, means, strict=True)]
+    return MixedSampler(parts, shares, seed, shuffle=not is_sequential), MixShares(parts, means)
+
+
+def mean_tokens(sizes: SizeBook, first: int, end: int) -> float:
+    """Mean length of the samples of a part, from some of them, evenly spread over it.
+
+    Raises:
+        DataError: None of them can be used.
+    """
+    count = min(PROBED_ROWS, end - first)
+    found = sizes.of([first + place * (end - first) // count for place in range(count)])
+    tokens = [size.tokens for size in found if not isinstance(size, DataError)]
+    if not tokens:
+        raise next(size for size in found if isinstance(size, DataError))
+    return sum(tokens) / len(tokens)

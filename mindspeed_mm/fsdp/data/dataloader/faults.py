@@ -1,0 +1,48 @@
+"""What becomes of a sample that cannot be used: it stops the run, or is left out and counted."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
+
+
+class Fault(NamedTuple):
+    """A sample that was not used as it stands."""
+
+    kind: Literal["bad", "too long", "shrunk"]
+    sample: str
+    reason: str = ""
+
+
+class Policy:
+    """What a data set says about its bad samples and those that exceed a limit; a plugin's may say nothing: they stop.
+
+    Args:
+        dataset: Its `on_bad_sample` and `truncation` are read.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._may_skip = getattr(dataset, "on_bad_sample", "error") == "skip"
+        self._may_drop = getattr(dataset, "truncation", "error") != "error"
+
+    def judge(self, error: DataError, sample: str) -> Fault:
+        """The fault to count.
+
+        Args:
+            error: Why the sample cannot be used.
+            sample: Its name.
+
+        Raises:
+            DataError: The policy is to stop.
+        """
+        is_too_long = isinstance(error, TooLongError)
+        if not (self._may_drop if is_too_long else self._may_skip):
+            raise error
+        return Fault("too long" if is_too_long else "bad", sample, str(error))
+
+
+def name_of(dataset: Any, row: int) -> str:
+    """What to call a sample in messages."""
+    return str(dataset.place(row)) if hasattr(dataset, "place") else str(row)

@@ -1,0 +1,141 @@
+"""Several data sets in given shares: each runs through its own epochs, and which comes when is a function of the seed.
+
+The shares become whole numbers of a cycle. Every cycle holds each data set exactly as often as its share says, in an
+order that is drawn anew; so a position (samples drawn so far) tells how far each data set is, and nothing else is kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.data.data_utils.row_table import Part, find_part
+from mindspeed_mm.fsdp.data.dataloader.order import Step
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, permutation
+
+CYCLE = 10_000
+"""Samples of a cycle: shares are kept to a hundredth of a percent."""
+_KEY = "data.dataset_param.basic_parameters.mix.weights"
+
+
+class MixedSampler:
+    """Draws from several parts of a data set in given shares. What is called an epoch has as many samples as all parts
+    together.
+
+    Args:
+        parts: Rows of each.
+        shares: Of the samples, in any unit, one for each part.
+        seed: Of the orders.
+        shuffle: Draw the rows of a part at random, and the parts of a cycle too.
+    """
+
+    def __init__(self, parts: Sequence[Part], shares: Sequence[float], seed: int, *, shuffle: bool = True) -> None:
+        self.size: int | None = sum(part.end - part.first for part in parts)
+        self._parts, self._seed, self._shuffle = parts, seed, shuffle
+        self.counts = whole_numbers(shares, CYCLE)
+        """Samples of each part in a cycle."""
+        self._cycle_of = lru_cache(maxsize=4)(self._cycle)
+        self._rows_of = lru_cache(maxsize=2 * len(parts))(self._rows)
+
+    def draw(self, epoch: int, index: int, count: int) -> list[Pick]:
+        """So many samples from `index` on, fewer where the epoch ends. Each bears the epoch of its own part."""
+        assert self.size is not None
+        first = epoch * self.size + index
+        return [self._pick(number) for number in range(first, first + min(count, self.size - index))]
+
+    def _pick(self, number: int) -> Pick:
+        """The n-th sample ever drawn."""
+        cycle, place = divmod(number, CYCLE)
+        parts, before = self._cycle_of(cycle)
+        which = int(parts[place])
+        part = self._parts[which]
+        epoch, index = divmod(cycle * self.counts[which] + int(before[place]), part.end - part.first)
+        return Pick(epoch, part.first + int(self._rows_of(which, epoch)[index]))
+
+    def _cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
+        """The part of each sample of a cycle, and how many samples of that part the cycle has before it."""
+        # evenly spread: the m-th sample of a part with n of them stands at (m + ½) / n
+        at = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in self.counts])
+        parts = np.repeat(np.arange(len(self.counts)), self.counts)[np.argsort(at, kind="stable")]
+        if self._shuffle:
+            parts = parts[permutation(CYCLE, derive_seed(self._seed, "mix"), cycle)]
+        before = np.zeros(CYCLE, dtype=np.int64)
+        for which, n in enumerate(self.counts):
+            before[parts == which] = np.arange(n)
+        return parts, before
+
+    def _rows(self, which: int, epoch: int) -> np.ndarray:
+        rows = self._parts[which].end - self._parts[which].first
+        return permutation(rows, derive_seed(self._seed, "part", which), epoch) if self._shuffle else np.arange(rows)
+
+
+def whole_numbers(shares: Sequence[float], total: int) -> list[int]:
+    """Whole numbers in the proportion of the shares that add up to `total` (largest remainder); a share above zero
+    never gets none."""
+    scaled = np.asarray(shares, dtype=np.float64) / sum(shares) * total
+    counts = np.maximum(np.floor(scaled), scaled > 0).astype(np.int64)
+    by_remainder = np.argsort(counts - scaled, kind="stable")
+    while (missing := total - int(counts.sum())) != 0:
+        if missing > 0:
+            counts[by_remainder[:missing]] += 1
+        else:
+            counts[int(np.argmax(counts))] += missing
+    return [int(count) for count in counts]
+
+
+def weighted_parts(parts: Sequence[Part], weights: Mapping[str, float]) -> tuple[list[Part], list[float]]:
+    """The parts that have a weight above zero, and these weights.
+
+    Raises:
+        ConfigError: A weight names no entry, an entry has no weight, or all are zero.
+    """
+    given: dict[int, float] = {}
+    for name, weight in weights.items():
+        try:
+            given[find_part(parts, name)] = float(weight)
+        except KeyError:
+            names = [part.name for part in parts]
+            raise ConfigError(
+                f"'{name}' is no entry of dataset",
+                key=f"{_KEY}.{name}",
+                way_out=f"{did_you_mean(name, names)}The entries are {', '.join(names)}.",
+            ) from None
+    if without := [part.name for number, part in enumerate(parts) if number not in given]:
+        raise ConfigError(
+            f"{', '.join(without)} has no weight", key=_KEY, way_out="Give every entry of dataset one; 0 leaves it out."
+        )
+    kept = [number for number, part in enumerate(parts) if given[number] > 0 and part.end > part.first]
+    if not kept:
+        raise ConfigError("no weight is above 0", key=_KEY, way_out="Give some entry of dataset a weight.")
+    return [parts[number] for number in kept], [given[number] for number in kept]
+
+
+class MixShares:
+    """Counts which data set the samples of a run came from.
+
+    Args:
+        parts: Rows of each data set that is drawn from.
+        tokens: Mean length of the samples of each, where shares are of tokens; None: they are of samples.
+    """
+
+    def __init__(self, parts: Sequence[Part], tokens: Sequence[float] | None = None) -> None:
+        self._parts, self._worth = parts, tokens or [1.0] * len(parts)
+        self._ends = [part.end for part in parts]
+        self._counts = [0] * len(parts)
+
+    def count(self, step: Step) -> None:
+        """Count the samples of a step, over all ranks."""
+        for batch in step:
+            for pick in batch.picks[: len(batch.picks) - batch.blank_rows]:
+                self._counts[bisect_right(self._ends, pick.row)] += 1
+
+    def achieved(self) -> dict[str, float]:
+        """Share of each data set so far, by samples or by tokens as the weights are."""
+        weighed = [count * worth for count, worth in zip(self._counts, self._worth, strict=True)]
+        return {part.name: share / (sum(weighed) or 1.0) for part, share in zip(self._parts, weighed, strict=True)}

@@ -1,0 +1,149 @@
+"""Which samples of a buffer share a micro-batch, and which micro-batches make a step: pure functions of sizes.
+
+A step waits for its slowest rank, so its micro-batches should cost the same. Micro-batches are made of everything that
+is buffered; those nearest in cost to the one with the oldest sample make up the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from mindspeed_mm.fsdp.data.data_utils.packing import best_fit
+from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
+
+ATTENTION_TOKENS = 2**14
+"""Tokens of a sample at which attention costs as much as everything else: 6 × the width of blocks of 2 to 3 thousand
+channels. α of the cost Σ tokens + α·Σ tokens² is its reciprocal."""
+PATCH_TOKENS = 0.1
+"""What a patch (or an audio frame) costs an encoder, in tokens of the language model: the ratio of their parameters
+(0.4 to 0.7 B of an encoder beside 4 to 8 B)."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a micro-batch may hold.
+
+    `packed`: samples one after the other, padding none. `padded`: rows as long as the longest. `rows`: so many samples
+    of similar length, whatever their size.
+    """
+
+    kind: Literal["packed", "padded", "rows"]
+    tokens: int
+    """Most tokens, those of padding included; for `rows` not a limit."""
+    patches: int | None = None
+    """Most patches."""
+    rows: int = 0
+    """Samples of a micro-batch, for `rows`."""
+    multiple: int = 1
+    """Padded rows are a multiple of so many tokens."""
+
+    def lookahead(self, count: int) -> int:
+        """Micro-batches to buffer for steps of `count`: enough of nearly every cost to choose among (measured:
+        `benchmarks/batches.py`). Fixed numbers of rows differ in cost far more than filled budgets do."""
+        return 3 * count + (256 if self.kind == "rows" else 16)
+
+    def padded(self, tokens: int) -> int:
+        """Tokens of a row of its own."""
+        return tokens if self.kind == "packed" else -(-tokens // self.multiple) * self.multiple
+
+    def fits(self, size: SampleSize) -> bool:
+        """Whether a sample fits a micro-batch of its own."""
+        if self.patches is not None and size.patches > self.patches:
+            return False
+        return self.kind == "rows" or self.padded(size.tokens) <= self.tokens
+
+    def load(self, samples: int, tokens: int, patches: int) -> float:
+        """Micro-batches that so many samples fill at least; `tokens` with the padding of each alone."""
+        full = samples / self.rows if self.kind == "rows" else tokens / self.tokens
+        return full if self.patches is None else max(full, patches / self.patches)
+
+    def cost(self, sizes: Sequence[SampleSize]) -> float:
+        """What a micro-batch takes, in tokens of an endless number of short samples."""
+        encoder = PATCH_TOKENS * sum(size.patches for size in sizes)
+        if self.kind == "packed":
+            return encoder + sum(size.tokens * (1 + size.tokens / ATTENTION_TOKENS) for size in sizes)
+        longest = self.padded(max(size.tokens for size in sizes))
+        return encoder + len(sizes) * longest * (1 + longest / ATTENTION_TOKENS)
+
+    def micro_batches(self, sizes: Sequence[SampleSize]) -> list[list[int]]:
+        """Divide samples, the oldest first, into micro-batches: indices of each, in order of age."""
+        made = self._packed(sizes) if self.kind == "packed" else self._grouped(sizes)
+        return [sorted(each) for each in made]
+
+    def _packed(self, sizes: Sequence[SampleSize]) -> list[list[int]]:
+        """By best fit. The oldest may have landed in what was filled last: then that is filled up from the others."""
+        tokens, patches = [size.tokens for size in sizes], [size.patches for size in sizes]
+        made = best_fit(tokens, self.tokens, patches, self.patches)
+        fills = [self.load(1, sum(tokens[i] for i in each), sum(patches[i] for i in each)) for each in made]
+        if len(made) > 1 and fills[0] == min(fills):
+            first = set(made[0])
+            for i in sorted(set(range(len(sizes))) - first, key=lambda i: (-tokens[i], i)):
+                if self._holds([sizes[k] for k in (*first, i)]):
+                    first.add(i)
+            others = [[i for i in each if i not in first] for each in made[1:]]
+            made = [sorted(first), *(each for each in others if each)]
+        return made
+
+    def _holds(self, sizes: Sequence[SampleSize]) -> bool:
+        return self.load(1, sum(size.tokens for size in sizes), sum(size.patches for size in sizes)) <= 1
+
+    def _grouped(self, sizes: Sequence[SampleSize]) -> list[list[int]]:
+        """Neighbours by length. What does not fill a group remains at the end that the oldest is not at."""
+        order = sorted(range(len(sizes)), key=lambda i: (-sizes[i].tokens, i))
+        groups = self._cut(sizes, order)
+        if len(groups) > 1 and 0 in groups[-1]:
+            groups = self._cut(sizes, order[::-1])
+        return groups
+
+    def _cut(self, sizes: Sequence[SampleSize], order: Sequence[int]) -> list[list[int]]:
+        groups: list[list[int]] = []
+        longest = patches = 0
+        for i in order:
+            tokens, more = self.padded(sizes[i].tokens), sizes[i].patches
+            longest, patches = max(longest, tokens), patches + more
+            if not groups or not self._has_room(len(groups[-1]) + 1, longest, patches):
+                groups.append([])
+                longest, patches = tokens, more
+            groups[-1].append(i)
+        return groups
+
+    def _has_room(self, rows: int, longest: int, patches: int) -> bool:
+        is_within = rows <= self.rows if self.kind == "rows" else rows * longest <= self.tokens
+        return is_within and (self.patches is None or patches <= self.patches)
+
+
+def nearest_in_cost(costs: Sequence[float], first: int, count: int) -> list[int]:
+    """So many micro-batches, `first` among them, whose costs lie within the narrowest span; the costliest first."""
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    at = order.index(first)
+    starts = range(max(0, at - count + 1), min(at, len(order) - count) + 1)
+    best = min(starts, key=lambda start: (costs[order[start]] - costs[order[start + count - 1]], start))
+    return order[best : best + count]
+
+
+def divided(parts: Sequence[Any], count: int) -> list[Any]:
+    """So many micro-batches (lists or arrays), by halving the longest; empty ones where there are too few samples."""
+    parts = list(parts)
+    while len(parts) < count:
+        longest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        if len(parts[longest]) <= 1:
+            return parts + [parts[0][:0]] * (count - len(parts))
+        half = (len(parts[longest]) + 1) // 2
+        parts[longest : longest + 1] = [parts[longest][:half], parts[longest][half:]]
+    return parts
+
+
+def imbalance(costs: Sequence[float], ranks: int) -> float:
+    """How much longer a step takes than if its cost were spread evenly: each turn of accumulation waits for its
+    costliest micro-batch. 1.0 is even.
+
+    Args:
+        costs: Of the micro-batches of a step, by accumulation and then by rank.
+        ranks: Ranks with different samples.
+    """
+    turns = np.asarray(costs, dtype=np.float64).reshape(-1, ranks)
+    return float(turns.max(axis=1).sum() / max(turns.mean(axis=1).sum(), 1e-12))
