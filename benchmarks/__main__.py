@@ -1,7 +1,6 @@
 """`python -m benchmarks [NAME…]`: measure, write `benchmarks/results/NAME.json`, print one table.
 
-Names: step_time, startup, loading, help, diffusion_step, extraction, communication, plans, accelerator; none given:
-all. A target that is missed is written and printed as missed; it is no error.
+Names: those of `NAMES`; none given: all. A target that is missed is written and printed as missed; it is no error.
 """
 
 from __future__ import annotations
@@ -21,6 +20,9 @@ NAMES = (
     "step_time",
     "diffusion_step",
     "extraction",
+    "data_rate",
+    "data_startup",
+    "data_memory",
     "communication",
     "plans",
     "accelerator",
