@@ -24,6 +24,7 @@ from mindspeed_mm.core.suggest import did_you_mean
 VERBS = {
     "train": "Train a model from one YAML.",
     "check": "Find what is wrong with a YAML before training.",
+    "data": "Check, preview or describe the rows of a YAML.",
     "config": "Show the resolved configuration and where each value came from.",
     "schema": "Explain a key, or print the JSON schema.",
     "verify": "Show that a plan computes what one process computes.",

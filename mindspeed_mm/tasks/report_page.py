@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.report_charts import draw_charts
 from mindspeed_mm.tasks.report_data import Record, RunData, choose_samples, without_secrets
 from mindspeed_mm.tasks.report_media import show
+from mindspeed_mm.tasks.report_rows import training_rows
 from mindspeed_mm.tasks.report_samples import sample_grid
 
 MOST_SAMPLES = 12
@@ -54,6 +55,7 @@ def _describe(run: RunData, several: bool) -> dict[str, Any]:
         "numbers": summary(run),
         "judged": "generated" if run.rounds else "held-out",
         "grid": sample_grid(run.rounds),
+        "training": training_rows(run.path),
         "scores": [{"task": task, **score} for task, score in run.results.get("tasks", {}).items()],
         "findings": _findings(run.results),
         "wrong": [_sample(sample, media) for sample in wrong],

@@ -1,0 +1,186 @@
+"""`mm data check | preview | stats`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from mindspeed_mm.core.errors import UsageError
+
+EXAMPLES = """
+\b
+Examples:
+  mm data check run.yaml --bad-rows bad.jsonl
+  mm data preview run.yaml --count 3 --html preview.html
+  mm data stats run.yaml data.dataset_param.basic_parameters.cutoff_len=4096
+
+All three read the data without a model or an accelerator, and take --json.
+"""
+CHECK_EXAMPLES = """
+\b
+Examples:
+  mm data check run.yaml
+  mm data check run.yaml --decode --bad-rows bad.jsonl --nproc 8
+"""
+PREVIEW_EXAMPLES = """
+\b
+Examples:
+  mm data preview run.yaml
+  mm data preview run.yaml --rows 0,5 --tokens
+  mm data preview run.yaml --row-id train.jsonl:12 --html preview.html
+"""
+STATS_EXAMPLES = """
+\b
+Examples:
+  mm data stats run.yaml
+  mm data stats run.yaml --limit 20000 --html stats.html
+"""
+
+PATH = click.Path(path_type=Path)
+POSITIVE = click.IntRange(min=1)
+
+
+@click.group(epilog=EXAMPLES)
+def command() -> None:
+    """Look at the rows of a configuration before training on them."""
+
+
+@command.command(epilog=CHECK_EXAMPLES)
+@click.argument("config", type=PATH)
+@click.argument("overrides", nargs=-1)
+@click.option("--decode", is_flag=True, help="Decode every medium; otherwise only its header is read.")
+@click.option("--limit", type=POSITIVE, help="Read so many rows, evenly over all.")
+@click.option("--bad-rows", type=PATH, help="Write every bad row there, a JSON object a line.")
+@click.option("--nproc", type=POSITIVE, help="Ranks that the global batch is for; default: WORLD_SIZE, or 1.")
+@click.option("--workers", type=click.IntRange(min=0), help="Processes that read; default: by the cores.")
+@click.option("--validation", is_flag=True, help="The rows for validation instead of those for training.")
+@click.option("--html", type=PATH, help="Write the result as one self-contained page.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.pass_context
+def check(
+    ctx: click.Context,
+    config: Path,
+    overrides: tuple[str, ...],
+    decode: bool,
+    limit: int | None,
+    bad_rows: Path | None,
+    nproc: int | None,
+    workers: int | None,
+    validation: bool,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Read every row of CONFIG once and say what is wrong, each finding with what to change and how many rows it saves.
+
+    Missing and broken media, roles, placeholders, label masks, rows that are too long, duplicates, the chat template,
+    shares of a mixture. OVERRIDES are section.key=value. Exit code 4 when training would stop.
+    """
+    from mindspeed_mm.tasks.data import check as task  # torch: the help does without
+    from mindspeed_mm.tasks.data.page import check_page, write_page
+    from mindspeed_mm.tasks.data.paint import Paint
+    from mindspeed_mm.tasks.data.words import check_lines
+
+    result = task.run(
+        config, overrides, decode=decode, limit=limit, nproc=nproc, workers=workers, validation=validation
+    )
+    if bad_rows is not None:
+        task.write_bad_rows(bad_rows, result.bad)
+    if html is not None:
+        write_page(html, check_page(result))
+    _print(result.to_dict() if as_json else check_lines(result, Paint.of(sys.stdout)))
+    ctx.exit(result.exit_code)
+
+
+@command.command(epilog=PREVIEW_EXAMPLES)
+@click.argument("config", type=PATH)
+@click.argument("overrides", nargs=-1)
+@click.option("--rows", help="Numbers of rows, from 0, with commas: 0,5.")
+@click.option("--row-id", "row_ids", multiple=True, help="A row by its id, or by its place: train.jsonl:12.")
+@click.option("--count", type=POSITIVE, help="So many rows in the order of training; default: 3.")
+@click.option("--tokens", is_flag=True, help="List every token with its id and weight.")
+@click.option("--nproc", type=POSITIVE, default=1, show_default=True, help="Ranks that steps are dealt to.")
+@click.option("--validation", is_flag=True, help="The rows for validation instead of those for training.")
+@click.option("--html", type=PATH, help="Write one self-contained page with the media.")
+@click.option("--json", "as_json", is_flag=True, help="Print ids, labels and all else as JSON.")
+def preview(
+    config: Path,
+    overrides: tuple[str, ...],
+    rows: str | None,
+    row_ids: tuple[str, ...],
+    count: int | None,
+    tokens: bool,
+    nproc: int,
+    validation: bool,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Show the exact tokens of some rows of CONFIG, those that are trained in colour, with their media.
+
+    Without --rows or --row-id: the first rows in the order of training, and the first micro-batch as the model gets it,
+    with the borders of packs. In plain text trained tokens stand between « and ».
+    """
+    from mindspeed_mm.tasks.data import preview as task
+    from mindspeed_mm.tasks.data.page import preview_page, write_page
+    from mindspeed_mm.tasks.data.paint import Paint
+    from mindspeed_mm.tasks.data.preview_words import preview_lines
+
+    found = task.run(
+        config,
+        overrides,
+        rows=_numbers(rows),
+        row_ids=row_ids,
+        count=count,
+        ranks=nproc,
+        validation=validation,
+    )
+    if html is not None:
+        write_page(html, preview_page(found))
+    _print(found.to_dict() if as_json else preview_lines(found, Paint.of(sys.stdout), tokens=tokens))
+
+
+@command.command(epilog=STATS_EXAMPLES)
+@click.argument("config", type=PATH)
+@click.argument("overrides", nargs=-1)
+@click.option("--limit", type=POSITIVE, help="Read so many rows, evenly over all.")
+@click.option("--workers", type=click.IntRange(min=0), help="Processes that read; default: by the cores.")
+@click.option("--validation", is_flag=True, help="The rows for validation instead of those for training.")
+@click.option("--html", type=PATH, help="Write the result as one self-contained page.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def stats(
+    config: Path,
+    overrides: tuple[str, ...],
+    limit: int | None,
+    workers: int | None,
+    validation: bool,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Describe the rows of CONFIG: lengths, media, trained share, how full batches and packs would be."""
+    from mindspeed_mm.tasks.data import stats as task
+    from mindspeed_mm.tasks.data.page import stats_page, write_page
+    from mindspeed_mm.tasks.data.paint import Paint
+    from mindspeed_mm.tasks.data.words import stats_lines
+
+    found = task.run(config, overrides, limit=limit, workers=workers, validation=validation)
+    if html is not None:
+        write_page(html, stats_page(found))
+    _print(found.to_dict() if as_json else stats_lines(found, Paint.of(sys.stdout)))
+
+
+def _print(result: dict[str, object] | list[str]) -> None:
+    if isinstance(result, dict):
+        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        click.echo("\n".join(result), color=True)  # colours were decided on already
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdigit() for word in words):
+        raise UsageError(f"'{text}' is no list of numbers", key="--rows", way_out="Write --rows 0,5.")
+    return [int(word) for word in words]

@@ -1,0 +1,185 @@
+"""`mm data check`: every row read once, what is wrong with each, and what to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
+from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.tasks.data.facts import RowLook
+from mindspeed_mm.tasks.data.findings import Finding, Terms, find_all, to_dict
+from mindspeed_mm.tasks.data.histogram import Bin, histogram
+from mindspeed_mm.tasks.data.media_search import search_media
+from mindspeed_mm.tasks.data.mixture import Share, shares
+from mindspeed_mm.tasks.data.opening import OpenedData, open_data
+from mindspeed_mm.tasks.data.scan import scan
+from mindspeed_mm.tasks.data.tally import BadRow, Tally
+from mindspeed_mm.tasks.data.template_checks import template_findings
+
+_COMPARED_ROWS = 16
+
+
+@dataclass
+class DataCheck:
+    """What was found."""
+
+    path: Path
+    rows: int = 0
+    """Of the data set."""
+    read: int = 0
+    usable: int = 0
+    shrunk: int = 0
+    seconds: float = 0.0
+    decoded: bool = False
+    """Whether media were decoded; otherwise their headers were read."""
+    findings: list[Finding] = field(default_factory=list)
+    tokens: list[Bin] = field(default_factory=list)
+    patches: list[Bin] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """4 when a finding is an error."""
+        return int(ExitCode.DATA if any(finding.is_error for finding in self.findings) else ExitCode.OK)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines; bad rows are in `--bad-rows`."""
+        return {
+            "path": str(self.path),
+            "rows": self.rows,
+            "read": self.read,
+            "usable": self.usable,
+            "bad": len(self.bad),
+            "shrunk": self.shrunk,
+            "seconds": round(self.seconds, 2),
+            "decoded": self.decoded,
+            "exit_code": self.exit_code,
+            "findings": [to_dict(finding) for finding in self.findings],
+            "tokens": [each._asdict() for each in self.tokens],
+            "patches": [each._asdict() for each in self.patches],
+            "shares": [each.to_dict() for each in self.shares],
+        }
+
+
+def run(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    decode: bool = False,
+    limit: int | None = None,
+    nproc: int | None = None,
+    workers: int | None = None,
+    validation: bool = False,
+) -> DataCheck:
+    """Read the rows once and judge them.
+
+    Args:
+        config_path: The YAML that training takes.
+        overrides: `section.key=value`.
+        decode: Decode every medium instead of reading its header.
+        limit: Read so many rows, evenly over all.
+        nproc: Ranks that the global batch is meant for; None: `WORLD_SIZE`, or 1.
+        workers: Processes that read; None: by the cores.
+        validation: The rows for validation instead.
+
+    Raises:
+        ConfigError: The configuration is off.
+    """
+    result = DataCheck(config_path, decoded=decode)
+    try:
+        data = open_data(config_path, overrides, validation=validation, patient=True)
+    except DataError as error:
+        result.findings = [_does_not_open(error)]
+        return result
+    began = time.monotonic()
+    tally = look_through(data, decode=decode, limit=limit, workers=workers)
+    result.seconds = time.monotonic() - began
+    _judge(result, data, tally, _ranks(nproc))
+    return result
+
+
+def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: int | None) -> Tally:
+    """One pass over the rows, or over so many of them, evenly spread."""
+    tokenizer = data.tokenizer()
+    specials = tuple(getattr(tokenizer, "all_special_tokens", ()))
+    look = RowLook(data.dataset, decode=decode, specials=specials)
+    return Tally.of(scan(chosen_rows(len(data.dataset), limit), look, workers=workers))
+
+
+def chosen_rows(rows: int, limit: int | None) -> Sequence[int]:
+    """All rows, or so many of them evenly over all, the first among them."""
+    if limit is None or limit >= rows:
+        return range(rows)
+    return [number * rows // limit for number in range(limit)]
+
+
+def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:
+    """One JSON object a line: index, file, row, kind, what is wrong, and the way out."""
+    make_writable_folder(path.absolute().parent)
+    atomic_write_text(path, "".join(json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in bad))
+
+
+def _judge(result: DataCheck, data: OpenedData, tally: Tally, ranks: int) -> None:
+    """Fill in what the pass says."""
+    dataset, basic = data.dataset, data.param.basic_parameters
+    try:
+        global_batch = data.global_batch(ranks)
+    except ConfigError:
+        global_batch = data.global_batch(_smallest(data))
+    terms = Terms(basic, data.arguments.data.dataloader_param, 0 if data.is_validation else global_batch, len(dataset))
+    name = _namer(dataset)
+    result.rows, result.read, result.usable = len(dataset), tally.rows, tally.usable
+    result.shrunk, result.bad = tally.shrunk, tally.bad
+    result.findings = find_all(tally, terms, name, partial(search_media, dataset, basic)) + _of_template(data, tally)
+    result.tokens, result.patches = histogram(tally.full_lengths()), histogram([n for n in tally.patches if n])
+    result.shares = shares(dataset, basic, tally)
+
+
+def _namer(dataset: Any) -> Any:
+    return (lambda row: str(dataset.place(row))) if hasattr(dataset, "place") else str
+
+
+def _smallest(data: OpenedData) -> int:
+    parallel = data.arguments.parallel
+    return (
+        parallel.pipeline_parallel_size
+        * parallel.tensor_parallel_size
+        * parallel.ring_attention_size
+        * parallel.ulysses_parallel_size
+    )
+
+
+def _ranks(nproc: int | None) -> int:
+    world = os.environ.get("WORLD_SIZE", "")
+    return nproc or (int(world) if world.isdigit() else 1)
+
+
+def _of_template(data: OpenedData, tally: Tally) -> list[Finding]:
+    """What is off about the chat template, if the rows are conversations."""
+    template = getattr(data.dataset, "template", None)
+    if template is None:
+        return []
+    first = [_sample(data.dataset, row) for row in tally.index[:_COMPARED_ROWS]]
+    return list(template_findings(template, data.processor(), [sample for sample in first if sample is not None]))
+
+
+def _sample(dataset: Any, row: int) -> Sample | None:
+    try:
+        return dataset.sample(row)
+    except MMError:
+        return None
+
+
+def _does_not_open(error: DataError) -> Finding:
+    problem = error.problems[0]
+    where = " ".join(part for part in (problem.where, problem.key) if part)
+    return Finding("error", "the data set does not open", f"{where}  {problem}" if error.headline else str(error), 0)

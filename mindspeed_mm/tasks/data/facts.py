@@ -1,0 +1,251 @@
+"""What there is to know of one row, read in a worker: sizes, roles, media, what is trained, or what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.core.errors import DataError, MMError, Problem
+from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
+
+TOO_LONG = "too long"
+_HASH_BYTES = 8
+_TELLING_CHARACTERS = 300
+
+_KINDS: tuple[tuple[str, str], ...] = (
+    ("roles", r"^unknown role|^turn \d+ is the|nothing answers it|no turn of the model"),
+    ("nothing is trained", r"^no trainable token"),
+    ("everything is trained", r"^every token would be trained"),
+    ("chat template", r"^the chat template|^the rendered conversation|chat template does not write"),
+    ("placeholders and media differ", r"placeholders? in the text|^the rendered text has .* tokens? for"),
+    ("the model takes no such media", r"but the model takes"),
+    ("preference pairs", r"^chosen and rejected|^nothing comes before the answers"),
+    ("text files", r"JSON|UTF-8|surrogate|not an object|the row has \d+ bytes|header's .* cells"),
+    ("fields", r"the field is missing|has the fields|is no message|is no number from|neither true nor false"),
+    ("fields", r"is not (text|a list|a document|messages)|question, answer"),
+    ("missing media", r"' not found|is empty \(0 bytes\)|is not a regular file|cannot be opened"),
+    ("media outside the roots", r"outside the media roots|is a URL"),
+    ("media beyond the limits", r"too large|megapixels|processor refuses|more than \d+( s)?$|fewer than the"),
+    ("broken media", r"is broken|is cut|is not an? |base64|not allowed|LFS|damaged|backwards|no media item"),
+    ("broken media", r"has no (video stream|frames|frame rate|sound|samples|sample rate)|not numbers"),
+)
+"""Kind → what its messages hold; the first that matches counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a row cannot be used as it stands."""
+
+    kind: str
+    what: str
+    key: str = ""
+    way_out: str = ""
+    tokens: int | None = None
+    """Of a row that is too long: its length before truncation."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediumFacts:
+    """What the header of a medium says."""
+
+    kind: str
+    width: int = 0
+    height: int = 0
+    frames: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class RowFacts:
+    """One row."""
+
+    index: int
+    place: str
+    """`file:row`."""
+    fault: Fault | None = None
+    tokens: int = 0
+    full_tokens: int = 0
+    """Before turns were left out to fit `cutoff_len`."""
+    trained: int = 0
+    """Tokens that the loss counts, after the shift."""
+    patches: int = 0
+    shrunk: bool = False
+    roles: tuple[str, ...] = ()
+    media: tuple[MediumFacts, ...] = ()
+    content: int = 0
+    """Hash of messages and media; 0: not known."""
+    row_id: str | None = None
+    special: str = ""
+    """A special token that the row's own text holds."""
+
+
+class RowLook:
+    """Reads the facts of rows; goes to the workers.
+
+    Args:
+        dataset: Of `build_mm_dataset`. What it can tell of itself (`row`, `sample`, `outline`) is asked; a plugin's
+            that only has samples is read through these.
+        decode: Decode every medium as well; otherwise headers are read.
+        specials: Special tokens of the tokenizer, which a text should not hold.
+    """
+
+    def __init__(self, dataset: Any, *, decode: bool, specials: tuple[str, ...] = ()) -> None:
+        self.dataset, self._decode = dataset, decode
+        self._specials = re.compile("|".join(map(re.escape, specials))) if specials else None
+
+    def __call__(self, index: int) -> RowFacts:
+        """The facts of a row; what is wrong with it is one of them."""
+        facts = RowFacts(index, self._place(index))
+        try:
+            sample = self._describe(facts, index)
+            self._measure(facts, index, sample)
+            if facts.tokens and not facts.trained:
+                facts.fault = Fault("nothing is trained", "no trainable token: the loss would be taken of nothing")
+        except TooLongError as error:
+            facts.fault = _too_long(error)
+        except MMError as error:
+            facts.fault = _fault(error)
+        except Exception as error:  # noqa: BLE001 (a plugin's data set is foreign code: whatever it raises is the row's)
+            facts.fault = Fault("the data set failed", f"{type(error).__name__}: {error}")
+        return facts
+
+    def _place(self, index: int) -> str:
+        return str(self.dataset.place(index)) if hasattr(self.dataset, "place") else str(index)
+
+    def _describe(self, facts: RowFacts, index: int) -> Sample | None:
+        """What the raw row and the converted one tell."""
+        if hasattr(self.dataset, "row"):
+            found = self.dataset.row(index).get("id")
+            facts.row_id = str(found) if isinstance(found, str | int) else None
+        if not hasattr(self.dataset, "sample"):
+            return None
+        sample: Sample = self.dataset.sample(index)
+        facts.roles = tuple(message["role"] for message in sample.messages)
+        texts = [text for part in both(sample) for text in texts_of(part)]
+        facts.content = content_hash(sample)
+        found = next((m for text in texts if (m := self._specials.search(text))), None) if self._specials else None
+        facts.special = found.group() if found else ""
+        return sample
+
+    def _measure(self, facts: RowFacts, index: int, row: Sample | None) -> None:
+        """Sizes and the label mask."""
+        if hasattr(self.dataset, "outline"):
+            outlines = as_pair(self.dataset.outline(index))
+            for outline in outlines:
+                facts.tokens += outline.size.tokens
+                facts.patches += outline.size.patches
+                facts.full_tokens += outline.full_tokens
+                facts.trained += trained_tokens(outline.labels, outline.weights)
+                facts.shrunk |= outline.shrunk
+            facts.media = tuple(self._header(item) for item in row.media) if row is not None else ()
+            if self._decode and facts.media:
+                _ = self.dataset[index]
+            return
+        for sample in as_pair(self._item(index)):
+            if isinstance(sample, dict) and "input_ids" in sample:
+                length = len(sample["input_ids"])
+                facts.tokens, facts.full_tokens = facts.tokens + length, facts.full_tokens + length
+                facts.trained += trained_tokens(sample.get("labels"), sample.get("loss_weights"))
+                facts.shrunk |= bool(sample.get("shrunk"))
+                facts.media += tuple(MediumFacts(getattr(item, "kind", "medium")) for item in sample.get("media") or ())
+
+    def _header(self, item: MediaItem) -> MediumFacts:
+        media = getattr(self.dataset, "media", None)
+        return medium_facts(item.kind, media.probe(item.kind, item.source) if media is not None else None)
+
+    def _item(self, index: int) -> Any:
+        """A sample; those of generators differ by epoch."""
+        return self.dataset.item(index, 0) if hasattr(self.dataset, "item") else self.dataset[index]
+
+
+def as_pair(sample: Any) -> list[Any]:
+    """The better and the worse answer of a preference row; any other sample alone."""
+    if isinstance(sample, dict) and {"chosen", "rejected"} <= sample.keys():
+        return [sample["chosen"], sample["rejected"]]
+    return list(sample) if type(sample) is tuple else [sample]
+
+
+def both(sample: Sample) -> list[Sample]:
+    """A row and, where it is a preference row, its worse answer."""
+    return [sample] if sample.rejected is None else [sample, sample.rejected]
+
+
+def trained_tokens(labels: Any, weights: Any = None) -> int:
+    """Labels that the loss counts: the first token has nothing before it to be told from."""
+    if labels is None:
+        return 0
+    counted = np.asarray(labels)[1:] != IGNORED
+    return int((counted & (np.asarray(weights)[1:] != 0)).sum() if weights is not None else counted.sum())
+
+
+def texts_of(sample: Sample) -> list[str]:
+    """Every text of a sample that a person or a model wrote."""
+    found = [sample.text] if sample.text is not None else []
+    for message in sample.messages:
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else [part.get("text") for part in content or ()]
+        found += [part for part in parts if part]
+    return found
+
+
+def content_hash(sample: Sample) -> int:
+    """A number that two rows share when they say the same about the same media."""
+    parts = [
+        [each.messages, each.text, [_named(item) for item in each.media], each.weights, each.tools]
+        for each in both(sample)
+    ]
+    text = json.dumps(parts, ensure_ascii=False, default=repr)
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=_HASH_BYTES).digest(), "big")
+
+
+def _named(item: MediaItem) -> str:
+    source = item.source
+    if isinstance(source, bytes):
+        return hashlib.blake2b(source, digest_size=_HASH_BYTES).hexdigest()
+    return f"{item.kind} {source!r}"
+
+
+def medium_facts(kind: str, header: Any) -> MediumFacts:
+    """The numbers of what `MediaLoader.probe` gives, whichever of them it has."""
+
+    def number(name: str) -> float:
+        value = getattr(header, name, 0)
+        return value if isinstance(value, int | float) else 0
+
+    frames, fps = int(number("total_frames")), number("fps")
+    seconds = number("seconds") or (frames / fps if fps else 0.0)
+    return MediumFacts(kind, int(number("width")), int(number("height")), frames, float(seconds))
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def kind_of(what: str) -> str:
+    """The kind of fault that a message tells of."""
+    beginning = what[:_TELLING_CHARACTERS]  # behind it stands what users wrote
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, beginning)), "other")
+
+
+def _too_long(error: TooLongError) -> Fault:
+    problem = error.problems[0]
+    tokens = getattr(error, "tokens", None)
+    if tokens is None:  # a plugin's own
+        said = re.search(r"has (\d+) tokens", problem.what)
+        tokens = int(said.group(1)) if said else None
+    return Fault(TOO_LONG, problem.what, problem.key, problem.way_out, tokens)
+
+
+def _fault(error: MMError) -> Fault:
+    problem = error.problems[0] if not error.headline else Problem(str(error))
+    kind = kind_of(problem.what) if isinstance(error, DataError) else "configuration"
+    return Fault(kind, problem.what, problem.key, problem.way_out)
+
+
+Look = Callable[[int], RowFacts]

@@ -1,0 +1,282 @@
+"""What a pass over the rows says about a run: findings, the gravest first, each with what to change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
+from mindspeed_mm.tasks.data.tally import BadRow, Duplicates, Tally
+
+BASIC = "data.dataset_param.basic_parameters"
+_EXAMPLES = 3
+_SAVED_SHARES = (0.5, 0.9, 0.99, 1.0)
+_ROUND_TO = 64
+"""Suggested lengths are multiples of it."""
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Something to change."""
+
+    what: str
+    """As one would type or do it."""
+    saves_rows: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about the rows that a person should know before training."""
+
+    severity: str
+    """error: the run would stop, or train on nothing; warning: it would go on."""
+    kind: str
+    what: str
+    rows: int
+    """How many it concerns."""
+    examples: tuple[str, ...] = ()
+    """Some of them, with their places."""
+    fixes: tuple[Fix, ...] = ()
+
+    @property
+    def is_error(self) -> bool:
+        """Whether `mm data check` ends with 4 because of it."""
+        return self.severity == "error"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What of the configuration decides whether a finding is an error."""
+
+    basic: BasicParameters
+    dataloader: DataloaderParam
+    global_batch: int
+    rows: int
+    """Of the whole data set."""
+
+
+def find_all(
+    tally: Tally, terms: Terms, place: Callable[[int], str], elsewhere: MediaSearch | None = None
+) -> list[Finding]:
+    """Every finding, errors first, and of each severity the one with most rows first.
+
+    Args:
+        tally: What the pass found.
+        terms: From the configuration.
+        place: Names a row.
+        elsewhere: Looks for missing media in likely folders.
+    """
+    found = [
+        *bad_rows(tally, terms, elsewhere),
+        *too_long(tally, terms),
+        *too_few(tally, terms),
+        *above_the_budget(tally, terms),
+        *duplicates("duplicate ids", "have the id of an earlier row", tally.duplicate_ids(place)),
+        *duplicates(
+            "duplicate rows", "say what an earlier row says, about the same media", tally.duplicate_rows(place)
+        ),
+        *special_tokens(tally),
+    ]
+    return sorted(found, key=lambda finding: (not finding.is_error, -finding.rows))
+
+
+def bad_rows(tally: Tally, terms: Terms, elsewhere: MediaSearch | None = None) -> Iterator[Finding]:
+    """One finding for each kind of fault; an error where the run would stop for it."""
+    by_kind: dict[str, list[BadRow]] = defaultdict(list)
+    for row in tally.broken:
+        by_kind[row.fault.kind].append(row)
+    share = len(tally.broken) / max(tally.rows, 1)
+    may_skip = terms.basic.on_bad_sample == "skip" and share <= terms.basic.max_bad_fraction
+    kinds = sorted(by_kind, key=lambda kind: -len(by_kind[kind]))
+    for kind in kinds:
+        rows = by_kind[kind]
+        fixes = [*(elsewhere(rows) if elsewhere is not None and kind == "missing media" else ())]
+        fixes += [Fix(way_out, 0) for way_out in _ways_out(rows)]
+        if not may_skip and kind == kinds[0]:
+            fixes.append(_skipping(share, len(tally.broken)))
+        yield Finding(
+            "warning" if may_skip else "error",
+            kind,
+            f"{_count(len(rows))} cannot be used: {_SENTENCES.get(kind, kind)}",
+            len(rows),
+            tuple(f"{row.place}  {_label(row)}{row.fault.what}" for row in rows[:_EXAMPLES]),
+            tuple(fixes),
+        )
+
+
+MediaSearch = Callable[[Sequence[BadRow]], Sequence[Fix]]
+"""Rows whose media are missing → settings under which they would be found."""
+
+_SENTENCES = {
+    "missing media": "a file that they name is not there",
+    "media outside the roots": "they name media that may not be opened",
+    "placeholders and media differ": "text and media do not match one to one",
+    "roles": "the order of the turns is off",
+    "nothing is trained": "no token of theirs would be trained",
+    "everything is trained": "the label mask covers the prompt too",
+    "text files": "the file cannot be read there",
+    "fields": "fields are missing, or hold something else than text or messages",
+    "chat template": "the chat template does not take them",
+    "the model takes no such media": "they hold media of a kind that the model does not take",
+    "preference pairs": "better and worse answer do not make a pair",
+    "media beyond the limits": "a medium is larger than any model takes",
+    "broken media": "a medium is broken, or is not what its name says",
+}
+
+
+def _label(row: BadRow) -> str:
+    """The field; a key of the configuration stands in the remedy."""
+    return f"{row.fault.key}  " if row.fault.key and not row.fault.key.startswith("data.") else ""
+
+
+def _ways_out(rows: Sequence[BadRow]) -> list[str]:
+    """What the errors themselves advise, the most frequent first."""
+    counts: dict[str, int] = defaultdict(int)
+    for row in rows:
+        if row.fault.way_out:
+            counts[row.fault.way_out] += 1
+    return sorted(counts, key=lambda text: -counts[text])[:2]
+
+
+def _skipping(share: float, rows: int) -> Fix:
+    fraction = np.ceil(share * 1000 + 1e-9) / 1000
+    return Fix(f"or train without all bad rows: {BASIC}.on_bad_sample=skip {BASIC}.max_bad_fraction={fraction:g}", rows)
+
+
+def too_long(tally: Tally, terms: Terms) -> Iterator[Finding]:
+    """Rows that are left out or shortened, with the lengths that would keep them."""
+    rows, policy, cutoff = tally.too_long, terms.basic.truncation, terms.basic.cutoff_len
+    if tally.shrunk:
+        longest = int(max(tally.full_tokens))
+        yield Finding(
+            "warning",
+            "shortened",
+            f"{_count(tally.shrunk)} lose whole turns, to fit cutoff_len {cutoff}",
+            tally.shrunk,
+            fixes=(Fix(f"{BASIC}.cutoff_len={_rounded(longest)}", tally.shrunk),),
+        )
+    if not rows:
+        return
+    lengths = np.sort([row.fault.tokens for row in rows if row.fault.tokens is not None])
+    fixes = [Fix(f"{BASIC}.cutoff_len={length}", saved) for length, saved in lengths_that_save(lengths)]
+    turns = sum(count for count in tally.turns.values()) - tally.turns[1] - tally.turns[0]
+    if policy != "shrink" and turns:
+        fixes.append(Fix(f"{BASIC}.truncation=shrink keeps the first turns of those that have several", 0))
+    losing = "are left out" if policy == "drop" else "cannot be shortened and are left out"
+    yield Finding(
+        "error" if policy == "error" or not tally.usable else "warning",
+        "too long",
+        f"{_count(len(rows))} ({len(rows) / max(tally.rows, 1):.1%}) have more tokens than cutoff_len {cutoff}"
+        + (" and would stop the run" if policy == "error" else f" and {losing}"),
+        len(rows),
+        tuple(f"{row.place}  {row.fault.what}" for row in rows[:_EXAMPLES]),
+        tuple(fixes),
+    )
+
+
+def lengths_that_save(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Lengths that keep a half, most and all of the rows that are too long, with how many each keeps.
+
+    Args:
+        lengths: Of these rows, ascending.
+    """
+    found: dict[int, int] = {}
+    for share in _SAVED_SHARES if len(lengths) else ():
+        needed = int(lengths[int(np.ceil(share * len(lengths))) - 1])
+        length = _rounded(needed)
+        found[length] = int((lengths <= length).sum())
+    return list(found.items())
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _ROUND_TO) * _ROUND_TO
+
+
+def too_few(tally: Tally, terms: Terms) -> Iterator[Finding]:
+    """Fewer usable rows than an optimizer step takes."""
+    if tally.rows < terms.rows:
+        return  # a part of the rows tells nothing about all of them
+    if tally.usable == 0 and tally.bad:
+        yield Finding("error", "nothing is left", "no row can be used", tally.rows)
+    elif tally.usable < terms.global_batch:
+        may_repeat = not terms.dataloader.drop_last
+        yield Finding(
+            "warning" if may_repeat else "error",
+            "too few rows",
+            f"{_count(tally.usable)} can be used, fewer than one global batch of {terms.global_batch}",
+            tally.usable,
+            fixes=()
+            if may_repeat
+            else (
+                Fix(
+                    "data.dataloader_param.drop_last=false: a step then takes rows of the next epoch too", tally.usable
+                ),
+                Fix("lower training.micro_batch_size or gradient_accumulation_steps", tally.usable),
+            ),
+        )
+
+
+def above_the_budget(tally: Tally, terms: Terms) -> Iterator[Finding]:
+    """Rows that no micro-batch has room for."""
+    budgets = {
+        "max_tokens_per_batch": np.asarray(tally.tokens),
+        "max_patches_per_batch": np.asarray(tally.patches),
+    }
+    for name, sizes in budgets.items():
+        most = getattr(terms.dataloader, name, None)
+        over = int((sizes > most).sum()) if most is not None and len(sizes) else 0
+        if over:
+            yield Finding(
+                "error",
+                f"above {name}",
+                f"{_count(over)} alone are larger than {name} {most}",
+                over,
+                fixes=(Fix(f"data.dataloader_param.{name}={int(sizes.max())}", over),),
+            )
+
+
+def duplicates(kind: str, says: str, found: Duplicates) -> Iterator[Finding]:
+    """Copies of earlier rows."""
+    if found.count:
+        yield Finding(
+            "warning",
+            kind,
+            f"{_count(found.count)} {says}",
+            found.count,
+            tuple(f"{later}  as {first}" for first, later in found.examples),
+            (Fix("drop the copies, or keep them if the weight is meant", 0),),
+        )
+
+
+def special_tokens(tally: Tally) -> Iterator[Finding]:
+    """Texts that hold a token which the template uses to end a turn, or to stand for a medium."""
+    if tally.special:
+        yield Finding(
+            "warning",
+            "special tokens in the text",
+            f"{_count(len(tally.special))} hold a special token as text: the model reads it as a mark, not as words",
+            len(tally.special),
+            tuple(f"{place}  '{token}'" for place, token in tally.special[:_EXAMPLES]),
+            (Fix("data.dataset_param.preprocess_parameters.split_special_tokens=true reads it as words", 0),),
+        )
+
+
+def _count(rows: int) -> str:
+    return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
+
+
+def to_dict(finding: Finding) -> dict[str, Any]:
+    """For machines."""
+    fixes = [{"what": fix.what, "saves_rows": fix.saves_rows} for fix in finding.fixes]
+    return {
+        "severity": finding.severity,
+        "kind": finding.kind,
+        "what": finding.what,
+        "rows": finding.rows,
+        "examples": list(finding.examples),
+        "fixes": fixes,
+    }

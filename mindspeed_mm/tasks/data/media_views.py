@@ -1,0 +1,139 @@
+"""A medium as a person looks at it: small pictures, a strip of frames, the shape of a sound."""
+
+from __future__ import annotations
+
+import base64
+import io
+import wave
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import numpy as np
+from PIL import Image
+
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+
+PICTURE_PIXELS, FRAME_PIXELS = 320, 128
+"""Longest sides shown."""
+MOST_FRAMES = 12
+MOST_SECONDS = 20.0
+"""Of a sound that can be played from a page."""
+WAVE_POINTS = 200
+_THUMBNAIL = (32, 20)
+
+
+@dataclass
+class MediumView:
+    """What is shown of a medium."""
+
+    kind: str
+    facts: str = ""
+    images: list[Image.Image] = field(default_factory=list)
+    """The picture, or frames of the video in order."""
+    times_s: list[float] = field(default_factory=list)
+    """Of the frames."""
+    sound: np.ndarray | None = None
+    """Mono, -1 to 1."""
+    rate: int = 0
+    """Of the sound, samples a second."""
+    trouble: str = ""
+
+
+def view_medium(media: Any, item: MediaItem) -> MediumView:
+    """Open a medium as training does; what is wrong with it is told in its place.
+
+    Args:
+        media: The data set's `MediaLoader`; None where it has none.
+        item: The medium.
+    """
+    if media is None:
+        return MediumView(item.kind, trouble="not shown: the data set does not say where its media are")
+    try:
+        return {"image": _image, "video": _video, "audio": _audio}[item.kind](media, item.source)
+    except MMError as error:
+        return MediumView(item.kind, trouble=error.problems[0].what)
+
+
+def _image(media: Any, source: Any) -> MediumView:
+    image = media.load_image(source)
+    return MediumView("image", f"{image.width} × {image.height}", [image])
+
+
+def _video(media: Any, source: Any) -> MediumView:
+    clip = media.load_video(source)
+    frames, header = [Image.fromarray(frame) for frame in clip.frames], clip.header
+    times = header.timestamps
+    whole_s = header.total_frames / header.fps
+    facts = f"{header.width} × {header.height}, {whole_s:.1f} s, {len(frames)} of {header.total_frames} frames taken"
+    taken = sorted({round(n * (len(frames) - 1) / max(MOST_FRAMES - 1, 1)) for n in range(MOST_FRAMES)})
+    return MediumView("video", facts, [frames[n] for n in taken], [times[n] for n in taken])
+
+
+def _audio(media: Any, source: Any) -> MediumView:
+    clip = media.load_audio(source)
+    return MediumView("audio", f"{clip.seconds:.2f} s at {clip.rate:,} Hz", sound=clip.samples, rate=clip.rate)
+
+
+# --- for a terminal --------------------------------------------------------------------------------------------------
+
+
+def thumbnail(image: Image.Image) -> list[str]:
+    """A picture as coloured half blocks, two pixels a character."""
+    small = image.convert("RGB")
+    small.thumbnail((_THUMBNAIL[0], 2 * _THUMBNAIL[1]))
+    pixels = np.asarray(small.resize((small.width, small.height + small.height % 2)))
+    return [
+        "".join(
+            click.style("▀", fg=_rgb(upper), bg=_rgb(lower))
+            for upper, lower in zip(pixels[y], pixels[y + 1], strict=True)
+        )
+        for y in range(0, len(pixels), 2)
+    ]
+
+
+def _rgb(pixel: np.ndarray) -> tuple[int, int, int]:
+    red, green, blue = pixel.tolist()
+    return red, green, blue
+
+
+# --- for a page ------------------------------------------------------------------------------------------------------
+
+
+def picture_uri(image: Image.Image, longest: int = PICTURE_PIXELS) -> str:
+    """A picture inside the page: small ones without loss."""
+    small = image.copy()
+    small.thumbnail((longest, longest))
+    is_small = max(image.size) <= FRAME_PIXELS
+    data = io.BytesIO()
+    small.save(data, "PNG" if is_small else "JPEG", **({} if is_small else {"quality": 80}))
+    return f"data:image/{'png' if is_small else 'jpeg'};base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def sound_uri(samples: np.ndarray, rate: int) -> str:
+    """The beginning of a sound inside the page, as 16-bit WAV."""
+    taken = samples[: round(MOST_SECONDS * rate)]
+    data = io.BytesIO()
+    with wave.open(data, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((np.clip(np.nan_to_num(taken), -1, 1) * 32767).astype("<i2").tobytes())
+    return f"data:audio/wav;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def wave_points(samples: np.ndarray, width: int = 300, height: int = 60) -> str:
+    """The outline of a sound as the points of an SVG polygon: the loudest sample of each stretch, up and down."""
+    parts = np.array_split(np.abs(np.nan_to_num(samples)), min(WAVE_POINTS, max(len(samples), 1)))
+    heights = [float(part.max()) if len(part) else 0.0 for part in parts]
+    loudest = max([*heights, 1e-9])
+    step, middle = width / max(len(heights) - 1, 1), height / 2
+    upper = [(n * step, middle - middle * value / loudest) for n, value in enumerate(heights)]
+    lower = [(n * step, middle + middle * value / loudest) for n, value in reversed(list(enumerate(heights)))]
+    return _points([*upper, *lower])
+
+
+def _points(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

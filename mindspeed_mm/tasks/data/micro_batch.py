@@ -1,0 +1,96 @@
+"""A micro-batch as the model gets it: which samples stand where, where packs have their borders, how full it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
+
+
+@dataclass(frozen=True)
+class Document:
+    """A sample in a batch, or padding."""
+
+    row: int
+    first: int
+    end: int
+    """Behind its last token."""
+    sample_id: str
+    """Empty: padding."""
+    trained: int
+
+
+@dataclass(frozen=True)
+class MicroBatchView:
+    """One micro-batch."""
+
+    rows: int
+    length: int
+    """Tokens of a row."""
+    is_packed: bool
+    documents: tuple[Document, ...]
+    shapes: dict[str, str]
+    """Key → shape and type of everything in it."""
+
+    @property
+    def fill(self) -> float:
+        """Share of its tokens that belong to samples."""
+        real = sum(document.end - document.first for document in self.documents if document.sample_id)
+        return real / max(self.rows * self.length, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "rows": self.rows,
+            "length": self.length,
+            "packed": self.is_packed,
+            "fill": round(self.fill, 4),
+            "documents": [vars(document) for document in self.documents],
+            "shapes": self.shapes,
+        }
+
+
+def view_batch(batch: Batch) -> MicroBatchView:
+    """What is where in a batch; one without token ids has no documents."""
+    shapes = {name: _shape(value) for name, value in batch.items()}
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return MicroBatchView(len(batch["sample_ids"]), 0, False, (), shapes)
+    borders = batch.get("cu_seq_lens_q")
+    documents = tuple(_packed(batch, borders.tolist()) if borders is not None else _padded(batch))
+    return MicroBatchView(ids.shape[0], ids.shape[1], borders is not None, documents, shapes)
+
+
+def _packed(batch: Batch, borders: list[int]) -> Iterator[Document]:
+    names, labels = batch["sample_ids"], _labels(batch)
+    for number, (first, end) in enumerate(pairwise(borders)):
+        name = str(names[number]) if number < len(names) else ""
+        yield Document(0, first, end, name, int((labels[0, first:end] != IGNORED).sum()))
+
+
+def _padded(batch: Batch) -> Iterator[Document]:
+    mask, labels = batch.get("attention_mask"), _labels(batch)
+    length = batch["input_ids"].shape[1]
+    for row, name in enumerate(batch["sample_ids"]):
+        end = int(mask[row].sum()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else length
+        yield Document(row, 0, end, str(name), int((labels[row] != IGNORED).sum()))
+        if end < length:
+            yield Document(row, end, length, "", 0)
+
+
+def _labels(batch: Batch) -> torch.Tensor:
+    """What the loss counts."""
+    found = batch.get("shift_labels")
+    return found if isinstance(found, torch.Tensor) else torch.full_like(batch["input_ids"], IGNORED)
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"({', '.join(map(str, value.shape))}) {str(value.dtype).removeprefix('torch.')}"
+    return f"list of {len(value)}" if isinstance(value, list) else str(value)

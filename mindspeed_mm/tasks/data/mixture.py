@@ -1,0 +1,63 @@
+"""What each source gives of a mixture, and what it would give by the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_mm.fsdp.data.data_utils.row_table import find_part
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
+from mindspeed_mm.tasks.data.tally import Tally
+
+
+@dataclass(frozen=True)
+class Share:
+    """One source."""
+
+    name: str
+    rows: int
+    """Usable ones."""
+    tokens: int
+    of_rows: float
+    of_tokens: float
+    weight: float | None
+    """Its share by the configured weights; None without weights."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "name": self.name,
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "of_rows": round(self.of_rows, 4),
+            "of_tokens": round(self.of_tokens, 4),
+            "weight": self.weight,
+        }
+
+
+def shares(dataset: Any, basic: BasicParameters, tally: Tally) -> list[Share]:
+    """Rows and tokens of each entry of `dataset:`; empty where the data set does not tell its parts."""
+    ranges = getattr(dataset, "parts", None) or []
+    counts = tally.parts(ranges)
+    rows, tokens = sum(each.rows for each in counts) or 1, sum(each.tokens for each in counts) or 1
+    weights = _weights(ranges, basic)
+    total = sum(weights.values())
+    return [
+        Share(
+            each.name,
+            each.rows,
+            each.tokens,
+            each.rows / rows,
+            each.tokens / tokens,
+            round(weights.get(number, 0.0) / total, 4) if total else None,
+        )
+        for number, each in enumerate(counts)
+    ]
+
+
+def _weights(parts: Sequence[Any], basic: BasicParameters) -> dict[int, float]:
+    """Number of each source that has a weight → its weight."""
+    if basic.mix is None or not parts:
+        return {}
+    return {find_part(parts, name): float(weight) for name, weight in basic.mix.weights.items()}

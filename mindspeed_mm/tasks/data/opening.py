@@ -1,0 +1,126 @@
+"""From a configuration to its opened data, without a model: only processor or tokenizer are read of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+from mindspeed_mm.tasks.train import load_with_plugins
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """The rows of a configuration."""
+
+    config: ResolvedConfig
+    dataset: Any
+    """The training rows, or those for validation where they were asked for."""
+    is_validation: bool = False
+
+    @property
+    def arguments(self) -> Arguments:
+        """The configuration."""
+        return self.config.arguments
+
+    @property
+    def param(self) -> DatasetParam:
+        """The section that describes the rows."""
+        data = self.arguments.data
+        own = data.val_dataset_param if self.is_validation else None
+        return own or data.dataset_param
+
+    def processor(self) -> Any:
+        """The processor or tokenizer that renders the rows; None where the configuration names no folder."""
+        found = getattr(self.dataset, "processor", None)
+        folder = self.param.preprocess_parameters.model_name_or_path
+        if found is None and folder is not None:
+            found = load_processor(folder, trust_remote_code=self.param.preprocess_parameters.trust_remote_code)
+        return found
+
+    def tokenizer(self) -> Any:
+        """The tokenizer; None where the configuration names no folder."""
+        processor = self.processor()
+        return tokenizer_of(processor) if processor is not None else None
+
+    def global_batch(self, ranks: int) -> int:
+        """Samples of an optimizer step over so many ranks.
+
+        Raises:
+            ConfigError: The parallel sizes do not multiply to it.
+        """
+        training = self.arguments.training
+        data_ranks = resolve_parallel_sizes(self.arguments.parallel, ranks).dp
+        return training.micro_batch_size * training.gradient_accumulation_steps * data_ranks
+
+    def loader(self, ranks: int = 1) -> MMDataLoader:
+        """The loader of the first of so many data ranks, in this process.
+
+        Raises:
+            MMError: Order or batches are off.
+        """
+        training = self.arguments.training
+        param = self.arguments.data.dataloader_param
+        streams = self.param.basic_parameters.streaming
+        return build_mm_dataloader(
+            build_mm_dataset(self.param, seed=training.seed, encode_ahead=False)[0] if streams else self.dataset,
+            param.model_copy(update={"num_workers": 0, "prefetch_factor": None, "pin_memory": False}),
+            micro_batch_size=training.micro_batch_size,
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            dp_rank=0,
+            dp_size=resolve_parallel_sizes(self.arguments.parallel, ranks).dp,
+            seed=training.seed,
+            processor=self.processor(),
+        )
+
+
+def open_data(
+    config_path: Path, overrides: Sequence[str] = (), *, validation: bool = False, patient: bool = False
+) -> OpenedData:
+    """Open the rows that a configuration names.
+
+    Args:
+        config_path: The YAML.
+        overrides: `section.key=value`.
+        validation: The rows for validation instead of those for training.
+        patient: Open files although some of their first rows are bad.
+
+    Raises:
+        ConfigError: The configuration is off, or asks for something that is not built.
+        DataError: Files are missing or broken, or no row fits.
+        UsageError: There are no rows for validation.
+    """
+    config = load_with_plugins(config_path, overrides)
+    data = config.arguments.data
+    own = data.val_dataset_param
+    train, held_out = build_mm_dataset(
+        _looked_at(data.dataset_param, patient),
+        seed=config.arguments.training.seed,
+        val_dataset_param=_looked_at(own, patient) if own is not None else None,
+        encode_ahead=False,
+    )
+    if not validation:
+        return OpenedData(config, train)
+    if held_out is None:
+        raise UsageError(
+            "the configuration names no rows for validation",
+            where=str(config_path),
+            way_out="Set data.dataset_param.basic_parameters.val_dataset or val_rate, or leave --validation out.",
+        )
+    return OpenedData(config, held_out, is_validation=True)
+
+
+def _looked_at(param: DatasetParam, patient: bool) -> DatasetParam:
+    """The same rows, to be looked at: indexed where training streams them."""
+    update: dict[str, Any] = {"streaming": False} | ({"on_bad_sample": "skip"} if patient else {})
+    basic = param.basic_parameters.model_copy(update=update)
+    return param.model_copy(update={"basic_parameters": basic})

@@ -1,0 +1,163 @@
+"""A check, statistics or a preview as one HTML page that needs nothing from outside itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.tasks.data.check import DataCheck
+from mindspeed_mm.tasks.data.histogram import Bin
+from mindspeed_mm.tasks.data.media_views import (
+    FRAME_PIXELS,
+    MediumView,
+    picture_uri,
+    sound_uri,
+    view_medium,
+    wave_points,
+)
+from mindspeed_mm.tasks.data.micro_batch import MicroBatchView
+from mindspeed_mm.tasks.data.preview import Answer, Preview, ShownRow, media_name
+from mindspeed_mm.tasks.data.stats import DataStats
+
+TEMPLATE = "page.html.j2"
+_MOST_TOKENS = 4096
+"""Of a row, each in an element of its own."""
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page. Raises `MachineError` where that is not possible."""
+    make_writable_folder(path.absolute().parent)
+    atomic_write_text(path, page)
+
+
+def check_page(result: DataCheck) -> str:
+    """The page of `mm data check`."""
+    return _render(
+        title=f"Data check: {result.path.name}",
+        check=result.to_dict(),
+        charts=_charts({"Tokens of a row, before truncation": result.tokens, "Patches of a row": result.patches}),
+    )
+
+
+def stats_page(stats: DataStats) -> str:
+    """The page of `mm data stats`."""
+    return _render(
+        title=f"Data: {stats.path.name}",
+        stats=stats.to_dict(),
+        charts=_charts({"Tokens of a row, before truncation": stats.token_bins, "Patches of a row": stats.patch_bins}),
+    )
+
+
+def preview_page(found: Preview) -> str:
+    """The page of `mm data preview`."""
+    return _render(
+        title=f"Data preview: {found.path.name}",
+        preview={"rows": found.rows, "trouble": found.batch_trouble},
+        shown=[shown_row(row, found.media) for row in found.shown],
+        batch=_batch(found.batch) if found.batch is not None else None,
+    )
+
+
+def environment() -> jinja2.Environment:
+    """Jinja for our own pages: what users wrote is escaped."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
+def _render(**content: Any) -> str:
+    absent = dict.fromkeys(("check", "stats", "preview", "batch"))
+    return environment().get_template(TEMPLATE).render(**{**absent, "charts": [], "shown": [], **content})
+
+
+def _charts(found: dict[str, Sequence[Bin]]) -> list[dict[str, Any]]:
+    """Bars with their labels; heights in percent of the highest."""
+    charts = []
+    for title, bins in found.items():
+        most = max((each.rows for each in bins), default=0)
+        if most:
+            bars = [
+                {"label": f"{b.low:,}–{b.high - 1:,}" if b.high - b.low > 1 else f"{b.low:,}", "count": b.rows}
+                | {"share": 100 * b.rows / most}
+                for b in bins
+            ]
+            charts.append({"title": title, "bars": bars})
+    return charts
+
+
+def shown_row(row: ShownRow, media: Any) -> dict[str, Any]:
+    """What the template shows of a row."""
+    views = [(item, tokens, view_medium(media, item)) for item, tokens in row.media]
+    return {
+        "index": row.index,
+        "place": row.place,
+        "row_id": row.row_id,
+        "when": str(row.when) if row.when else "",
+        "fault": row.fault,
+        "media": [{"name": media_name(item.source), "tokens": n, **_medium(view)} for item, n, view in views],
+        "answers": [_answer(answer) for answer in row.answers],
+    }
+
+
+def _medium(view: MediumView) -> dict[str, Any]:
+    longest = FRAME_PIXELS if view.kind == "video" else None
+    images = [picture_uri(image, longest) if longest else picture_uri(image) for image in view.images]
+    times = [f"{time:.1f} s" for time in view.times_s] or [""] * len(images)
+    return {
+        "kind": view.kind,
+        "facts": view.facts,
+        "trouble": view.trouble,
+        "images": list(zip(images, times, strict=True)),
+        "small": bool(view.images) and max(view.images[0].size) <= FRAME_PIXELS,
+        "sound": sound_uri(view.sound, view.rate) if view.sound is not None else "",
+        "wave": wave_points(view.sound) if view.sound is not None else "",
+    }
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    """Stretches with their tokens; behind the first thousands of tokens a stretch is one piece."""
+    stretches = []
+    for stretch in answer.stretches:
+        apart = stretch.first < _MOST_TOKENS and not stretch.repeated
+        pieces = [
+            {"text": p.text, "title": f"token {p.first}, id {' '.join(map(str, p.ids))}, weight {p.weight:g}"}
+            for p in stretch.pieces
+        ]
+        stretches.append(
+            {
+                "pieces": pieces if apart else [{"text": stretch.text, "title": f"from token {stretch.first}"}],
+                "trained": stretch.weight != 0,
+                "weight": f"{stretch.weight:g}" if stretch.weight not in (0, 1) else "",
+                "repeated": stretch.repeated,
+            }
+        )
+    return {
+        "name": answer.name,
+        "tokens": len(answer.ids),
+        "trained": answer.trained,
+        "share": 100 * answer.trained / max(len(answer.ids), 1),
+        "shrunk": answer.shrunk,
+        "stretches": stretches,
+    }
+
+
+def _batch(batch: MicroBatchView) -> dict[str, Any]:
+    """Each row of a micro-batch as parts with widths in percent."""
+    rows: list[list[dict[str, Any]]] = [[] for _ in range(batch.rows)]
+    for document in batch.documents:
+        size = document.end - document.first
+        told = (
+            f"{document.sample_id or 'padding'}: tokens {document.first}–{document.end - 1}, {document.trained} trained"
+        )
+        rows[document.row].append(
+            {"title": told, "share": 100 * size / max(batch.length, 1), "name": document.sample_id}
+        )
+    return {**batch.to_dict(), "bars": rows, "fill": batch.fill}

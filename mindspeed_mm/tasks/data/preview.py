@@ -1,0 +1,311 @@
+"""`mm data preview`: the exact tokens of some rows, which of them are trained, their media, and a micro-batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError, MMError, UsageError
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
+from mindspeed_mm.tasks.data.facts import as_pair, both, trained_tokens
+from mindspeed_mm.tasks.data.micro_batch import MicroBatchView, view_batch
+from mindspeed_mm.tasks.data.opening import OpenedData, open_data
+from mindspeed_mm.tasks.data.tokens import Stretch, TokenReader
+
+DEFAULT_COUNT = 3
+_MOST_SECONDS = 2.0
+"""Longest look for the step that takes a row."""
+
+
+@dataclass(frozen=True)
+class PlaceInEpoch:
+    """When a row is trained on."""
+
+    epoch: int
+    step: int
+    """From 1."""
+    of_steps: int | None
+    """None: nobody knows, while rows are streamed."""
+    micro_batch: int
+    """From 1, over all ranks."""
+
+    def __str__(self) -> str:
+        of = f" of {self.of_steps:,}" if self.of_steps is not None else ""
+        return f"epoch {self.epoch}, step {self.step:,}{of}, micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One conversation as the model sees it; a preference row has two."""
+
+    name: str
+    """`chosen`, `rejected`, or empty."""
+    ids: list[int]
+    labels: list[int]
+    weights: list[float] | None
+    stretches: list[Stretch]
+    trained: int
+    shrunk: bool
+
+
+@dataclass
+class ShownRow:
+    """One row."""
+
+    index: int
+    place: str
+    row_id: str | None = None
+    when: PlaceInEpoch | None = None
+    answers: list[Answer] = field(default_factory=list)
+    media: list[tuple[MediaItem, int]] = field(default_factory=list)
+    """Each item, and how many tokens stand for it."""
+    fault: str = ""
+    """Why the row cannot be used."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        answers = [
+            {
+                "name": each.name,
+                "tokens": len(each.ids),
+                "trained": each.trained,
+                "shrunk": each.shrunk,
+                "input_ids": each.ids,
+                "labels": each.labels,
+                "loss_weights": each.weights,
+                "stretches": [
+                    {"text": s.text, "first": s.first, "tokens": s.tokens, "weight": s.weight} for s in each.stretches
+                ],
+            }
+            for each in self.answers
+        ]
+        media = [{"kind": item.kind, "name": media_name(item.source), "tokens": n} for item, n in self.media]
+        found = {"index": self.index, "place": self.place, "id": self.row_id, "fault": self.fault or None}
+        return {**found, "when": str(self.when) if self.when else None, "answers": answers, "media": media}
+
+
+@dataclass
+class Preview:
+    """What is shown."""
+
+    path: Path
+    rows: int
+    """Of the data set."""
+    cutoff_len: int
+    shown: list[ShownRow]
+    batch: MicroBatchView | None = None
+    """The first one of training."""
+    batch_trouble: str = ""
+    media: Any = None
+    """The loader that opens them, where the data set has one."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "path": str(self.path),
+            "rows": self.rows,
+            "cutoff_len": self.cutoff_len,
+            "shown": [row.to_dict() for row in self.shown],
+            "micro_batch": self.batch.to_dict() if self.batch is not None else None,
+            "micro_batch_trouble": self.batch_trouble or None,
+        }
+
+
+def run(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    rows: Sequence[int] | None = None,
+    row_ids: Sequence[str] = (),
+    count: int | None = None,
+    ranks: int = 1,
+    validation: bool = False,
+) -> Preview:
+    """Encode some rows as training would.
+
+    Args:
+        config_path: The YAML that training takes.
+        overrides: `section.key=value`.
+        rows: Indices from 0.
+        row_ids: Ids of rows, or their places (`train.jsonl:12`).
+        count: So many in the order of training, when no rows are named.
+        ranks: That the steps are dealt to.
+        validation: The rows for validation instead, in their order.
+
+    Raises:
+        MMError: The configuration or the files are off.
+        UsageError: A row is not there.
+    """
+    data = open_data(config_path, overrides, validation=validation, patient=True)
+    chosen = [*(rows or ()), *find_rows(data.dataset, row_ids)]
+    _check_inside(chosen, len(data.dataset))
+    loader, trouble = _loader(data, ranks)
+    if not chosen:
+        chosen = first_rows(loader, len(data.dataset), count or DEFAULT_COUNT)
+    shown = show_rows(data, chosen)
+    found = Preview(config_path, len(data.dataset), data.param.basic_parameters.cutoff_len, shown)
+    found.media, found.batch_trouble = getattr(data.dataset, "media", None), trouble
+    if loader is not None:
+        for row, when in places_in_epoch(loader, chosen).items():
+            next(each for each in shown if each.index == row).when = when
+        found.batch, found.batch_trouble = _first_batch(loader)
+    return found
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
+    """Rows with their tokens and media; what is wrong with one is told in its place."""
+    reader = TokenReader(data.tokenizer())
+    return [_show_row(data.dataset, index, reader) for index in chosen]
+
+
+def _show_row(dataset: Any, index: int, reader: TokenReader) -> ShownRow:
+    row = ShownRow(index, str(dataset.place(index)) if hasattr(dataset, "place") else str(index))
+    try:
+        row.row_id = _row_id(dataset, index)
+        sample = dataset.item(index, 0) if hasattr(dataset, "item") else dataset[index]
+        encoded = as_pair(sample)
+        names = ("chosen", "rejected") if len(encoded) > 1 else ("",)
+        row.answers = [
+            _answer(name, each, reader) for name, each in zip(names, encoded, strict=False) if _has_ids(each)
+        ]
+        row.media = _media(dataset, index, encoded)
+    except MMError as error:
+        row.fault = str(error)
+    return row
+
+
+def _has_ids(sample: Any) -> bool:
+    return isinstance(sample, dict) and "input_ids" in sample
+
+
+def _answer(name: str, sample: dict[str, Any], reader: TokenReader) -> Answer:
+    labels, weights = sample.get("labels"), sample.get("loss_weights")
+    ids = [int(i) for i in sample["input_ids"]]
+    return Answer(
+        name,
+        ids,
+        [int(label) for label in labels] if labels is not None else [],
+        [float(weight) for weight in weights] if weights is not None else None,
+        reader.stretches(ids, labels, weights),
+        trained_tokens(labels, weights),
+        bool(sample.get("shrunk")),
+    )
+
+
+def _media(dataset: Any, index: int, encoded: list[Any]) -> list[tuple[MediaItem, int]]:
+    if not hasattr(dataset, "sample"):
+        return []
+    counts = [len(features.token_ids) for each in encoded for features in each.get("media") or ()]
+    items = [item for part in both(dataset.sample(index)) for item in part.media]
+    return list(zip(items, counts, strict=False))
+
+
+def media_name(source: Any) -> str:
+    """What to call a medium."""
+    if isinstance(source, dict):
+        source = source.get("path") or source.get("bytes")
+    if isinstance(source, bytes):
+        return f"{len(source):,} bytes"
+    if isinstance(source, list | tuple):
+        return f"{len(source)} frames, the first {media_name(source[0])}" if source else "no frames"
+    text = str(source)
+    return text if len(text) <= 120 else f"{text[:40]}… ({len(text):,} characters)"
+
+
+def find_rows(dataset: Any, names: Sequence[str]) -> list[int]:
+    """Indices of rows by their place or id, in the order of the names.
+
+    Raises:
+        UsageError: There is no such row.
+    """
+    found: dict[str, int] = {}
+    missing = set(names)
+    for index in range(len(dataset)) if missing else ():
+        told = {str(dataset.place(index)) if hasattr(dataset, "place") else str(index), _row_id(dataset, index)}
+        for name in missing & told:
+            found[name] = index
+        missing -= found.keys()
+        if not missing:
+            break
+    if missing:
+        raise UsageError(
+            f"no row is called {', '.join(sorted(missing))}",
+            key="--row-id",
+            way_out="Give its `id`, or its place as messages print it: train.jsonl:12.",
+        )
+    return [found[name] for name in names]
+
+
+def _row_id(dataset: Any, index: int) -> str | None:
+    if not hasattr(dataset, "row"):
+        return None
+    try:
+        found = dataset.row(index).get("id")
+    except DataError:
+        return None
+    return str(found) if isinstance(found, str | int) else None
+
+
+def _check_inside(rows: Sequence[int], size: int) -> None:
+    outside = [row for row in rows if not 0 <= row < size]
+    if outside:
+        raise UsageError(
+            f"row {outside[0]} is not there: the data set has {size}", key="--rows", way_out="Count from 0."
+        )
+
+
+# --- order and batches -----------------------------------------------------------------------------------------------
+
+
+def _loader(data: OpenedData, ranks: int) -> tuple[MMDataLoader | None, str]:
+    """The loader of training, or why there is none."""
+    if data.is_validation:
+        return None, ""
+    try:
+        return data.loader(ranks), ""
+    except DataError as error:  # too few rows for a step
+        return None, str(error)
+
+
+def first_rows(loader: MMDataLoader | None, size: int, count: int) -> list[int]:
+    """The first rows in the order of training; as they stand where there is no such order."""
+    if loader is None:
+        return list(range(min(count, size)))
+    rows: list[int] = []
+    position = DataPosition(0, 0)
+    while len(rows) < min(count, size) and position.epoch == 0:
+        planned = loader.order.step(position)
+        position = planned.after
+        rows += [pick.row for micro_batch in planned.step for pick in micro_batch.picks if pick.row not in rows]
+    return rows[:count]
+
+
+def places_in_epoch(loader: MMDataLoader, rows: Sequence[int]) -> dict[int, PlaceInEpoch]:
+    """When the first epoch takes rows; those that come too late to be looked for are missing."""
+    wanted, found = set(rows), dict[int, PlaceInEpoch]()
+    position, number, began = DataPosition(0, 0), 0, time.monotonic()
+    while wanted and position.epoch == 0 and time.monotonic() - began < _MOST_SECONDS:
+        planned = loader.order.step(position)
+        number, position = number + 1, planned.after
+        for place, micro_batch in enumerate(planned.step, 1):
+            for pick in micro_batch.picks:
+                if pick.row in wanted and pick.epoch == 0:
+                    wanted.discard(pick.row)
+                    found[pick.row] = PlaceInEpoch(0, number, loader.steps_per_epoch, place)
+    return found
+
+
+def _first_batch(loader: MMDataLoader) -> tuple[MicroBatchView | None, str]:
+    """The first micro-batch of training, or why it cannot be made."""
+    try:
+        return view_batch(next(iter(loader))[0]), ""
+    except MMError as error:
+        return None, str(error)

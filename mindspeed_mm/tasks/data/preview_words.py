@@ -1,0 +1,98 @@
+"""A preview in lines for a terminal or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_mm.tasks.data.media_views import thumbnail, view_medium
+from mindspeed_mm.tasks.data.micro_batch import MicroBatchView
+from mindspeed_mm.tasks.data.paint import Paint
+from mindspeed_mm.tasks.data.preview import Answer, Preview, ShownRow, media_name
+from mindspeed_mm.tasks.data.tokens import Stretch
+
+_MOST_DOCUMENTS = 40
+_STRIP_CHARACTERS = 64
+
+
+def preview_lines(found: Preview, paint: Paint, *, tokens: bool = False) -> list[str]:
+    """Everything shown."""
+    key = "trained tokens are coloured" if paint.colour else "trained tokens stand between « and »"
+    lines = [f"{found.path}: {len(found.shown)} of {found.rows:,} rows; {key}"]
+    for row in found.shown:
+        lines += ["", *_row_lines(row, found, paint, tokens)]
+    if found.batch is not None:
+        lines += ["", *batch_lines(found.batch, paint)]
+    if found.batch_trouble:
+        lines += ["", paint.odd("no micro-batch: ") + found.batch_trouble]
+    return lines
+
+
+def _row_lines(row: ShownRow, found: Preview, paint: Paint, tokens: bool) -> Iterator[str]:
+    names = [f"row {row.index}"] + [f"id {row.row_id}"] * (row.row_id is not None) + [str(row.when)] * bool(row.when)
+    yield paint.head(row.place) + paint.soft("  " + ", ".join(names))
+    if row.fault:
+        yield "  " + paint.bad("cannot be used: ") + row.fault
+    for number, (item, count) in enumerate(row.media, 1):
+        view = view_medium(found.media, item)
+        told = f"  {item.kind} {number}: {media_name(item.source)}  {view.facts or view.trouble}  → {count:,} tokens"
+        yield paint.medium(told)
+        if paint.colour and view.images:
+            yield from (f"    {line}" for line in thumbnail(view.images[0]))
+    for answer in row.answers:
+        yield from _answer_lines(answer, paint, tokens)
+
+
+def _answer_lines(answer: Answer, paint: Paint, tokens: bool) -> Iterator[str]:
+    name = f"{answer.name}: " if answer.name else ""
+    shrunk = ", shortened to fit cutoff_len" if answer.shrunk else ""
+    share = answer.trained / max(len(answer.ids), 1)
+    yield f"  {name}{len(answer.ids):,} tokens, {answer.trained:,} trained ({share:.1%}){shrunk}"
+    if tokens:
+        yield from _token_table(answer, paint)
+        return
+    text = "".join(_stretch_text(stretch, paint) for stretch in answer.stretches)
+    yield from (f"  │ {line}" for line in text.split("\n"))
+
+
+def _stretch_text(stretch: Stretch, paint: Paint) -> str:
+    if stretch.repeated:
+        return paint.medium(f"[{stretch.text} × {stretch.repeated}]")
+    text = _visible(stretch.text)
+    if not stretch.weight:
+        return text
+    return paint.trained(text) + (f"(weight {stretch.weight:g})" if stretch.weight != 1 else "")
+
+
+def _token_table(answer: Answer, paint: Paint) -> Iterator[str]:
+    yield paint.soft(f"  {'token':>6} {'id':>8} {'weight':>7}  text")
+    for stretch in answer.stretches:
+        for piece in stretch.pieces:
+            ids = " ".join(map(str, piece.ids))
+            times = f" × {stretch.repeated}" if stretch.repeated else ""
+            text = paint.trained(repr(piece.text)) if piece.weight else repr(piece.text)
+            yield f"  {piece.first:>6} {ids:>8} {piece.weight:>7g}  {text}{times}"
+
+
+def _visible(text: str) -> str:
+    """Text without control characters, which could move the cursor or colour the terminal."""
+    return "".join(c if c == "\n" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
+    """A micro-batch: a strip for each row, and where its samples begin and end."""
+    kind = "packed" if batch.is_packed else "padded"
+    lines = [
+        paint.head("first micro-batch of training")
+        + f"  {batch.rows} × {batch.length:,} tokens, {kind}, {batch.fill:.1%} full"
+    ]
+    for document in batch.documents[:_MOST_DOCUMENTS]:
+        size = document.end - document.first
+        strip = "█" * max(1, round(_STRIP_CHARACTERS * size / max(batch.length, 1)))
+        blank = " " * round(_STRIP_CHARACTERS * document.first / max(batch.length, 1))
+        place = f"{document.row}: {document.first:>6,}–{document.end - 1:<6,}"
+        told = f"{document.sample_id}, {document.trained:,} trained" if document.sample_id else paint.soft("padding")
+        strip = strip if document.sample_id else paint.soft("·" * len(strip))
+        lines.append(f"  {place} {(blank + strip)[: _STRIP_CHARACTERS + 16]}  {told}")
+    if len(batch.documents) > _MOST_DOCUMENTS:
+        lines.append(paint.soft(f"  … and {len(batch.documents) - _MOST_DOCUMENTS} more"))
+    return [*lines, paint.soft("  " + ", ".join(f"{name} {shape}" for name, shape in batch.shapes.items()))]

@@ -1,0 +1,94 @@
+"""One pass over the rows by worker processes, in order, with the time left on stderr."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from torch.utils.data import DataLoader, Dataset
+
+from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+from mindspeed_mm.tasks.data.facts import Look, RowFacts
+
+_CHUNK_ROWS = 32
+_FEW_ROWS = 256
+"""So few are read before workers would have started."""
+MOST_WORKERS = 8
+
+
+def default_workers() -> int:
+    """As many as there are cores for this process, within reason."""
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def scan(
+    rows: Sequence[int], look: Look, *, workers: int | None = None, stream: TextIO | None = None
+) -> Iterator[RowFacts]:
+    """The facts of rows, in the order given.
+
+    Args:
+        rows: Indices into the data set.
+        look: Reads one row.
+        workers: Processes; 0: this one; None: by the cores, and none for a few rows.
+        stream: Where the progress goes; None: stderr.
+
+    Raises:
+        MachineError: A worker died.
+    """
+    if workers is None:
+        workers = 0 if len(rows) <= _FEW_ROWS else default_workers()
+    progress = WorkProgress(0, 1, stream or sys.stderr)
+    progress.begin(len(rows))
+    try:
+        for chunk in _chunks(rows, look, workers):
+            yield from chunk
+            progress.advance(len(chunk))
+    finally:
+        progress.end()
+
+
+class _Chunks(Dataset[list[RowFacts]]):
+    """Some rows at once: sending one at a time would cost more than reading it."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+
+    def __getitem__(self, rows: Sequence[int]) -> list[RowFacts]:  # type: ignore[override]
+        return [self._look(row) for row in rows]
+
+
+def _chunks(rows: Sequence[int], look: Look, workers: int) -> Iterator[list[RowFacts]]:
+    size = _CHUNK_ROWS if workers else 1
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    reader = _Chunks(look)
+    if not workers:
+        yield from (reader[part] for part in parts)
+        return
+    forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
+    loader: Any = DataLoader(
+        reader,
+        batch_size=None,
+        sampler=parts,  # type: ignore[arg-type]
+        collate_fn=_as_it_is,
+        num_workers=min(workers, len(parts)),
+        worker_init_fn=_init_worker,
+        multiprocessing_context="fork" if forks else None,
+    )
+    try:
+        yield from loader
+    except RuntimeError as error:  # torch's word for a dead worker
+        raise MachineError(
+            f"a process that reads rows ended: {error}", way_out="Mostly out of memory: use fewer, --workers 1."
+        ) from error
+
+
+def _as_it_is(chunk: list[RowFacts]) -> list[RowFacts]:
+    return chunk
+
+
+def _init_worker(_: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,0 +1,232 @@
+"""`mm data stats`: how many rows and tokens, how long, how large the media, and which lengths and budgets would fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.packing import best_fit
+from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
+from mindspeed_mm.tasks.data.check import look_through
+from mindspeed_mm.tasks.data.histogram import Bin, histogram, percentiles
+from mindspeed_mm.tasks.data.mixture import Share, shares
+from mindspeed_mm.tasks.data.opening import open_data
+from mindspeed_mm.tasks.data.tally import MEDIA, Tally
+
+_PACKED_ROWS = 100_000
+"""So many rows tell how well packing does."""
+_KEPT_SHARE = 0.99
+_ROUND_TO = 64
+_LENGTH_FACTORS = (0.5, 1, 2, 4)
+_LEAST_PACKS = 8
+"""Of fewer, the last one, which is left half empty, says more than all others."""
+
+
+@dataclass(frozen=True)
+class MediaStats:
+    """All media of one kind."""
+
+    kind: str
+    items: int
+    rows: int
+    """With at least one."""
+    most_in_a_row: int
+    per_row: dict[int, int]
+    """Items of a row → rows."""
+    sizes: list[tuple[str, int]]
+    """The most frequent sizes as `width × height`, and how many sizes' items are left over."""
+    pixels: dict[str, Any]
+    seconds: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How full rows of some length become."""
+
+    cutoff_len: int
+    rows_kept: float
+    """Share of the samples that fit."""
+    packs: int
+    fill: float
+    """Share of a pack that is no padding."""
+
+
+@dataclass
+class DataStats:
+    """What the rows are like."""
+
+    path: Path
+    rows: int
+    read: int
+    usable: int
+    cutoff_len: int
+    seconds: float = 0.0
+    shares: list[Share] = field(default_factory=list)
+    roles: dict[str, int] = field(default_factory=dict)
+    turns: dict[int, int] = field(default_factory=dict)
+    """Turns of the model → rows."""
+    tokens: dict[str, Any] = field(default_factory=dict)
+    trained_share: float = 0.0
+    patches: dict[str, Any] = field(default_factory=dict)
+    token_bins: list[Bin] = field(default_factory=list)
+    patch_bins: list[Bin] = field(default_factory=list)
+    media: list[MediaStats] = field(default_factory=list)
+    padded_fill: float = 0.0
+    """Share of a batch that is no padding, with rows padded to the longest of a random micro-batch."""
+    packing: list[Packing] = field(default_factory=list)
+    suggestions: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            **{name: value for name, value in vars(self).items() if isinstance(value, int | float | dict)},
+            "path": str(self.path),
+            "shares": [each.to_dict() for each in self.shares],
+            "token_bins": [each._asdict() for each in self.token_bins],
+            "patch_bins": [each._asdict() for each in self.patch_bins],
+            "media": [vars(each) for each in self.media],
+            "packing": [vars(each) for each in self.packing],
+            "suggestions": self.suggestions,
+        }
+
+
+def run(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    limit: int | None = None,
+    workers: int | None = None,
+    validation: bool = False,
+) -> DataStats:
+    """Read the rows once and describe them. Arguments as of `mm data check`.
+
+    Raises:
+        MMError: The configuration or the files are off; single rows are not an error here.
+    """
+    data = open_data(config_path, overrides, validation=validation, patient=True)
+    began = time.monotonic()
+    tally = look_through(data, decode=False, limit=limit, workers=workers)
+    seconds = round(time.monotonic() - began, 2)
+    if not tally.usable:
+        first = tally.bad[0]
+        raise DataError(
+            f"none of the {tally.rows} rows can be used; the first: {first.fault.what}",
+            where=first.place,
+            key=first.fault.key,
+            way_out="See mm data check.",
+        )
+    basic, training = data.param.basic_parameters, data.arguments.training
+    stats = DataStats(config_path, len(data.dataset), tally.rows, tally.usable, basic.cutoff_len)
+    stats.shares = shares(data.dataset, basic, tally)
+    stats.roles, stats.turns = dict(tally.roles.most_common()), dict(sorted(tally.turns.items()))
+    _describe_sizes(stats, tally)
+    stats.media = [_of_media(tally, kind) for kind in MEDIA if sum(tally.media[kind].values()) > tally.media[kind][0]]
+    _describe_batches(stats, tally, training.micro_batch_size, training.seed)
+    stats.seconds = seconds
+    return stats
+
+
+def _describe_sizes(stats: DataStats, tally: Tally) -> None:
+    stats.tokens, stats.patches = percentiles(tally.tokens), percentiles([n for n in tally.patches if n])
+    stats.token_bins, stats.patch_bins = histogram(tally.full_lengths()), histogram([n for n in tally.patches if n])
+    stats.trained_share = round(sum(tally.trained) / max(sum(tally.tokens), 1), 4)
+
+
+def _of_media(tally: Tally, kind: str) -> MediaStats:
+    per_row, sides = tally.media[kind], tally.sides[kind]
+    pixels = np.repeat([w * h for w, h in sides], list(sides.values())) if sides else np.zeros(0, dtype=np.int64)
+    return MediaStats(
+        kind,
+        sum(items * rows for items, rows in per_row.items()),
+        sum(rows for items, rows in per_row.items() if items),
+        max(per_row),
+        dict(sorted(per_row.items())),
+        [(f"{w} × {h}", count) for (w, h), count in sides.most_common(5)],
+        percentiles(pixels),
+        {name: round(value, 2) for name, value in _of_seconds(tally, kind).items()},
+    )
+
+
+def _of_seconds(tally: Tally, kind: str) -> dict[str, float]:
+    found = np.sort(np.asarray(tally.seconds[kind]))
+    if not len(found):
+        return {}
+    return {
+        "total": float(found.sum()),
+        "mean": float(found.mean()),
+        "p50": float(found[len(found) // 2]),
+        "max": float(found[-1]),
+    }
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def _describe_batches(stats: DataStats, tally: Tally, micro_batch_size: int, seed: int) -> None:
+    """What padding wastes, what packing would not, and which settings follow."""
+    lengths = _some(tally.full_lengths(), seed)
+    kept = lengths[lengths <= stats.cutoff_len]
+    stats.padded_fill = round(padded_fill(kept, micro_batch_size, seed), 4)
+    suggested = _rounded(int(np.quantile(lengths, _KEPT_SHARE, method="inverted_cdf")))
+    tried = {round(factor * stats.cutoff_len) for factor in _LENGTH_FACTORS} | {suggested, _rounded(int(lengths.max()))}
+    stats.packing = [found for length in sorted(tried) if (found := packing_at(lengths, length)) is not None]
+    stats.suggestions = _suggestions(stats, lengths, suggested, micro_batch_size)
+
+
+def _some(lengths: np.ndarray, seed: int) -> np.ndarray:
+    return lengths if len(lengths) <= _PACKED_ROWS else lengths[permutation(len(lengths), seed, 0)[:_PACKED_ROWS]]
+
+
+def padded_fill(lengths: np.ndarray, micro_batch_size: int, seed: int) -> float:
+    """Share of tokens in batches of a random order that are no padding; 0 for no samples."""
+    if not len(lengths):
+        return 0.0
+    drawn = lengths[permutation(len(lengths), seed, 0)]
+    starts = np.arange(0, len(drawn), micro_batch_size)
+    rows = np.diff([*starts, len(drawn)])
+    return float(drawn.sum() / (np.maximum.reduceat(drawn, starts) * rows).sum())
+
+
+def packing_at(lengths: np.ndarray, cutoff_len: int) -> Packing | None:
+    """How full packs of a length become; None where no sample fits."""
+    kept = lengths[lengths <= cutoff_len]
+    if not len(kept) or cutoff_len <= 0:
+        return None
+    packs = len(best_fit(kept.tolist(), cutoff_len))
+    return Packing(
+        cutoff_len, round(len(kept) / len(lengths), 4), packs, round(int(kept.sum()) / (packs * cutoff_len), 4)
+    )
+
+
+def _suggestions(stats: DataStats, lengths: np.ndarray, suggested: int, micro_batch_size: int) -> list[str]:
+    """Settings that the lengths speak for, each with its reason."""
+    found = []
+    lost = int((lengths > stats.cutoff_len).sum())
+    if lost:
+        found.append(f"cutoff_len={suggested} keeps {_KEPT_SHARE:.0%} of the rows; now {1 - lost / len(lengths):.1%}")
+    kept = lengths[lengths <= stats.cutoff_len]
+    if len(kept):
+        most = int(kept.max()) * micro_batch_size
+        found.append(
+            f"max_tokens_per_batch={_rounded(most)} takes the memory of today's largest micro-batch of "
+            f"{micro_batch_size} and holds {most / float(kept.mean()):.1f} rows on average"
+        )
+    if _packs_better(stats):
+        best = next(each for each in stats.packing if each.cutoff_len == stats.cutoff_len)
+        found.append(f"packing=true fills rows to {best.fill:.1%}; padded batches to {stats.padded_fill:.1%}")
+    return found
+
+
+def _packs_better(stats: DataStats) -> bool:
+    now = next((each for each in stats.packing if each.cutoff_len == stats.cutoff_len), None)
+    return now is not None and now.packs >= _LEAST_PACKS and now.fill > stats.padded_fill
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _ROUND_TO) * _ROUND_TO

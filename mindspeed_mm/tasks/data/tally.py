@@ -1,0 +1,178 @@
+"""Facts of rows, added up as they come: numbers stay in arrays, so a million rows take some tens of megabytes."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.tasks.data.facts import TOO_LONG, Fault, MediumFacts, RowFacts
+
+MEDIA = ("image", "video", "audio")
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used as it stands."""
+
+    index: int
+    place: str
+    fault: Fault
+
+    def to_dict(self) -> dict[str, Any]:
+        """A line of `--bad-rows`."""
+        file, _, row = self.place.rpartition(":")
+        fault = {"kind": self.fault.kind, "what": self.fault.what, "key": self.fault.key, "way_out": self.fault.way_out}
+        return {"index": self.index, "file": file, "row": int(row) if row.isdigit() else row, **fault}
+
+
+@dataclass
+class Tally:
+    """What a pass over the rows found. The arrays have an entry for each usable row."""
+
+    rows: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    index: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    full_tokens: array[int] = field(default_factory=lambda: array("q"))
+    trained: array[int] = field(default_factory=lambda: array("q"))
+    patches: array[int] = field(default_factory=lambda: array("q"))
+    shrunk: int = 0
+    turns: Counter[int] = field(default_factory=Counter)
+    """Turns of the model → rows."""
+    roles: Counter[str] = field(default_factory=Counter)
+    """Role → messages."""
+    media: dict[str, Counter[int]] = field(default_factory=lambda: {kind: Counter() for kind in MEDIA})
+    """Kind → items of a row → rows."""
+    sides: dict[str, Counter[tuple[int, int]]] = field(default_factory=lambda: {kind: Counter() for kind in MEDIA})
+    """Kind → (width, height) → items."""
+    seconds: dict[str, array[float]] = field(default_factory=lambda: {kind: array("d") for kind in MEDIA})
+    """Kind → length of each item that has one."""
+    special: list[tuple[str, str]] = field(default_factory=list)
+    """Place and token of rows whose own text holds a special token."""
+    contents: array[int] = field(default_factory=lambda: array("Q"))
+    """Of every row that converts."""
+    ids: array[int] = field(default_factory=lambda: array("q"))
+    """Hash of every row's id."""
+    content_index: array[int] = field(default_factory=lambda: array("q"))
+    id_index: array[int] = field(default_factory=lambda: array("q"))
+
+    @classmethod
+    def of(cls, facts: Iterable[RowFacts]) -> Tally:
+        """Everything added up."""
+        tally = cls()
+        for each in facts:
+            tally.add(each)
+        return tally
+
+    def add(self, facts: RowFacts) -> None:
+        """One more row."""
+        self.rows += 1
+        if facts.content:
+            self.contents.append(facts.content)
+            self.content_index.append(facts.index)
+        if facts.row_id is not None:
+            self.ids.append(hash(facts.row_id))
+            self.id_index.append(facts.index)
+        if facts.special:
+            self.special.append((facts.place, facts.special))
+        if facts.fault is not None:
+            self.bad.append(BadRow(facts.index, facts.place, facts.fault))
+            return
+        self._add_usable(facts)
+
+    def _add_usable(self, facts: RowFacts) -> None:
+        self.index.append(facts.index)
+        self.tokens.append(facts.tokens)
+        self.full_tokens.append(facts.full_tokens)
+        self.trained.append(facts.trained)
+        self.patches.append(facts.patches)
+        self.shrunk += facts.shrunk
+        self.roles.update(facts.roles)
+        self.turns[facts.roles.count("assistant")] += 1
+        for kind in MEDIA:
+            items = [item for item in facts.media if item.kind == kind]
+            self.media[kind][len(items)] += 1
+            for item in items:
+                self._add_medium(item)
+
+    def _add_medium(self, item: MediumFacts) -> None:
+        if item.width:
+            self.sides[item.kind][item.width, item.height] += 1
+        if item.seconds:
+            self.seconds[item.kind].append(item.seconds)
+
+    @property
+    def usable(self) -> int:
+        """Rows that can be trained on."""
+        return len(self.index)
+
+    @property
+    def too_long(self) -> list[BadRow]:
+        """Rows above `cutoff_len` that are not shrunk."""
+        return [row for row in self.bad if row.fault.kind == TOO_LONG]
+
+    @property
+    def broken(self) -> list[BadRow]:
+        """Bad rows of all other kinds."""
+        return [row for row in self.bad if row.fault.kind != TOO_LONG]
+
+    def full_lengths(self) -> np.ndarray:
+        """Lengths before truncation, of usable rows and of those that are too long."""
+        told = [row.fault.tokens for row in self.too_long if row.fault.tokens is not None]
+        return np.concatenate([np.asarray(self.full_tokens, dtype=np.int64), np.asarray(told, dtype=np.int64)])
+
+    def duplicate_rows(self, place: Callable[[int], str]) -> Duplicates:
+        """Rows that say what an earlier one says."""
+        return _duplicates(self.contents, self.content_index, place)
+
+    def duplicate_ids(self, place: Callable[[int], str]) -> Duplicates:
+        """Rows whose id an earlier one has."""
+        return _duplicates(self.ids, self.id_index, place)
+
+    def parts(self, ranges: Sequence[tuple[str, int, int]]) -> list[PartCounts]:
+        """Rows and tokens of each source."""
+        index, tokens = np.asarray(self.index), np.asarray(self.tokens)
+        found = []
+        for name, first, end in ranges:
+            inside = (index >= first) & (index < end)
+            found.append(PartCounts(str(name), int(inside.sum()), int(tokens[inside].sum())))
+        return found
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Copies of earlier rows."""
+
+    count: int
+    examples: tuple[tuple[str, str], ...]
+    """First and later place."""
+
+
+@dataclass(frozen=True)
+class PartCounts:
+    """One source of a mixture."""
+
+    name: str
+    rows: int
+    """Usable ones."""
+    tokens: int
+
+
+_EXAMPLES = 3
+
+
+def _duplicates(marks: array[int], index: array[int], place: Callable[[int], str]) -> Duplicates:
+    """Equal marks, by one sort."""
+    if not marks:
+        return Duplicates(0, ())
+    values, rows = np.asarray(marks), np.asarray(index)
+    order = np.argsort(values, kind="stable")
+    is_copy = values[order][1:] == values[order][:-1]
+    at = np.flatnonzero(is_copy)
+    pairs = sorted((int(rows[order[i + 1]]), int(rows[order[i]])) for i in at[: 50 * _EXAMPLES].tolist())[:_EXAMPLES]
+    return Duplicates(len(at), tuple((place(first), place(later)) for later, first in pairs))

@@ -1,0 +1,76 @@
+"""Whether the chat template in use fits the model: the marks it writes are tokens, and it is the model's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.tasks.data.findings import BASIC, Finding, Fix
+
+_MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_[a-z]+>|\[/?INST\]|</?think>")
+"""What templates write around turns."""
+_PROBE = (
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+)
+
+
+def template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[Finding]:
+    """Warnings about a template.
+
+    Args:
+        template: The one in use.
+        processor: Of the model's folder.
+        samples: A few rows to compare with.
+    """
+    tokenizer = tokenizer_of(processor)
+    split = sorted(mark for mark in _marks_written(template) if not _is_one_token(mark, tokenizer))
+    if split:
+        yield Finding(
+            "warning",
+            "template mismatch",
+            f"the chat template writes marks that are no tokens of this model: {', '.join(split)}",
+            len(samples),
+            fixes=(Fix(f"leave {BASIC}.template and chat_template out: the model's folder has its own", 0),),
+        )
+    own = _own_template(processor, template)
+    differing = [sample for sample in samples if own is not None and _differs(template, own, sample)]
+    if differing:
+        yield Finding(
+            "warning",
+            "template mismatch",
+            f"{len(differing)} of the first {len(samples)} rows render otherwise than with the model's own template",
+            len(differing),
+            tuple(str(sample.place) for sample in differing[:3]),
+            (Fix(f"leave {BASIC}.template and chat_template out, unless the model is to learn another format", 0),),
+        )
+
+
+def _marks_written(template: ChatTemplate) -> set[str]:
+    try:
+        return set(_MARKS.findall(template.render(_PROBE, add_generation_prompt=True)))
+    except DataError:
+        return set()  # it wants another conversation
+
+
+def _is_one_token(mark: str, tokenizer: Any) -> bool:
+    return len(tokenizer(mark, add_special_tokens=False)["input_ids"]) == 1
+
+
+def _own_template(processor: Any, used: ChatTemplate) -> ChatTemplate | None:
+    """The template of the model's folder, where another one is in use."""
+    source = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
+    source = source.get("default") if isinstance(source, dict) else source
+    return ChatTemplate(processor, source) if source and source != used.source else None
+
+
+def _differs(used: ChatTemplate, own: ChatTemplate, sample: Sample) -> bool:
+    try:
+        return used.render(sample.messages) != own.render(sample.messages)
+    except DataError:
+        return True

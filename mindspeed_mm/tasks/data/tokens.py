@@ -1,0 +1,154 @@
+"""Token ids → the stretches of text that a person reads, each trained or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
+
+_MOST_BYTES = 8
+"""Tokens that a character may be spread over."""
+_LEAST_REPEATED = 3
+"""A special token so many times in a row stands for a medium, or is padding."""
+_HALF = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token, or several where they make up one character."""
+
+    text: str
+    ids: tuple[int, ...]
+    first: int
+    """Number of its first token in the sample."""
+    weight: float
+    """How much it counts in the loss; 0: not trained."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Pieces that are trained alike."""
+
+    pieces: tuple[Piece, ...]
+    repeated: int = 0
+    """Of a special token that is only repeated: how often."""
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def weight(self) -> float:
+        """As of its pieces."""
+        return self.pieces[0].weight
+
+    @property
+    def first(self) -> int:
+        """Number of its first token."""
+        return self.pieces[0].first
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.repeated or sum(len(piece.ids) for piece in self.pieces)
+
+
+class TokenReader:
+    """Reads ids back as text, token by token.
+
+    Args:
+        tokenizer: Of the model; None: ids are shown as numbers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ())) | _added_special(tokenizer)
+        self._known: dict[tuple[int, ...], str] = {}
+
+    def stretches(self, ids: Sequence[int], labels: Sequence[int] | None, weights: Any = None) -> list[Stretch]:
+        """The sample as stretches.
+
+        Args:
+            ids: (L,) token ids.
+            labels: (L,), -100 where not trained; None: nothing is.
+            weights: (L,) of the loss, or None.
+        """
+        numbers = [int(i) for i in ids]
+        counted = _weights(len(numbers), labels, weights)
+        found: list[Stretch] = []
+        pending: list[Piece] = []
+        for stretch in self._parts(numbers, counted):
+            piece = stretch.pieces[0]
+            if pending and (stretch.repeated or pending[-1].weight != piece.weight):
+                found.append(Stretch(tuple(pending)))
+                pending = []
+            if stretch.repeated:
+                found.append(stretch)
+            else:
+                pending.append(piece)
+        return [*found, Stretch(tuple(pending))] if pending else found
+
+    def _parts(self, ids: list[int], weights: list[float]) -> Iterator[Stretch]:
+        """Pieces one by one, repeated special tokens as one."""
+        start = 0
+        before: tuple[int, ...] = ()
+        while start < len(ids):
+            repeated = self._repeats(ids, start)
+            if repeated:
+                piece = Piece(self._text((), (ids[start],)), (ids[start],), start, weights[start])
+                yield Stretch((piece,), repeated)
+                start, before = start + repeated, (ids[start],)
+                continue
+            end = self._end(ids, start, before)
+            taken = tuple(ids[start:end])
+            yield Stretch((Piece(self._text(before, taken), taken, start, max(weights[start:end])),))
+            start, before = end, taken
+
+    def _repeats(self, ids: list[int], start: int) -> int:
+        """How often a special token is repeated here; 0 when it is no such run."""
+        if ids[start] not in self._special:
+            return 0
+        end = start
+        while end < len(ids) and ids[end] == ids[start]:
+            end += 1
+        return end - start if end - start >= _LEAST_REPEATED else 0
+
+    def _end(self, ids: list[int], start: int, before: tuple[int, ...]) -> int:
+        """Behind the last token of the character that begins here."""
+        for end in range(start + 1, min(start + _MOST_BYTES, len(ids)) + 1):
+            if not self._text(before, tuple(ids[start:end])).endswith(_HALF):
+                return end
+        return start + 1
+
+    def _text(self, before: tuple[int, ...], ids: tuple[int, ...]) -> str:
+        """What tokens say behind others: some tokenizers drop the blank in front of what they decode first."""
+        together, ahead = self._decode(before + ids), self._decode(before)
+        return together[len(ahead) :] if before and together.startswith(ahead) else self._decode(ids)
+
+    def _decode(self, ids: tuple[int, ...]) -> str:
+        if ids not in self._known:
+            if self._tokenizer is None:
+                self._known[ids] = "".join(f"{i} " for i in ids)
+            else:
+                self._known[ids] = self._tokenizer.decode(
+                    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+        return self._known[ids]
+
+
+def _added_special(tokenizer: Any) -> frozenset[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(number for number, token in added.items() if token.special)
+
+
+def _weights(length: int, labels: Sequence[int] | None, weights: Any) -> list[float]:
+    if labels is None:
+        return [0.0] * length
+    counted = np.ones(length) if weights is None else np.asarray(weights, dtype=np.float64)
+    found: list[float] = np.where(np.asarray(labels) == IGNORED, 0.0, counted).tolist()
+    return found

@@ -1,0 +1,128 @@
+"""What a check and the statistics say, in lines for a terminal or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mindspeed_mm.tasks.data.check import DataCheck
+from mindspeed_mm.tasks.data.findings import Finding
+from mindspeed_mm.tasks.data.mixture import Share
+from mindspeed_mm.tasks.data.paint import Paint, bars
+from mindspeed_mm.tasks.data.stats import DataStats, MediaStats
+
+
+def check_lines(result: DataCheck, paint: Paint) -> list[str]:
+    """The verdict, the findings with their fixes, and how long rows are."""
+    errors = sum(finding.is_error for finding in result.findings)
+    warnings = len(result.findings) - errors
+    verdict = ", ".join(
+        [paint.bad(_count(errors, "error"))] * bool(errors) + [paint.odd(_count(warnings, "warning"))] * bool(warnings)
+    )
+    lines = [f"{result.path}: {verdict or paint.good('ok')}"]
+    if result.rows:
+        part = "" if result.read == result.rows else f" of {result.rows:,}"
+        how = "media decoded" if result.decoded else "media by their headers"
+        lines.append(
+            f"  {result.read:,}{part} rows read, {result.usable:,} usable"
+            + paint.soft(f"  ({how}, {result.seconds:.1f} s, {result.read / max(result.seconds, 1e-9):,.0f} rows/s)")
+        )
+    for finding in result.findings:
+        lines += _finding(finding, paint)
+    lines += bars("tokens of a row, before truncation", result.tokens, paint)
+    lines += bars("patches of a row, where there are any", result.patches, paint)
+    return [*lines, *share_lines(result.shares, paint)]
+
+
+def _finding(finding: Finding, paint: Paint) -> Iterator[str]:
+    mark = paint.bad("error") if finding.is_error else paint.odd("warning")
+    yield ""
+    yield f"{mark}  {paint.head(finding.kind)}: {finding.what}"
+    for example in finding.examples:
+        yield f"    {_on_one_line(example)}"
+    if finding.rows > len(finding.examples) > 0:
+        yield paint.soft(f"    … and {finding.rows - len(finding.examples):,} more (--bad-rows FILE lists bad rows)")
+    for fix in finding.fixes:
+        saves = f"  (saves {_count(fix.saves_rows, 'row')})" if fix.saves_rows else ""
+        yield f"    → {fix.what}{paint.good(saves)}"
+
+
+def share_lines(shares: Sequence[Share], paint: Paint) -> list[str]:
+    """What each source gives, if there are several."""
+    if len(shares) < 2:
+        return []
+    width = max(len(each.name) for each in shares)
+    lines = ["", paint.head(f"{'source':<{width + 2}}{'rows':>12}{'':8}{'tokens':>14}{'':8}{'weight':>8}")]
+    for each in shares:
+        weight = f"{each.weight:>8.1%}" if each.weight is not None else ""
+        rows, tokens = f"{each.rows:>12,} {each.of_rows:>6.1%}", f"{each.tokens:>14,} {each.of_tokens:>6.1%}"
+        lines.append(f"  {each.name:<{width}}{rows} {tokens} {weight}".rstrip())
+    return lines
+
+
+def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
+    """Everything of `mm data stats`."""
+    part = "" if stats.read == stats.rows else f" of {stats.rows:,}"
+    lines = [
+        f"{stats.path}: {stats.read:,}{part} rows read, {stats.usable:,} usable"
+        + paint.soft(f"  ({stats.seconds:.1f} s)")
+    ]
+    lines += share_lines(stats.shares, paint)
+    lines += ["", paint.head("messages")]
+    lines.append(
+        "  " + ", ".join(f"{count:,} of {role}" for role, count in stats.roles.items()) if stats.roles else "  none"
+    )
+    if stats.turns:
+        lines.append("  turns of the model in a row: " + _distribution(stats.turns))
+    lines += ["", paint.head("tokens of a row") + f"  {_numbers(stats.tokens)}"]
+    lines.append(f"  trained: {stats.trained_share:.1%}")
+    lines += bars("tokens of a row, before truncation", stats.token_bins, paint, stats.cutoff_len)
+    if stats.patches:
+        lines += ["", paint.head("patches of a row that has media") + f"  {_numbers(stats.patches)}"]
+        lines += bars("patches of a row", stats.patch_bins, paint)
+    for kind in stats.media:
+        lines += _media_lines(kind, paint)
+    lines += _batch_lines(stats, paint)
+    return lines
+
+
+def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
+    lines = ["", paint.head(f"{media.kind}s") + f"  {media.items:,} in {media.rows:,} rows"]
+    lines.append(f"  in a row: {_distribution(media.per_row)}")
+    if media.sizes:
+        lines.append("  most frequent sizes: " + ", ".join(f"{size} ({count:,})" for size, count in media.sizes))
+    if media.pixels:
+        lines.append(f"  pixels: {_numbers(media.pixels)}")
+    if media.seconds:
+        lines.append("  seconds: " + ", ".join(f"{name} {value:,.1f}" for name, value in media.seconds.items()))
+    return lines
+
+
+def _batch_lines(stats: DataStats, paint: Paint) -> list[str]:
+    lines = ["", paint.head("how full batches are"), f"  padded to the longest row: {stats.padded_fill:.1%}"]
+    for each in stats.packing:
+        now = "  ← cutoff_len" if each.cutoff_len == stats.cutoff_len else ""
+        lines.append(
+            f"  packed into rows of {each.cutoff_len:>7,}: {each.fill:>6.1%} full, {each.packs:,} packs, "
+            f"{each.rows_kept:.1%} of the rows fit" + paint.odd(now)
+        )
+    return lines + [f"  → {text}" for text in stats.suggestions]
+
+
+def _numbers(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:,}" for name, value in values.items())
+
+
+def _distribution(counts: dict[int, int], most: int = 8) -> str:
+    shown = list(counts.items())[:most]
+    more = ", …" if len(counts) > most else ""
+    return ", ".join(f"{count:,} × {number}" for number, count in shown) + more
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _on_one_line(text: str, most: int = 400) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= most else f"{flat[: most - 1]}…"

@@ -1,0 +1,139 @@
+"""The ways to data of one's own, taken from outside the package: a template, a media plugin and a collator (B); a data
+set (C). The plugins are those of `examples/data`, copied into another folder. YAML alone (A) is all the other tests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.data_utils.data_collator import DATA_COLLATOR
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import MM_PLUGINS
+from mindspeed_mm.fsdp.data.data_utils.template import TEMPLATES
+from mindspeed_mm.fsdp.utils.register import data_register
+from mindspeed_mm.tasks.data import preview, stats
+from tests.helpers.tiny_run import make_tiny_run
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "data"
+BASIC = "data.dataset_param.basic_parameters"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and a package with the plugins."""
+    folder = tmp_path_factory.mktemp("outside")
+    make_tiny_run(folder)
+    shutil.copytree(EXAMPLES, folder / "my_plugins", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_registries(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+    """What a plugin registers stays registered for the life of a process: here, for the life of a test."""
+    data_register.get("huggingface")  # built in: its module registers it once, when it is first asked for
+    registries = (MM_PLUGINS, TEMPLATES, DATA_COLLATOR, data_register)
+    for registry in registries:
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+        monkeypatch.setattr(registry, "_config_keys", dict(registry._config_keys))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_plugins"]:
+        del sys.modules[name]
+
+
+def preview_of(*words: str, rows: tuple[int, ...] = (0, 1), validation: bool = False) -> dict[str, Any]:
+    return preview.run(Path("run.yaml"), words, rows=rows, validation=validation).to_dict()
+
+
+def mm(folder: Path, *words: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-m", "mindspeed_mm", *words], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr + finished.stdout
+    return finished.stdout
+
+
+def trained(row: dict[str, Any]) -> list[str]:
+    return [part["text"] for part in row["answers"][0]["stretches"] if part["weight"]]
+
+
+def told(row: dict[str, Any]) -> str:
+    return "".join(part["text"] for part in row["answers"][0]["stretches"])
+
+
+def test_b_template_plugin_and_collator(folder: Path) -> None:
+    words = [
+        "training.plugin=[my_plugins/square_pictures.py]",
+        f"{BASIC}.template=question_answer",
+        "data.dataloader_param.collate_param.model_name=counted",
+    ]
+    line = json.loads((folder / "rows.jsonl").read_text().splitlines()[0])
+    wide = folder / "images" / "0_0.png"
+    Image.open(wide).resize((64, 32)).save(wide)
+    plain, own = preview_of(), preview_of(*words)
+    answer = line["messages"][1]["content"]
+    assert told(own["shown"][0]).startswith("Question: <|vision_start|>")
+    assert told(own["shown"][0]).endswith(f"Answer: {answer}<|im_end|>\n")
+    assert trained(own["shown"][0]) == [f"{answer}<|im_end|>"]
+    # A picture of 64 × 32 pixels is a square of 64 × 64 now: twice the tokens.
+    assert [row["media"][0]["tokens"] for row in (plain["shown"][0], own["shown"][0])] == [8, 16]
+    assert own["micro_batch"]["shapes"]["images_per_row"] == "(2) int64"
+    assert "images_per_row" not in plain["micro_batch"]["shapes"]
+
+
+def test_b_lengths_are_known_from_headers() -> None:
+    """`mm data stats` decodes nothing, so what it says comes from the plugin's `measure`."""
+    words = ["training.plugin=[my_plugins/square_pictures.py]", f"{BASIC}.template=question_answer"]
+    shown = preview_of(*words, rows=tuple(range(24)))["shown"]
+    assert stats.run(Path("run.yaml"), words).tokens["total"] == sum(row["answers"][0]["tokens"] for row in shown)
+
+
+@pytest.mark.slow
+def test_b_trains(folder: Path) -> None:
+    words = ["training.plugin=[my_plugins/square_pictures.py]", f"{BASIC}.template=question_answer"]
+    assert "loss" in mm(folder, "train", "run.yaml", "--steps", "2", *words)
+
+
+C_WORDS = ["training.plugin=[my_plugins/sums.py]", "data.dataset_param.dataset_type=sums"]
+
+
+def test_c_a_data_set_with_collate_fn_and_validation() -> None:
+    found = preview_of(*C_WORDS, "data.dataset_param.numbers=7", f"{BASIC}.max_samples=50")
+    assert found["rows"] == 50
+    for row in found["shown"]:
+        left, right = told(row).removesuffix("<|im_end|>").split(" = ")
+        a, b = map(int, left.split(" + "))
+        assert (int(right), max(a, b) < 7) == (a + b, True)
+        assert trained(row) == [f"{a + b}<|im_end|>"]
+    assert set(found["micro_batch"]["shapes"]) == {
+        "input_ids",
+        "attention_mask",
+        "labels",
+        "shift_labels",
+        "sample_ids",
+    }
+    assert found["micro_batch"]["documents"][0]["sample_id"].startswith("sums-0:")
+    validation = preview_of(*C_WORDS, rows=(0,), validation=True)
+    assert validation["rows"] == 100
+    assert told(validation["shown"][0]) != told(found["shown"][0])
+
+
+@pytest.mark.slow
+def test_c_trains_and_validates(folder: Path) -> None:
+    out = mm(folder, "train", "run.yaml", "--steps", "2", *C_WORDS, "training.val_interval=2", "training.save=out")
+    metrics = (folder / "out" / "metrics.jsonl").read_text()
+    assert '"val_loss"' in metrics, out
+
+
+def test_a_wrong_key_of_a_plugin_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'numbers'"):
+        preview_of(*C_WORDS, "data.dataset_param.number=7")
