@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mindspeed_mm.fsdp.data.data_utils.media_features import MediaFeatures
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
@@ -109,6 +110,19 @@ class Plugin:
         return {self._marks: kinds} if self._marks else {}
 
 
+class InDouble(TorchFunctionMode):
+    """What a model wants in fp32 it gets in fp64, whatever the tensor."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.view:  # of bits
+            return function(*args, **(kwargs or {}))
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        wide = {torch.float32: torch.float64}
+        args = [wide.get(value, value) if isinstance(value, torch.dtype) else value for value in args]
+        named = {k: wide.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
+        return function(*args, **named)
+
+
 # --- media ------------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +180,7 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 ROPE3 = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-IDS = {
+PATCH_IDS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": VISION_START,
@@ -199,12 +213,12 @@ def of(name: str, **settings: Any) -> Callable[[], Any]:
 
 def vl(name: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) -> Callable[[], Any]:
     """Makes the configuration of a text model with eyes."""
-    return of(name, text_config=text, vision_config=vision, **(IDS | more))
+    return of(name, text_config=text, vision_config=vision, **(PATCH_IDS | more))
 
 
 _OMNI_TEXT = HEADS | {"rope_parameters": ROPE3}
 _OMNI_IDS = {"audio_token_id": AUDIO, "audio_start_token_id": AUDIO_START, "audio_end_token_id": AUDIO_END}
-QWEN3_VISION = VISION | {"out_hidden_size": 32, "num_position_embeddings": 64}
+QWEN_VISION = VISION | {"out_hidden_size": 32, "num_position_embeddings": 64}
 
 
 def sound(frames: int, tokens: int, mask: str = "feature_attention_mask", bins: int = 16) -> MakeItem:
@@ -265,25 +279,25 @@ FAMILIES: dict[str, Family] = {
         "mm_token_type_ids",
     ),
     "qwen3_vl": Family(
-        vl("Qwen3VLConfig", _OMNI_TEXT, QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]}),
+        vl("Qwen3VLConfig", _OMNI_TEXT, QWEN_VISION | {"deepstack_visual_indexes": [0, 1]}),
         "Qwen3VLForConditionalGeneration",
         QWEN3_MEDIA,
         "mm_token_type_ids",
     ),
     "qwen3_vl_moe": Family(
-        vl("Qwen3VLMoeConfig", _OMNI_TEXT | EXPERTS, QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]}),
+        vl("Qwen3VLMoeConfig", _OMNI_TEXT | EXPERTS, QWEN_VISION | {"deepstack_visual_indexes": [0, 1]}),
         "Qwen3VLMoeForConditionalGeneration",
         QWEN3_MEDIA,
         "mm_token_type_ids",
     ),
     "qwen3_5": Family(
-        vl("Qwen3_5Config", _OMNI_TEXT | DELTA, QWEN3_VISION),
+        vl("Qwen3_5Config", _OMNI_TEXT | DELTA, QWEN_VISION),
         "Qwen3_5ForConditionalGeneration",
         QWEN3_MEDIA,
         "mm_token_type_ids",
     ),
     "qwen3_5_moe": Family(
-        vl("Qwen3_5MoeConfig", _OMNI_TEXT | DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}, QWEN3_VISION),
+        vl("Qwen3_5MoeConfig", _OMNI_TEXT | DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}, QWEN_VISION),
         "Qwen3_5MoeForConditionalGeneration",
         QWEN3_MEDIA,
         "mm_token_type_ids",

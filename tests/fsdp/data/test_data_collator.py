@@ -71,7 +71,7 @@ def test_a_packed_row_keeps_its_documents_apart(tokenizer: Any) -> None:
     pad, no = tokenizer.pad_token_id, -100
     expected = {
         "input_ids": [[10, 11, 12, 10, 10, 11, 12, 13, pad, pad, pad, pad]],
-        "labels": [[no, 11, 12, 10, no, no, no, 13, no, no, no, no]],
+        "labels": [[no, 11, 12, no, no, no, no, 13, no, no, no, no]],
         "shift_labels": [[11, 12, no, no, no, no, 13, no, no, no, no, no]],
         "position_ids": [[0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 2, 3]],
         "cu_seq_lens_q": [0, 3, 4, 8, 12],

@@ -26,9 +26,12 @@ from mindspeed_mm.fsdp.models import packed_rows, segmented_mixer
 from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.tasks.verify_precision import keeping_double
-from tests.helpers.packed_families import FAMILIES, PAD, Family, Plugin, transformers
+from tests.helpers.packed_families import FAMILIES as USUAL
+from tests.helpers.packed_families import PAD, Family, InDouble, Plugin, transformers
+from tests.helpers.packed_more_families import MORE
 from tests.helpers.parity import ParityError, StepRecord, compare_steps, record_step
 
+FAMILIES = USUAL | MORE
 DEFAULT = ("qwen3", "gpt_oss", "qwen3_vl", "qwen3_5", "omni")
 """Of the default run; the others are slow ones."""
 
@@ -67,7 +70,7 @@ def one_by_one(name: str) -> StepRecord:
     """Every sample alone in its batch, by the model as it comes."""
     family = FAMILIES[name]
     model, collate = family.build(), collator(family)
-    with keeping_double():
+    with keeping_double(), InDouble():
         return step(model, [collate([sample]) for sample in family.samples() if len(sample["input_ids"]) > 1])
 
 
@@ -81,7 +84,7 @@ def packed(
     if change is not None:
         batch = change(batch)
     prepare(model)
-    with keeping_double():
+    with keeping_double(), InDouble():
         return step(model, [batch])
 
 

@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.media_features import MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
 from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
-from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, inputs_of_samples
+from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, in_one_form, inputs_of_samples
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
@@ -139,7 +139,7 @@ class GenericCollator:
             inputs = inputs_of_samples(samples, media)
             pairs = zip(documents, inputs, strict=True)
             positions = [self._positions(document["input_ids"], own | document) for document, own in pairs]
-            batch = packed_row(documents, fills, self._multiple, positions)
+            batch = packed_row(documents, fills, self._multiple, in_one_form(positions))
         batch |= media | {"sample_ids": [sample["sample_id"] for sample in samples]}
         check_batch(batch)
         return batch

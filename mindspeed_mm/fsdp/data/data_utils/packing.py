@@ -98,8 +98,9 @@ def packed_row(
 ) -> dict[str, Any]:
     """One row (1, T) of documents that are to see nothing of each other, under the names that transformers has for it.
 
-    No `attention_mask`: borders say it all. What fills the row up to a multiple is one more document, without labels;
-    `pad_tokens` says how long it is.
+    No `attention_mask`: borders say it all. The first token of a document has no label: a model that shifts `labels`
+    itself would predict it from the document before. What fills the row up to a multiple is one more document, without
+    labels; `pad_tokens` says how long it is.
 
     Args:
         documents: Arrays along tokens (L,), of each sample.
@@ -112,14 +113,27 @@ def packed_row(
     row: dict[str, Any] = {}
     for name, fill in fills.items():
         pieces = [document[name] for document in documents]
+        if name == "labels":
+            pieces = [_without_first(piece, fill) for piece in pieces]
         pieces.append(np.full(padding, fill, dtype=pieces[0].dtype))
         row[name] = torch.from_numpy(np.concatenate(pieces))[None]
     if padding:
         lengths.append(padding)
-        # As many rows of the same type; 0, 1, 2 … as of any document.
-        positions = [*positions, positions[0].new_zeros(len(positions[0]), padding) + torch.arange(padding)]
+        positions = [*positions, _counted(padding, like=positions[0])]
     borders = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     joined_RT = torch.cat(list(positions), dim=1)
     row["position_ids"] = joined_RT if len(joined_RT) == 1 else joined_RT[:, None]
     row |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
     return row | {"max_length_q": max(lengths), "max_length_k": max(lengths), "pad_tokens": padding}
+
+
+def _without_first(labels_L: np.ndarray, fill: float) -> np.ndarray:
+    masked = labels_L.copy()
+    masked[:1] = fill
+    return masked
+
+
+def _counted(tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2 … in as many rows and in the same form (see `PositionRule`)."""
+    numbers = torch.arange(tokens)
+    return (numbers.float().view(torch.int32) if like.dtype == torch.int32 else numbers).expand(len(like), -1)

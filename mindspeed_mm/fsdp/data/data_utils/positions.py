@@ -88,9 +88,7 @@ class RopeIndexPositions:
         three_R1L, _ = self._stand_in.get_rope_index(**arguments)
         rows = as_whole_numbers(three_R1L[:, 0])
         text = torch.arange(ids_1L.shape[1])[None]
-        if rows.dtype == torch.int32:
-            text = text.float().view(torch.int32)
-        return torch.cat([text, rows]) if len(rows) == 3 else rows
+        return torch.cat(in_one_form([text, rows])) if len(rows) == 3 else rows
 
     def _argument(self, name: str, ids_1L: torch.Tensor, inputs: Mapping[str, Any]) -> Any:
         if name == "input_ids":
@@ -147,6 +145,13 @@ def as_whole_numbers(positions: torch.Tensor) -> torch.Tensor:
     if not positions.is_floating_point() or bool((positions == positions.round()).all()):
         return positions.long()
     return positions.float().contiguous().view(torch.int32)
+
+
+def in_one_form(positions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All whole numbers, or all the bits of fp32 numbers, as they are joined."""
+    if not any(each.dtype == torch.int32 for each in positions):
+        return list(positions)
+    return [each if each.dtype == torch.int32 else each.float().view(torch.int32) for each in positions]
 
 
 def build_positions(folder: str | Path, processor: Any, *, trust_remote_code: bool = False) -> PositionRule:
