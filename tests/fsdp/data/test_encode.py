@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
@@ -158,6 +158,148 @@ class TestTruncation:
             assert trained_text(processor.tokenizer, sample) == ["seven<|im_end|>"]
         with pytest.raises(TooLongError):
             build(LONG, cutoff_len=first - 1, truncation="shrink")[0]
+
+
+class TestWeights:
+    ROW = {
+        "messages": [
+            *turns("one?", "two"),
+            {"role": "user", "content": "three?"},
+            {"role": "assistant", "content": "four", "weight": 0.25},
+            {"role": "user", "content": "five?"},
+            {"role": "assistant", "content": "six", "weight": 0},
+        ]
+    }
+
+    def test_tokens_count_as_their_message_does(self, build: Build, processor: Any) -> None:
+        sample = build(self.ROW)[0]
+        weights = sample["loss_weights"]
+        assert weights.dtype == np.float32
+        assert np.array_equal(weights != 0, sample["labels"] != IGNORED)
+        said = {w: processor.tokenizer.decode(sample["input_ids"][weights == np.float32(w)]) for w in (1, 0.25)}
+        assert said == {1: "two<|im_end|>", 0.25: "four<|im_end|>"}
+
+    def test_whole_weights_need_no_array(self, build: Build) -> None:
+        assert "loss_weights" not in build(LONG)[0]
+        last = {"messages": [*self.ROW["messages"][:3], {**self.ROW["messages"][3], "weight": 1}]}
+        assert "loss_weights" not in build(last)[0]
+
+    def test_the_prompt_counts_one(self, build: Build) -> None:
+        weights = build(self.ROW, train_on_prompt=True)[0]["loss_weights"]
+        assert set(weights.tolist()) == {1.0, 0.25}
+
+    def test_history_is_masked_whatever_its_weight(self, build: Build, processor: Any) -> None:
+        sample = build({"messages": self.ROW["messages"][:4]}, mask_history=True)[0]
+        assert trained_text(processor.tokenizer, sample) == ["four<|im_end|>"]
+        assert set(sample["loss_weights"].tolist()) == {0.0, 0.25}
+
+
+class TestSizes:
+    ROWS = (
+        conversation(images=["a.png"]),
+        LONG,
+        conversation("no picture", "seven " * 9),
+        {**LONG, "messages": [*LONG["messages"], *turns("five?", "six")]},
+    )
+
+    @pytest.mark.parametrize("options", [{}, {"truncation": "shrink", "cutoff_len": 24}], ids=["whole", "shrunk"])
+    def test_equal_what_encoding_gives(self, build: Build, options: dict[str, Any]) -> None:
+        dataset = build(*self.ROWS, **options)
+        for index in range(len(self.ROWS)):
+            try:
+                encoded = dataset[index]
+            except TooLongError as error:
+                with pytest.raises(TooLongError) as caught:
+                    dataset.measure(index)
+                assert str(caught.value) == str(error)
+                assert caught.value.tokens == error.tokens > 24
+                continue
+            outline = dataset.outline(index)
+            assert dataset.measure(index) == outline.size
+            assert outline.size.tokens == len(encoded["input_ids"])
+            assert outline.size.patches == sum(len(item.tensors["patches"]) for item in encoded["media"])
+            assert np.array_equal(outline.input_ids, encoded["input_ids"])
+            assert np.array_equal(outline.labels, encoded["labels"])
+            assert outline.shrunk == encoded["shrunk"]
+            assert len(outline.media_spans) == len(encoded["media"])
+            for (first, end), item in zip(outline.media_spans, encoded["media"], strict=True):
+                assert np.array_equal(encoded["input_ids"][first:end], item.token_ids)
+
+    def test_pixels_are_not_decoded(self, build: Build, tmp_path: Path) -> None:
+        dataset = build(conversation(images=["a.png"]))
+        whole = dataset.measure(0)
+        path = tmp_path / "a.png"
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        assert dataset.measure(0) == whole
+        with pytest.raises(DataError, match="broken"):
+            dataset[0]
+
+    def test_documents(self, build: Build, text_folder: Path) -> None:
+        dataset = build({"text": "one two three"}, model=text_folder, stage="pretrain")
+        assert dataset.measure(0).tokens == len(dataset[0]["input_ids"])
+
+    def test_what_encoding_refuses(self, build: Build) -> None:
+        dataset = build(conversation("Say <|image_pad|>"), conversation(images=["none.png"]))
+        for index in range(2):
+            with pytest.raises(DataError) as refused:
+                dataset[index]
+            with pytest.raises(DataError) as measured:
+                dataset.measure(index)
+            assert str(measured.value) == str(refused.value)
+
+
+class TestPairs:
+    ROW = {
+        "messages": [{"role": "user", "content": "<image>Which digit is this?"}],
+        "images": ["a.png"],
+        "chosen": "seven",
+        "rejected": "a letter, I think",
+    }
+    OPTIONS = {"attr": {"ranking": True}, "stage": "rm"}
+
+    def test_both_answers_have_the_same_prompt_and_share_their_media(self, build: Build, processor: Any) -> None:
+        pair = build(self.ROW, **self.OPTIONS)[0]
+        chosen, rejected = pair["chosen"], pair["rejected"]
+        assert trained_text(processor.tokenizer, chosen) == ["seven<|im_end|>"]
+        assert trained_text(processor.tokenizer, rejected) == ["a letter, I think<|im_end|>"]
+        start = int(np.flatnonzero(chosen["labels"] != IGNORED)[0])
+        assert np.array_equal(chosen["input_ids"][:start], rejected["input_ids"][:start])
+        assert chosen["media"] is rejected["media"]
+        assert pair["sample_id"] == "rows.jsonl:1"
+
+    def test_each_equals_the_plain_row(self, build: Build) -> None:
+        pair = build(self.ROW, **self.OPTIONS)[0]
+        for side in ("chosen", "rejected"):
+            plain = build(conversation(self.ROW["messages"][0]["content"], self.ROW[side], images=["a.png"]))[0]
+            assert np.array_equal(pair[side]["input_ids"], plain["input_ids"])
+            assert np.array_equal(pair[side]["labels"], plain["labels"])
+
+    def test_sizes_are_of_both(self, build: Build) -> None:
+        dataset = build(self.ROW, **self.OPTIONS)
+        pair, (chosen, rejected) = dataset[0], dataset.outline(0)
+        assert dataset.measure(0).tokens == len(pair["chosen"]["input_ids"]) + len(pair["rejected"]["input_ids"])
+        assert dataset.measure(0).patches == chosen.size.patches + rejected.size.patches == 2 * chosen.size.patches
+
+    def test_pairs_are_not_shrunk(self, build: Build) -> None:
+        row = {**self.ROW, "messages": [*turns("one?", "two"), *self.ROW["messages"]]}
+        length = len(build(row, **self.OPTIONS)[0]["rejected"]["input_ids"])
+        with pytest.raises(TooLongError):
+            build(row, truncation="shrink", cutoff_len=length - 1, **self.OPTIONS)[0]
+
+    def test_stage_and_rows_go_together(self, build: Build) -> None:
+        for options in ({"stage": "rm"}, {"attr": {"ranking": True}}):
+            with pytest.raises(ConfigError, match="go together"):
+                build(self.ROW, **options)
+
+
+def test_rows_of_each_entry(build: Build, tmp_path: Path, param: Callable[..., DatasetParam]) -> None:
+    first = write_jsonl(tmp_path / "first.jsonl", [conversation("a")] * 3)
+    second = write_jsonl(tmp_path / "second.jsonl", [conversation("b")] * 2)
+    section = param([first, second])
+    dataset = Qwen2VLDataset(section.basic_parameters, section.preprocess_parameters, section)
+    assert [(part.first, part.end) for part in dataset.parts] == [(0, 3), (3, 5)]
+    assert [part.name for part in dataset.parts] == [str(first), str(second)]
+    assert dataset.row(3) == conversation("b")
 
 
 class TestDocuments:

@@ -18,6 +18,7 @@ import pytest
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.placement import MediaPlaces
+from mindspeed_mm.fsdp.data.data_utils.spans import TurnFinder
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from tests.fsdp.data.conftest import picture, write_jsonl
@@ -266,6 +267,34 @@ def without_all_thoughts(sample: Any) -> Any:
             kept["content"] = re.sub(r"^<think>.*</think>\n\n", "", kept["content"], flags=re.DOTALL)
         messages.append(kept)
     return dataclasses.replace(sample, messages=messages)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "whisper"])
+def test_turns_are_found_alike_in_every_way(
+    build: Callable[..., Qwen2VLDataset], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By the end of the text, by marks, and by rendering other conversations."""
+    family = FAMILIES[name]
+    chats = ["single", "system"] + ["tools"] * family.tools + ["thoughts"] * family.thinks
+    for chat in chats:
+        for only_last in (False, True):
+            row = {"messages": CHATS[chat]} | ({"tools": TOOLS} if chat == "tools" else {})
+            dataset = build(name, row, mask_history=only_last)
+            whole = dataset[0]["labels"].tolist()
+            monkeypatch.setattr(TurnFinder, "_at_end", lambda *_: None)
+            assert dataset[0]["labels"].tolist() == whole, (chat, only_last)
+            monkeypatch.setattr(TurnFinder, "borders", lambda *_, **__: {})
+            if (name, chat, only_last) in CHANGED:
+                with pytest.raises(DataError, match="cannot be told apart"):
+                    dataset[0]
+            else:
+                assert dataset[0]["labels"].tolist() == whole, (chat, only_last)
+            monkeypatch.undo()
+
+
+CHANGED = {(name, "tools", False) for name in ("qwen3", "qwen3_5", "qwen3_omni", "pixtral")}
+"""Conversations of which only marks can tell the turns: the template writes earlier ones differently once others
+follow, and turns with calls have no text to exchange. The other ways refuse them."""
 
 
 def test_texts_of_media_depend_on_their_neighbours(

@@ -11,6 +11,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.encode import Tokens
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate, build_template, register_template
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
+from tests.helpers.family_templates import QWEN3_VL
 from tests.helpers.tiny_models import CHAT_TEMPLATE
 
 LLAMA2 = (
@@ -73,6 +74,55 @@ def test_spans_hold_what_the_model_says_and_its_end_mark(
 def test_earlier_thoughts_that_the_template_drops_are_not_trained(tokenizer: Any) -> None:
     chat = [*CHAT[:2], {"role": "assistant", "content": "<think>hm</think>two"}, *CHAT[3:]]
     assert spoken(tokenizer, DROPS_THOUGHTS, chat)[0] == "two<|im_end|>"
+
+
+def test_turns_of_the_model_in_a_row(tokenizer: Any) -> None:
+    """Each is its own turn with its own end."""
+    chat = [*CHAT[1:3], {"role": "assistant", "content": "again"}, *CHAT[3:]]
+    assert spoken(tokenizer, CHAT_TEMPLATE, chat) == [" two <|im_end|>", "again<|im_end|>", "four<|im_end|>"]
+
+
+def test_thoughts_in_the_text_are_the_models_own_where_the_template_keeps_them(tokenizer: Any) -> None:
+    chat = [*CHAT[1:4], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfour"}]
+    assert spoken(tokenizer, CHAT_TEMPLATE, chat)[-1] == "<think>\nhm\n</think>\n\nfour<|im_end|>"
+    assert spoken(tokenizer, CHAT_TEMPLATE, chat, enable_thinking=False)[-1] == "four<|im_end|>"
+    assert spoken(tokenizer, CHAT_TEMPLATE, chat, enable_thinking=None)[-1] == "<think>\nhm\n</think>\n\nfour<|im_end|>"
+
+
+def test_calls_are_trained_to_their_end_and_results_are_not(tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    chat = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "three"},
+    ]
+    template = ChatTemplate(tokenizer, QWEN3_VL)
+    text, spans = template.render_with_spans(chat, [m["role"] == "assistant" for m in chat])
+    first = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+    assert [text[start:end] for start, end in spans] == [first, "three<|im_end|>"]
+
+
+def test_long_conversations_are_rendered_a_fixed_number_of_times(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole twice, and each turn once alone."""
+    rendered: list[int] = []
+    plain = ChatTemplate._render
+    monkeypatch.setattr(
+        ChatTemplate,
+        "_render",
+        lambda self, messages, *a, **k: (rendered.append(len(messages)), plain(self, messages, *a, **k))[1],
+    )
+    template = ChatTemplate(tokenizer, CHAT_TEMPLATE)
+    chat = CHAT[1:] * 20
+    rendered.clear()
+    template.render_with_spans(chat, [m["role"] == "assistant" for m in chat])
+    assert rendered.count(len(chat)) == 2
+    assert max(count for count in rendered if count != len(chat)) == 2
+    rendered.clear()
+    template.render_with_spans(chat, [False] * (len(chat) - 1) + [True])
+    assert rendered.count(len(chat)) == 1
 
 
 def test_a_turn_that_repeats_the_prompt_is_found_where_it_stands(tokenizer: Any) -> None:

@@ -289,7 +289,12 @@ class SampleEncoder:
         has_prompt = any(message["role"] != "assistant" for message in sample.messages[:end])
         of_media = sum(last - first for first, last in turns.media_spans)
         if not trained:
-            raise DataError(f"no trainable token in: {turns.text[:2000]!r}", key="labels")
+            raise DataError(
+                f"no trainable token in: {turns.text[:2000]!r}",
+                key="labels",
+                way_out="Train some turn of the model (weight, train, mask_history), or leave such rows out with "
+                "on_bad_sample: skip.",
+            )
         if trained >= len(turns.labels) - 1 - of_media and has_prompt and not self._options.train_on_prompt:
             raise DataError(
                 f"every token would be trained although there is a prompt in: {turns.text[:2000]!r}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -68,6 +69,9 @@ class TurnFinder:
         Raises:
             DataError: The template mixes turns so that spans cannot be told.
         """
+        at_end = self._at_end(messages[-1], text) if list(wanted) == [len(messages) - 1] else None
+        if at_end is not None:
+            return [at_end]
         marked = self.borders(messages, text, **context)
         spans = []
         for i in wanted:
@@ -99,6 +103,27 @@ class TurnFinder:
             else:
                 twice.add(i)  # the words of another message stand in between
         return {i: where for i, where in borders.items() if i not in twice}
+
+    # --- the last turn -----------------------------------------------------------------------------------------------
+
+    def _at_end(self, message: Message, text: str) -> Span | None:
+        """Where the text ends with the words of a plain answer inside what the template writes around a lone one,
+        nothing needs to be rendered again."""
+        words = _only_words(message)
+        if words is None or not self._openings or self._lone is None:
+            return None
+        opening, (head, tail) = self._openings[0], self._lone
+        first = len(text) - len(tail) - len(words)
+        if first < 0 or not (text.endswith(tail) and text.startswith(words, first)):
+            return None
+        if not text.endswith(opening + head, 0, first):
+            return None
+        return first - len(head), self._without_blanks_after_mark(text, first - len(head), len(text))
+
+    @cached_property
+    def _lone(self) -> tuple[str, str] | None:
+        [answer] = self._for_template([{"role": "assistant", "content": "!"}])
+        return self._alone(answer, {})
 
     # --- by marks ----------------------------------------------------------------------------------------------------
 
@@ -223,6 +248,15 @@ def mixed_turns(text: str) -> DataError:
         way_out="Set data.dataset_param.basic_parameters.mask_history: true, or give a simpler template in "
         "data.dataset_param.basic_parameters.chat_template.",
     )
+
+
+def _only_words(message: Message) -> str | None:
+    """What a message says, when it is one text without thoughts, calls or media."""
+    content = message["content"]
+    if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
+        content = content[0]["text"]
+    is_plain = message.keys() <= {"role", "content"} and isinstance(content, str) and "think>" not in content
+    return content if is_plain and content.strip() else None
 
 
 def _mark(number: int) -> str:

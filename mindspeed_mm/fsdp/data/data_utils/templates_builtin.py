@@ -1,5 +1,5 @@
-"""Chat formats of model families, for folders without a chat template of their own: turns, media and thoughts. Tools are
-left to the models' own templates, whose wording of them is part of the model.
+"""Chat formats of model families, for folders without a chat template of their own: turns, media and thoughts. Tools
+are left to the models' own templates, whose wording of them is part of the model.
 """
 
 from __future__ import annotations
