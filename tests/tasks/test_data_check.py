@@ -195,6 +195,15 @@ class TestBatches:
         )
         assert kept.exit_code == 0
 
+    def test_rows_above_a_budget(self, good: Path) -> None:
+        words = ["data.dataloader_param.max_tokens_per_batch=400", "data.dataloader_param.max_patches_per_batch=20"]
+        result = check.run(good, words)
+        [finding] = result.findings
+        assert (finding.severity, finding.kind, finding.rows) == ("warning", "above max_patches_per_batch", 8)
+        assert finding.fixes[0].what == "data.dataloader_param.max_patches_per_batch=32"
+        assert check.run(good, [*words, finding.fixes[0].what]).findings == []
+        assert check.run(good, [*words, *basics(truncation="error")]).exit_code == 4
+
     def test_a_part_of_the_rows_says_nothing_about_that(self, good: Path) -> None:
         result = check.run(good, ["training.gradient_accumulation_steps=4"], nproc=4, limit=5)
         assert (result.read, result.rows, result.exit_code) == (5, 24, 0)

@@ -16,7 +16,7 @@ from mindspeed_mm.tasks.data import stats
 from mindspeed_mm.tasks.data.histogram import histogram, percentiles
 from mindspeed_mm.tasks.data.page import stats_page
 from mindspeed_mm.tasks.data.paint import Paint
-from mindspeed_mm.tasks.data.stats import DataStats, packing_at, padded_fill
+from mindspeed_mm.tasks.data.stats import DataStats, Packing, packing_at, padded_fill
 from mindspeed_mm.tasks.data.words import stats_lines
 from tests.tasks.data_rows import add_rows, basics, conversation, make_run
 from tests.tasks.test_report import Page, external
@@ -60,16 +60,14 @@ def test_media_are_counted_and_measured(found: DataStats) -> None:
 
 def test_fills_by_hand(found: DataStats) -> None:
     lengths = np.array([10, 30, 20, 40])
-    packing = packing_at(lengths, 50)
-    assert packing is not None
-    assert (packing.packs, packing.fill, packing.rows_kept) == (2, 1.0, 1.0)
-    assert packing_at(lengths, 25) is not None
-    assert packing_at(lengths, 25).rows_kept == 0.5  # type: ignore[union-attr]
-    assert packing_at(lengths, 5) is None
+    assert packing_at(lengths, 50, 50) == Packing(50, rows_kept=1.0, packs=2, fill=1.0)
+    assert packing_at(lengths, 25, 50) == Packing(25, rows_kept=0.5, packs=2, fill=0.6)
+    assert packing_at(lengths, 50, 25) == Packing(50, rows_kept=0.5, packs=1, fill=0.6)
+    assert packing_at(lengths, 5, 50) is None
     assert padded_fill(lengths, 4, seed=0) == 100 / 160
     assert padded_fill(lengths, 1, seed=0) == 1.0
     assert padded_fill(np.zeros(0, dtype=np.int64), 4, seed=0) == 0.0
-    assert [each.cutoff_len for each in found.packing] == sorted({512, 1024, 2048, 4096, 128})
+    assert [each.tokens for each in found.packing] == [1024, 2048, 4096, 8192]  # a micro-batch has two rows of 1024
 
 
 def test_long_rows_count_before_truncation_and_a_length_is_suggested(yaml: Path, encoded: list[Any]) -> None:
@@ -82,7 +80,7 @@ def test_long_rows_count_before_truncation_and_a_length_is_suggested(yaml: Path,
 
 def test_lines_and_json(found: DataStats) -> None:
     text = "\n".join(stats_lines(found, Paint(colour=False)))
-    for part in ("24 rows read, 24 usable", "images  24 in 16 rows", "32 × 32 (24)", "← cutoff_len", "trained: "):
+    for part in ("24 rows read, 24 usable", "images  24 in 16 rows", "32 × 32 (24)", "← as configured", "trained: "):
         assert part in text
     told = json.loads(json.dumps(found.to_dict()))
     assert (told["usable"], told["tokens"]["total"]) == (24, found.tokens["total"])
@@ -92,7 +90,7 @@ def test_the_page_is_whole(found: DataStats) -> None:
     html = stats_page(found)
     page = Page(html)
     assert external(page, html) == []
-    for part in ("24 in 16 rows", "32 × 32 (24)", "tokens (packed) ← cutoff_len", "Tokens of a row"):
+    for part in ("24 in 16 rows", "32 × 32 (24)", "2,048 tokens, packed ← as configured", "Tokens of a row"):
         assert part in page
 
 

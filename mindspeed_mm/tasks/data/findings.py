@@ -230,10 +230,12 @@ def above_the_budget(tally: Tally, terms: Terms) -> Iterator[Finding]:
         most = getattr(terms.dataloader, name, None)
         over = int((sizes > most).sum()) if most is not None and len(sizes) else 0
         if over:
+            stops = terms.basic.truncation == "error"
             yield Finding(
-                "error",
+                "error" if stops else "warning",
                 f"above {name}",
-                f"{_count(over)} alone are larger than {name} {most}",
+                f"{_count(over)} alone are larger than {name} {most} and "
+                + ("would stop the run" if stops else "are left out"),
                 over,
                 fixes=(Fix(f"data.dataloader_param.{name}={int(sizes.max())}", over),),
             )

@@ -23,7 +23,7 @@ _PACKED_ROWS = 100_000
 """So many rows tell how well packing does."""
 _KEPT_SHARE = 0.99
 _ROUND_TO = 64
-_LENGTH_FACTORS = (0.5, 1, 2, 4)
+_BATCH_FACTORS = (0.5, 1, 2, 4)
 _LEAST_PACKS = 8
 """Of fewer, the last one, which is left half empty, says more than all others."""
 
@@ -47,11 +47,12 @@ class MediaStats:
 
 @dataclass(frozen=True)
 class Packing:
-    """How full rows of some length become."""
+    """How full packed micro-batches of some size become."""
 
-    cutoff_len: int
+    tokens: int
+    """Of a micro-batch."""
     rows_kept: float
-    """Share of the samples that fit."""
+    """Share of the rows that fit."""
     packs: int
     fill: float
     """Share of a pack that is no padding."""
@@ -77,6 +78,8 @@ class DataStats:
     token_bins: list[Bin] = field(default_factory=list)
     patch_bins: list[Bin] = field(default_factory=list)
     media: list[MediaStats] = field(default_factory=list)
+    batch_tokens: int = 0
+    """Most tokens of a packed micro-batch, as configured."""
     padded_fill: float = 0.0
     """Share of a batch that is no padding, with rows padded to the longest of a random micro-batch."""
     packing: list[Packing] = field(default_factory=list)
@@ -127,6 +130,8 @@ def run(
     stats.roles, stats.turns = dict(tally.roles.most_common()), dict(sorted(tally.turns.items()))
     _describe_sizes(stats, tally)
     stats.media = [_of_media(tally, kind) for kind in MEDIA if sum(tally.media[kind].values()) > tally.media[kind][0]]
+    budget = data.arguments.data.dataloader_param.max_tokens_per_batch
+    stats.batch_tokens = budget or training.micro_batch_size * basic.cutoff_len
     _describe_batches(stats, tally, training.micro_batch_size, training.seed)
     stats.seconds = seconds
     return stats
@@ -173,9 +178,9 @@ def _describe_batches(stats: DataStats, tally: Tally, micro_batch_size: int, see
     lengths = _some(tally.full_lengths(), seed)
     kept = lengths[lengths <= stats.cutoff_len]
     stats.padded_fill = round(padded_fill(kept, micro_batch_size, seed), 4)
+    tried = [round(factor * stats.batch_tokens) for factor in _BATCH_FACTORS]
+    stats.packing = [each for size in tried if (each := packing_at(lengths, size, stats.cutoff_len)) is not None]
     suggested = _rounded(int(np.quantile(lengths, _KEPT_SHARE, method="inverted_cdf")))
-    tried = {round(factor * stats.cutoff_len) for factor in _LENGTH_FACTORS} | {suggested, _rounded(int(lengths.max()))}
-    stats.packing = [found for length in sorted(tried) if (found := packing_at(lengths, length)) is not None]
     stats.suggestions = _suggestions(stats, lengths, suggested, micro_batch_size)
 
 
@@ -193,15 +198,13 @@ def padded_fill(lengths: np.ndarray, micro_batch_size: int, seed: int) -> float:
     return float(drawn.sum() / (np.maximum.reduceat(drawn, starts) * rows).sum())
 
 
-def packing_at(lengths: np.ndarray, cutoff_len: int) -> Packing | None:
-    """How full packs of a length become; None where no sample fits."""
-    kept = lengths[lengths <= cutoff_len]
-    if not len(kept) or cutoff_len <= 0:
+def packing_at(lengths: np.ndarray, tokens: int, cutoff_len: int) -> Packing | None:
+    """How full packs of a size become; None where no sample fits."""
+    kept = lengths[lengths <= min(tokens, cutoff_len)]
+    if not len(kept):
         return None
-    packs = len(best_fit(kept.tolist(), cutoff_len))
-    return Packing(
-        cutoff_len, round(len(kept) / len(lengths), 4), packs, round(int(kept.sum()) / (packs * cutoff_len), 4)
-    )
+    packs = len(best_fit(kept.tolist(), tokens))
+    return Packing(tokens, round(len(kept) / len(lengths), 4), packs, round(int(kept.sum()) / (packs * tokens), 4))
 
 
 def _suggestions(stats: DataStats, lengths: np.ndarray, suggested: int, micro_batch_size: int) -> list[str]:
@@ -217,15 +220,10 @@ def _suggestions(stats: DataStats, lengths: np.ndarray, suggested: int, micro_ba
             f"max_tokens_per_batch={_rounded(most)} takes the memory of today's largest micro-batch of "
             f"{micro_batch_size} and holds {most / float(kept.mean()):.1f} rows on average"
         )
-    if _packs_better(stats):
-        best = next(each for each in stats.packing if each.cutoff_len == stats.cutoff_len)
-        found.append(f"packing=true fills rows to {best.fill:.1%}; padded batches to {stats.padded_fill:.1%}")
+    packed = next((each for each in stats.packing if each.tokens == stats.batch_tokens), None)
+    if packed is not None and packed.packs >= _LEAST_PACKS and packed.fill > stats.padded_fill:
+        found.append(f"packing=true fills micro-batches to {packed.fill:.1%}, padding to {stats.padded_fill:.1%}")
     return found
-
-
-def _packs_better(stats: DataStats) -> bool:
-    now = next((each for each in stats.packing if each.cutoff_len == stats.cutoff_len), None)
-    return now is not None and now.packs >= _LEAST_PACKS and now.fill > stats.padded_fill
 
 
 def _rounded(length: int) -> int:

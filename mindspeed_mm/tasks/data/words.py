@@ -99,11 +99,11 @@ def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
 
 
 def _batch_lines(stats: DataStats, paint: Paint) -> list[str]:
-    lines = ["", paint.head("how full batches are"), f"  padded to the longest row: {stats.padded_fill:.1%}"]
+    lines = ["", paint.head("how full batches are"), f"  padded to the longest: {stats.padded_fill:>7.1%} full"]
     for each in stats.packing:
-        now = "  ← cutoff_len" if each.cutoff_len == stats.cutoff_len else ""
+        now = "  ← as configured" if each.tokens == stats.batch_tokens else ""
         lines.append(
-            f"  packed into rows of {each.cutoff_len:>7,}: {each.fill:>6.1%} full, {each.packs:,} packs, "
+            f"  packed, {each.tokens:>9,} tokens: {each.fill:>6.1%} full, {each.packs:,} packs, "
             f"{each.rows_kept:.1%} of the rows fit" + paint.odd(now)
         )
     return lines + [f"  → {text}" for text in stats.suggestions]
