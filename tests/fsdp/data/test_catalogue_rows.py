@@ -20,7 +20,9 @@ from mindspeed_mm.core.errors import CheckpointError, DataError, MMError
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam
+from mindspeed_mm.tasks.data import check
 from tests.fsdp.data.conftest import conversation, picture, write_jsonl
+from tests.tasks.data_rows import add_rows, make_run
 
 GOOD_ROWS, BAD_AT = 11, 5
 """The bad row is the sixth of twelve."""
@@ -441,6 +443,28 @@ def test_48_the_last_short_batch_is_dropped_or_filled_on_all_ranks(run: Run) -> 
         validation = [[len(batch["sample_ids"]) for batch in step] for step in loader(dataset, rank, 2).one_pass()]
         assert validation == [[2], [2]]
         assert loader(dataset, rank, 2).steps_per_epoch == 1
+
+
+def test_45_a_large_row_of_a_parquet_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.json_reader.MAX_ROW_BYTES", 5000)
+    rows = [good(i) if i != BAD_AT else talk("a", "x" * 10_000, id="r")(run.folder) for i in range(12)]
+    case = Case("45", parquet(rows), ("bytes, more than 5000",))
+    data = loader(run.dataset(case, case.make(run.data), on_bad_sample="skip"))
+    steps_of(data)
+    assert list(data.counts.bad) == ["0.parquet:6"]
+    with pytest.raises(DataError) as caught:
+        steps_of(loader(run.dataset(case, "shards")))
+    check_message(caught.value, case, "0.parquet:6")
+
+
+def test_49_duplicate_ids_are_a_warning_with_their_count(tmp_path: Path) -> None:
+    yaml = make_run(tmp_path)
+    add_rows(tmp_path, [{**good(i), "id": f"row{i}"} for i in range(3)])
+    result = check.run(yaml)
+    (finding,) = (each for each in result.findings if each.kind == "duplicate ids")
+    assert (finding.severity, finding.rows) == ("warning", 3)
+    assert "rows.jsonl:25  as rows.jsonl:1" in finding.examples
+    assert result.exit_code == 0
 
 
 def test_50_rows_that_changed_since_the_checkpoint(run: Run) -> None:

@@ -68,9 +68,7 @@ class JsonRows:
     def raw(self, index: int) -> bytes:
         """The row's text."""
         start, size = self._spans.starts[index], self._spans.ends[index] - self._spans.starts[index]
-        if size > MAX_ROW_BYTES:
-            what = f"the row has {size} bytes, more than {MAX_ROW_BYTES}"
-            raise DataError(what, where=str(self.place(index)), way_out="Keep media in files and name their paths.")
+        check_row_bytes(size, self.place(index))
         return os.pread(self._descriptor(), size, start).strip(_SPACE)
 
     def _descriptor(self) -> int:
@@ -80,6 +78,13 @@ class JsonRows:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_file": None}
+
+
+def check_row_bytes(size: int, place: Place) -> None:
+    """Raise `DataError` when a row is too large to be read."""
+    if size > MAX_ROW_BYTES:
+        what = f"the row has {size} bytes, more than {MAX_ROW_BYTES}"
+        raise DataError(what, where=str(place), way_out="Keep media in files and name their paths.")
 
 
 class JsonReader(JsonRows):

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.json_reader import MAX_ROW_BYTES, JsonReader, LineStream, how_it_starts
+from mindspeed_mm.fsdp.data.data_utils.json_reader import (
+    MAX_ROW_BYTES,
+    JsonReader,
+    LineStream,
+    check_row_bytes,
+    how_it_starts,
+)
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -228,7 +234,9 @@ class ParquetReader:
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`, as Python objects."""
-        return self._table.fast_slice(index, 1).to_pylist()[0]
+        row = self._table.fast_slice(index, 1)
+        check_row_bytes(row.nbytes, self.place(index))
+        return row.to_pylist()[0]
 
     def raw(self, index: int) -> bytes:
         """The row's values."""
