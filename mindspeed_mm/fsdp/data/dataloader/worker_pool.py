@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.utils.data._utils import signal_handling
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES, SharedSlots
+from mindspeed_mm.fsdp.data.dataloader.worker_memory import WorkerMemory
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 2.0
@@ -37,6 +39,8 @@ class WorkerOptions:
     """Longest wait for one micro-batch."""
     slot_bytes: int = SLOT_BYTES
     """Room for a micro-batch in shared memory; only what is used of it is ever memory."""
+    most_growth_bytes: int = 2 << 30
+    """Memory that a worker may gain before all are started anew: decoders leak, and hosts kill."""
 
 
 class WorkerPool:
@@ -57,13 +61,29 @@ class WorkerPool:
         maker.slots = self.slots
         self._under_way: deque[Request] = deque()
         self._iterator: Any = None
+        self._first = 0
+        """Number of the request that worker 0 was dealt first."""
 
     def deliveries(self, requests: Iterator[Request]) -> Iterator[Delivery]:
-        """What the workers made of the requests, in their order."""
-        self._iterator = self._start(requests)
-        while (delivery := self._next()) is not None:
-            self._under_way.popleft()
-            yield delivery
+        """What the workers made of the requests, in their order.
+
+        When a worker has gained too much memory, no more is asked of any; once all has come that is under way, they are
+        started anew. Batches are functions of their requests, so nothing else changes.
+        """
+        while True:
+            asked, memory = _Recorded(requests, self._under_way), WorkerMemory(self._options.most_growth_bytes)
+            self._iterator = self._start(asked)
+            while (delivery := self._next()) is not None:
+                done = self._under_way.popleft()
+                fault = memory.note_delivery([worker.pid for worker in self._workers()])
+                if fault is not None and not asked.is_closed:
+                    warnings.warn(f"{fault}: the workers are started anew", stacklevel=2)
+                    asked.is_closed = True
+                yield delivery
+            if not asked.is_closed:
+                return
+            self.close()
+            self._first = done.number + 1
 
     def close(self) -> None:
         """End the workers, by force those that do not end by themselves."""
@@ -76,12 +96,12 @@ class WorkerPool:
     def _workers(self) -> Sequence[Any]:
         return getattr(self._iterator, "_workers", ())
 
-    def _start(self, requests: Iterator[Request]) -> Any:
+    def _start(self, requests: _Recorded) -> Any:
         options = self._options
         loader = DataLoader(
             self._maker,
             batch_size=None,
-            sampler=_Recorded(requests, self._under_way),  # type: ignore[arg-type]
+            sampler=requests,  # type: ignore[arg-type]
             collate_fn=_as_it_is,
             num_workers=options.num_workers,
             prefetch_factor=options.prefetch_factor,
@@ -126,7 +146,7 @@ class WorkerPool:
         )
 
     def _hung(self) -> DataError:
-        number = self._under_way[0].number % self._options.num_workers
+        number = self._worker_of(self._under_way[0])
         return DataError(
             f"worker {number} gave nothing for {self._options.timeout_s:.0f} s while it prepared {self._names(number)}",
             where=type(self._maker.dataset).__name__,
@@ -134,21 +154,26 @@ class WorkerPool:
         )
 
     def _names(self, worker: int) -> str:
-        """The samples that a worker has before it: torch deals requests to the workers in turn."""
-        mine = [r for r in self._under_way if r.number % self._options.num_workers == worker]
+        """The samples that a worker has before it."""
+        mine = [request for request in self._under_way if self._worker_of(request) == worker]
         names = [self._maker.name(pick.row) for request in mine for pick in request.picks]
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         return ", ".join(names[:_NAMES_SHOWN]) + more if names else "no sample"
 
+    def _worker_of(self, request: Request) -> int:
+        """Torch deals requests to the workers in turn."""
+        return (request.number - self._first) % self._options.num_workers
+
 
 class _Recorded(Iterable[Request]):
-    """Requests as torch takes them, noted as under way."""
+    """Requests as torch takes them, noted as under way, until it is closed."""
 
     def __init__(self, requests: Iterator[Request], under_way: deque[Request]) -> None:
         self._requests, self._under_way = requests, under_way
+        self.is_closed = False
 
     def __iter__(self) -> Iterator[Request]:
-        for request in self._requests:
+        while not self.is_closed and (request := next(self._requests, None)) is not None:
             self._under_way.append(request)
             yield request
 

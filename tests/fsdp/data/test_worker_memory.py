@@ -1,0 +1,73 @@
+"""Workers that gain too much memory are started anew, and the batches are those that would have come anyway."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.fsdp.data.dataloader import worker_memory, worker_pool
+from mindspeed_mm.fsdp.data.dataloader.worker_memory import WorkerMemory, own_bytes
+from tests.fsdp.data.test_dataloader import Numbers, loader
+
+_LEAK_BYTES = 2 << 20
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at every fourth delivery, and allow 16 MiB."""
+    monkeypatch.setattr(worker_memory, "_LOOK_EVERY", 4)
+    options = worker_pool.WorkerOptions
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.build.WorkerOptions", partial(options, most_growth_bytes=16 << 20))
+
+
+def leak(held: list[bytes]) -> Any:
+    return lambda index: held.append(os.urandom(_LEAK_BYTES)) or os.getpid()
+
+
+def taken(data: Any, steps: int) -> list[tuple[list[int], list[int]]]:
+    """Samples of each batch, and the processes that made them."""
+    iterator = iter(data)
+    batches = [step[0] for step in islice(iterator, steps)]
+    iterator.close()
+    return [(batch["input_ids"].flatten().tolist(), batch["extras"]) for batch in batches]
+
+
+def test_workers_that_leak_are_started_anew_and_nothing_is_lost() -> None:
+    with pytest.warns(
+        UserWarning, match=r"data worker \d has grown by \d+ MiB to \d+ MiB: the workers are started anew"
+    ):
+        found = taken(loader(Numbers(200, leak([])), workers=2), 60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = taken(loader(Numbers(200, lambda index: os.getpid()), workers=2), 60)
+    assert [samples for samples, _ in found] == [samples for samples, _ in expected]
+    assert len({pid for _, pids in expected for pid in pids}) == 2
+    assert len({pid for _, pids in found for pid in pids}) >= 4
+
+
+def test_a_data_set_that_ends_is_not_started_again() -> None:
+    data = loader(Numbers(40, leak([])), workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = [step[0]["input_ids"].flatten().tolist() for step in data.one_pass()]
+    assert batches == [[i, i + 1] for i in range(0, 40, 2)]
+    assert multiprocessing.active_children() == []
+
+
+def test_what_is_shared_or_was_there_before_is_no_growth(tmp_path: Path) -> None:
+    before = os.urandom(64 << 20)
+    memory = WorkerMemory(16 << 20)
+    assert [memory.note_delivery([os.getpid()]) for _ in range(8)] == [None] * 8
+    after = os.urandom(64 << 20)
+    said = [memory.note_delivery([os.getpid()]) for _ in range(4)]
+    assert said[:3] == [None] * 3
+    assert str(said[3]).startswith("data worker 0 has grown by ")
+    assert own_bytes(os.getpid()) > len(before) + len(after)
+    assert own_bytes(2**30) == 0  # no such process
