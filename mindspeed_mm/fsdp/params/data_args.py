@@ -134,7 +134,7 @@ class BasicParameters(OpenSection):
     dataset_dir: PathText = "data"
     """Root of data and media."""
     cache_dir: PathText | None = None
-    """Where preprocessed rows are kept."""
+    """Where samples encoded up front are kept; null: `.mm-cache` beside the first file of rows."""
     template: str | None = None
     """Named chat template; null: the tokenizer's own."""
     chat_template: PathText | None = None
@@ -150,11 +150,11 @@ class BasicParameters(OpenSection):
     streaming: Flag = False
     """Read rows as they are needed instead of indexing them first."""
     overwrite_cache: Flag = False
-    """Preprocess again even when a cache is there."""
+    """Encode all samples again although they are in the cache."""
     preprocessing_batch_size: Positive = 1000
-    """Rows preprocessed at once."""
+    """Most rows that a process encodes at a time."""
     preprocessing_num_workers: Positive | None = None
-    """Processes that preprocess."""
+    """Processes that encode up front; null: one a core, at most 8."""
     max_samples: Positive | None = None
     """Most rows taken from each dataset."""
     tool_format: ToolFormat | None = None
@@ -171,7 +171,7 @@ class BasicParameters(OpenSection):
     neat_packing: Flag = False
     """The same as `packing`."""
     preprocess_on_fly: Flag = True
-    """Tokenise while training instead of up front."""
+    """Encode samples while training. False: all of them before, once, into the cache."""
     async_preprocess: Flag = False
     """Prepare samples in the background even where `num_workers` is 0: by one worker process."""
     async_preprocess_buffer_size: Positive | None = None
