@@ -37,6 +37,7 @@ from tests.helpers.packed_families import (
 )
 
 IMAGES = {"image": image_of(16, 16), "image2": image_of(16, 16)}
+FOUR_TOKENS_OF_32 = {"image": image_of(32, 4), "image2": image_of(32, 4)}
 FOUR_TOKENS = {"image": image_of(16, 4), "image2": image_of(16, 4)}
 MLA = {
     "q_lora_rank": 16,
@@ -234,6 +235,46 @@ MORE: dict[str, Family] = {
             },
         ),
         "ChameleonForConditionalGeneration",
+    ),
+    "step3p7": Family(
+        of(
+            "Step3p7Config", image_token_id=IMAGE,
+            text_config={
+                **HEADS, **SLIDING, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 24, "share_expert_dim": 24, "mlp_layer_types": ["dense", "sparse"],
+            },
+            vision_config=TOWER | {"image_size": 32, "max_position_embeddings": 64, "mlp_ratio": 2.0},
+        ),
+        "Step3p7ForConditionalGeneration", FOUR_TOKENS_OF_32,
+    ),
+    "minimax_m3_vl": Family(
+        of(
+            "MiniMaxM3VLConfig", image_token_index=IMAGE, video_token_index=VIDEO, projector_hidden_size=32,
+            text_config={
+                **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 64,
+                "shared_intermediate_size": 24, "rotary_dim": 4, "mlp_layer_types": ["dense", "sparse"],
+                "index_n_heads": 2, "index_head_dim": 8,
+            },
+            vision_config={
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "patch_size": PATCH, "image_size": 32,
+            },
+        ),
+        "MiniMaxM3SparseForConditionalGeneration", QWEN_IMAGES,
+    ),
+    "deepseek_ocr2 text": Family(
+        of(
+            "DeepseekOcr2Config", image_token_id=IMAGE,
+            text_config={
+                **TEXT, "num_key_value_heads": 4, **ROUTED, "n_shared_experts": 1, "routed_scaling_factor": 1.0,
+                "mlp_layer_types": ["dense", "sparse"],
+            },
+            vision_config={
+                "sam_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64},
+                "encoder_config": TEXT,
+            },
+        ),
+        "DeepseekOcr2ForConditionalGeneration",
     ),
 }  # fmt: skip
 """Name → family."""

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.positions import (
 )
 from mindspeed_mm.fsdp.models import packed_rows, segmented_mixer
 from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.tasks.verify_precision import keeping_double
 from tests.helpers.packed_families import FAMILIES as USUAL
@@ -152,6 +153,25 @@ def test_a_state_that_runs_on_is_seen() -> None:
 
     with pytest.raises(ParityError):
         compare_steps(one_by_one("qwen3_5"), packed("qwen3_5", prepare=without_borders), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "part", "left_out"),
+    [
+        ("kimi_k25", "_models_beside_the_decoder", lambda model: []),
+        ("minimax_m3_vl", "_models_beside_the_decoder", lambda model: []),
+        ("gemma3", "image_blocks_key", lambda model: None),
+        ("gemma4", "image_blocks_key", lambda model: None),
+        ("bailing_hybrid", "find_mixers", lambda model: []),
+    ],
+)
+def test_what_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, part: str, left_out: Any) -> None:
+    """Towers that are told the text's borders, images that are no blocks, states that run on."""
+    monkeypatch.setattr(packed_rows, part, left_out)
+    monkeypatch.setattr(packed_rows, "check_packed_rows", lambda *_, **__: None)
+    with pytest.raises((ParityError, AttentionError, ValueError)):
+        compare_steps(one_by_one(name), packed(name), 1e-10)
 
 
 # --- with other features ----------------------------------------------------------------------------------------------
