@@ -11,8 +11,6 @@ from mindspeed_mm.fsdp.params.value_types import show
 
 _DATASET: dict[str, tuple[Any, ...]] = {
     "attr.ranking": (False,),
-    "basic_parameters.packing": (False,),
-    "basic_parameters.neat_packing": (False,),
     "basic_parameters.streaming": (False,),
     "basic_parameters.async_preprocess": (False,),
     "basic_parameters.mix": (None,),

@@ -319,7 +319,7 @@ class TestLoader:
         assert in_order == ids(epoch_of(loader(dataset, shuffle=False))) != expected
         with pytest.raises(ConfigError, match="Did you mean 'BucketBatchSampler'"):
             loader(dataset, sampler_type="BucketBatchSampling")
-        with pytest.raises(ConfigError, match="TokenBudgetSampler is not built yet for this data set"):
+        with pytest.raises(ConfigError, match="TokenBudgetSampler has no budget"):
             loader(dataset, sampler_type="TokenBudgetSampler")
         with pytest.raises(ConfigError, match="'custom' is not built yet"):
             loader(dataset, dataloader_mode="custom")

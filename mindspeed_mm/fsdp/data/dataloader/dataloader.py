@@ -17,7 +17,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.dataloader.faults import Fault, Policy, name_of
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Order, Planned, Step, steps_from
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step, steps_from
 from mindspeed_mm.fsdp.data.dataloader.planning import imbalance
 from mindspeed_mm.fsdp.data.dataloader.preload import preloaded
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
@@ -141,29 +141,39 @@ class MMDataLoader:
     def _run(self, steps: Iterator[Planned]) -> Iterator[tuple[Planned, list[Batch]]]:
         """Steps with this rank's batches. What a step met on its way is told when its turn comes, not when it is
         planned, which is earlier the more workers there are."""
-        planned: deque[Planned] = deque()
-        batches = self._batches(_noted(steps, planned))
-        whole = iter(lambda: list(islice(batches, self.deal.gradient_accumulation_steps)), [])
-        for step in preloaded(whole) if self._preload else whole:
-            this = planned.popleft()
-            for pick, error in this.left_out:
-                self._leave_out(pick, error)
-            yield this, step
+        sizes: SizeBook | None = getattr(self.order, "sizes", None)
+        with sizes.ahead() if sizes is not None and self._workers.num_workers else nullcontext():
+            plans = _Plans(steps, self._steps_ahead)
+            whole = self._whole_steps(plans)
+            for step in preloaded(whole) if self._preload else whole:
+                this = plans.made.popleft()
+                for pick, error in this.left_out:
+                    self._leave_out(pick, error)
+                yield this, step
 
-    def _batches(self, steps: Iterator[Step]) -> Iterator[Batch]:
-        mine = (micro_batch for step in steps for micro_batch in self.deal.mine(step))
+    @property
+    def _steps_ahead(self) -> int:
+        """As many as torch asks for before the first is handed out."""
+        under_way = self._workers.num_workers * self._workers.prefetch_factor
+        return 1 + math.ceil(under_way / self.deal.gradient_accumulation_steps)
+
+    def _whole_steps(self, plans: _Plans) -> Iterator[list[Batch]]:
+        batches = self._batches(micro_batch for step in plans for micro_batch in self.deal.mine(step))
+        while step := list(islice(batches, self.deal.gradient_accumulation_steps)):
+            yield step
+            plans.plan()
+
+    def _batches(self, mine: Iterator[MicroBatch]) -> Iterator[Batch]:
         requests = (Request(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
         maker = BatchMaker(self.dataset, self._collate, self._seed, shape=getattr(self.order, "shape", None))
         if self._workers.num_workers == 0:
             yield from (self._accept(maker[request], None) for request in requests)
             return
-        sizes: SizeBook | None = getattr(self.order, "sizes", None)
-        with sizes.ahead() if sizes is not None else nullcontext():
-            pool = WorkerPool(maker, self._seed, self._workers)
-            try:
-                yield from (self._accept(delivery, pool.slots) for delivery in pool.deliveries(requests))
-            finally:
-                pool.close()
+        pool = WorkerPool(maker, self._seed, self._workers)
+        try:
+            yield from (self._accept(delivery, pool.slots) for delivery in pool.deliveries(requests))
+        finally:
+            pool.close()
 
     def _accept(self, delivery: Delivery, slots: SharedSlots | None) -> Batch:
         if delivery.error is not None:
@@ -211,8 +221,33 @@ class MMDataLoader:
             )
 
 
-def _noted(steps: Iterator[Planned], planned: deque[Planned]) -> Iterator[Step]:
-    """Steps as they are asked for, noted as planned."""
-    for step in steps:
-        planned.append(step)
-        yield step.step
+class _Plans:
+    """Steps, planned a fixed number ahead of those that are handed out.
+
+    Planning may wait for other ranks (they tell each other sizes), so it has its place in the program, the same on all
+    ranks. Workers that ask for more at times of their own, as when they are started anew, find it planned.
+
+    Args:
+        steps: Planned when they are asked for.
+        ahead: How many to begin with; `plan` adds one.
+    """
+
+    def __init__(self, steps: Iterator[Planned], ahead: int) -> None:
+        self._steps = steps
+        self.made: deque[Planned] = deque()
+        """Those that were not handed out yet."""
+        self._waiting: deque[Step] = deque()
+        for _ in range(ahead):
+            self.plan()
+
+    def plan(self) -> None:
+        """Plan one more, where there is one."""
+        planned = next(self._steps, None)
+        if planned is not None:
+            self.made.append(planned)
+            self._waiting.append(planned.step)
+
+    def __iter__(self) -> Iterator[Step]:
+        """Steps to ask workers for."""
+        while self._waiting:
+            yield self._waiting.popleft()
