@@ -2,12 +2,13 @@
 
 A sharded tower is gathered by all ranks together, so a rank without input for it must run it too: on the smallest input
 of zeros, its outputs multiplied by zero and added to the decoder's input. Loss and gradients stay exactly those of the
-plain model.
+plain model. All ranks run their towers in one order, or one would gather the ears while another gathers the eyes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,10 @@ class Tower(Protocol):
     @property
     def name(self) -> str:
         """The modality: image, video, audio."""
+
+    @property
+    def module(self) -> str:
+        """Name of the tower's module; several modalities may share one."""
 
     @property
     def key(self) -> str:
@@ -43,7 +48,7 @@ class IdleTowers:
     Args:
         model: The root module, called with the batch as keyword arguments. Not sharded yet: these hooks must stand
             before those of sharding.
-        towers: One entry a modality; several may feed the same module.
+        towers: One entry a modality, in the order in which the model calls them; several may feed the same module.
         runs: False on a stage of a pipeline that has no towers: what it reads is counted all the same.
     """
 
@@ -51,7 +56,10 @@ class IdleTowers:
         self._model = model
         self._towers = tuple(towers)
         self._active: frozenset[str] = frozenset()
-        self._idle: list[Tower] = []
+        self._waiting: list[tuple[Tower, bool]] = []
+        """Towers that are still to run in this pass, in order, and whether the model itself will run them."""
+        self._outputs: list[torch.Tensor] = []
+        self._runs_idle = self._stands_in_front = False
         if not runs:
             return
         model.register_forward_pre_hook(self._note_missing, with_kwargs=True)
@@ -73,21 +81,52 @@ class IdleTowers:
         self._active = frozenset() if alone else frozenset(names)
 
     def _note_missing(self, _model: nn.Module, _args: tuple[Any, ...], batch: dict[str, Any]) -> None:
-        # In the order of `towers`, which is the same on every rank.
-        self._idle = [t for t in self._towers if t.name in self._active and batch.get(t.key) is None]
+        if not self._stands_in_front:
+            self._stand_in_front()
+        active = [tower for tower in self._towers if tower.name in self._active]
+        self._waiting = [(tower, batch.get(tower.key) is not None) for tower in active]
+        self._outputs = []
+
+    def _stand_in_front(self) -> None:
+        """Sharding puts its hooks in front of those that are there, and gathers a tower before they run: so these are
+        put in front of its, once it is done."""
+        for name in {tower.module for tower in self._towers}:
+            hook = partial(self._run_earlier, name)
+            self._model.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
+        self._stands_in_front = True
+
+    def _run_earlier(self, name: str, _module: nn.Module, _args: tuple[Any, ...]) -> None:
+        """The model is about to run a tower of its own accord: idle ones in front of it come first."""
+        is_fed = [is_fed and tower.module == name for tower, is_fed in self._waiting]
+        if self._runs_idle or not any(is_fed):
+            return
+        at = is_fed.index(True)
+        earlier, self._waiting = self._waiting[:at], self._waiting[at + 1 :]
+        self._run_idle(earlier)
+
+    def _run_idle(self, towers: Sequence[tuple[Tower, bool]]) -> None:
+        self._runs_idle = True
+        try:
+            for tower, is_fed in towers:
+                if not is_fed:
+                    self._outputs += tower.run_idle(self._model)
+        finally:
+            self._runs_idle = False
 
     def _add_idle_outputs(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        idle, self._idle = self._idle, []
-        if not idle:
-            return None
+        waiting, self._waiting = self._waiting, []
         embeds = kwargs.get("inputs_embeds")
-        if embeds is None:
+        idle = [tower.name for tower, is_fed in waiting if not is_fed]
+        if embeds is None and (idle or self._outputs):
             raise MMError(
                 f"{type(decoder).__name__} was called without inputs_embeds",
-                way_out=f"Its model's description names it as the decoder of {', '.join(t.name for t in idle)}.",
+                way_out=f"Its model's description names it as the decoder of {', '.join(idle)}.",
             )
-        outputs = [output for tower in idle for output in tower.run_idle(self._model)]
+        self._run_idle(waiting)
+        outputs, self._outputs = self._outputs, []
+        if embeds is None or not outputs:
+            return None
         nothing = torch.stack([(output * 0).sum() for output in outputs]).sum()
         return args, {**kwargs, "inputs_embeds": embeds + nothing.to(embeds.dtype)}

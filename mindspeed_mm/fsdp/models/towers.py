@@ -38,11 +38,12 @@ class Tower:
 
 
 def find_towers(model: nn.Module) -> list[Tower]:
-    """The towers of a model. A model's own `get_towers() -> list[Tower]` wins; else known shapes of transformers."""
+    """The towers of a model, in the order in which it calls them. Its own `get_towers() -> list[Tower]` wins; else
+    known shapes of transformers, whose omni models hear first."""
     own = getattr(model, "get_towers", None)
     if own is not None:
         return list(own())
-    return [*_patch_towers(model), *_image_towers(model), *_audio_towers(model)]
+    return [*_audio_towers(model), *_patch_towers(model), *_image_towers(model)]
 
 
 def flat_tensors(output: Any) -> list[torch.Tensor]:
@@ -91,26 +92,107 @@ def _patch_towers(model: nn.Module) -> list[Tower]:
 
 
 def _image_towers(model: nn.Module) -> list[Tower]:
-    """LLaVA, InternVL and Gemma3 style: images of one fixed size, and nothing else."""
+    """Every other model with `get_image_features`: what that method takes beside the pixels says what an image is."""
     inner = getattr(model, "model", None)
     config = getattr(getattr(model, "config", None), "vision_config", None)
-    parts = ("vision_tower", "language_model", "get_image_features")
-    if not all(hasattr(inner, part) for part in parts) or not hasattr(config, "image_size"):
+    name = next((name for name in ("vision_tower", "vision_model") if hasattr(inner, name)), None)
+    if name is None or config is None or not all(hasattr(inner, x) for x in ("language_model", "get_image_features")):
         return []
-    arguments = inspect.signature(inner.get_image_features).parameters.values()  # type: ignore[union-attr]
-    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD and a.name != "pixel_values" for a in arguments):
+    parameters = inspect.signature(inner.get_image_features).parameters.values()  # type: ignore[union-attr]
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    make = _least_input(needed, {p.name for p in parameters}, config)
+    if make is None:
         return []
 
-    def run(whole: nn.Module) -> Any:
-        vision: Any = whole.config.vision_config
-        size = vision.image_size
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        pixels = torch.zeros(
-            1, vision.num_channels, height, width, device=current_device(), dtype=whole.model.vision_tower.dtype
-        )
-        return whole.model.get_image_features(pixels, return_dict=True)
+    def tower(kind: str, key: str) -> Tower:
+        def run(whole: nn.Module) -> Any:
+            dtype = getattr(whole.model, name).dtype  # type: ignore[union-attr]
+            pixels, more = make(whole, dtype)
+            return getattr(whole.model, f"get_{kind}_features")(pixels, **more, return_dict=True)  # type: ignore[union-attr]
 
-    return [Tower("image", "model.vision_tower", "pixel_values", "model.language_model", run)]
+        return Tower(kind, f"model.{name}", key, "model.language_model", run)
+
+    towers = [tower("image", "pixel_values")]
+    if make is _patches_with_grid and hasattr(inner, "get_video_features"):
+        videos = Tower("video", f"model.{name}", "pixel_values_videos", "model.language_model", towers[0].run)
+        towers.append(videos)
+    return towers
+
+
+LeastInput = Callable[[nn.Module, torch.dtype], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(model, type) → pixels of the smallest legal image of zeros, and what else the tower is told of it."""
+
+
+def _least_input(needed: set[str], taken: set[str], config: Any) -> LeastInput | None:
+    """How the smallest image of a kind of tower is made; None where it is of none that is known."""
+    if "image_grid_thw" in taken:
+        return _patches_with_grid
+    if "image_position_ids" in taken:
+        return _patches_with_places
+    if not needed <= {"pixel_values", "image_sizes"}:
+        return None
+    if "image_sizes" in taken and hasattr(config, "patch_size") and config.model_type == "pixtral":
+        return _image_of_any_size
+    if "image_sizes" in needed:
+        return _tiles
+    return _image_of_one_size if hasattr(config, "image_size") else None
+
+
+def _image_of_one_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """LLaVA, InternVL, Gemma3, DeepSeek-VL, Janus."""
+    return _zeros(1, _channels(whole), *_side(whole), dtype=dtype), {}
+
+
+def _image_of_any_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mistral3, and LLaVA with Pixtral's tower: two merged squares of patches (Mistral3 cannot split one)."""
+    config: Any = whole.config
+    side = _product(config.vision_config.patch_size) * getattr(config, "spatial_merge_size", 1)
+    return _zeros(1, _channels(whole), side, 2 * side, dtype=dtype), {"image_sizes": _numbers([[side, 2 * side]])}
+
+
+def _tiles(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """LLaVA-Next and LLaVA-OneVision: an image of one tile, with the tiles of the grid that fits it best."""
+    height, width = _side(whole)
+    grids: Any = whole.config.image_grid_pinpoints  # type: ignore[union-attr]
+    most = 1 + max((rows // height) * (columns // width) for rows, columns in grids)
+    pixels = _zeros(1, most, _channels(whole), height, width, dtype=dtype)
+    return pixels, {"image_sizes": _numbers([[height, width]])}
+
+
+def _patches_with_grid(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Kimi-K2.5 (patches as small images) and MiniMax-M3 (flat patches over two frames): one merged square."""
+    vision: Any = whole.config.vision_config  # type: ignore[union-attr]
+    merge = _product(getattr(vision, "merge_kernel_size", None) or vision.spatial_merge_size)
+    side, deep = _product(vision.patch_size), getattr(vision, "temporal_patch_size", None)
+    shape = (_channels(whole), side, side) if deep is None else (_channels(whole) * deep * side * side,)
+    grid = _numbers([[1, merge, merge]])
+    return _zeros(merge * merge, *shape, dtype=dtype), {"image_grid_thw": grid}
+
+
+def _patches_with_places(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Gemma4: flat patches with the place of each; one pooled square."""
+    vision: Any = whole.config.vision_config  # type: ignore[union-attr]
+    pool, side = vision.pooling_kernel_size, vision.patch_size
+    places = [[x, y] for y in range(pool) for x in range(pool)]
+    pixels = _zeros(1, pool * pool, _channels(whole) * side * side, dtype=dtype)
+    return pixels, {"image_position_ids": _numbers([places])}
+
+
+def _side(whole: nn.Module) -> tuple[int, int]:
+    size: Any = whole.config.vision_config.image_size  # type: ignore[union-attr]
+    return (size[0], size[1]) if isinstance(size, (list, tuple)) else (size, size)
+
+
+def _channels(whole: nn.Module) -> int:
+    return getattr(whole.config.vision_config, "num_channels", 3)  # type: ignore[union-attr]
+
+
+def _zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(*shape, device=current_device(), dtype=dtype)
+
+
+def _numbers(values: Sequence[Any]) -> torch.Tensor:
+    return torch.tensor(values, device=current_device())
 
 
 def _audio_towers(model: nn.Module) -> list[Tower]:

@@ -40,6 +40,7 @@ class ImageTower:
     """The image modality of Qwen3-VL, as a model's description states it."""
 
     name = "image"
+    module = "model.visual"
     key = "pixel_values"
     decoder = "model.language_model"
 

@@ -1,0 +1,78 @@
+"""Towers of every family: each kind of media has one, and the smallest input of zeros runs all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mindspeed_mm.fsdp.models.towers import find_towers, flat_tensors
+from tests.helpers.llava_next import LLAVA_NEXT
+from tests.helpers.packed_families import FAMILIES
+from tests.helpers.packed_more_families import MORE
+
+WITH_MEDIA = {name: family for name, family in {**FAMILIES, **MORE, **LLAVA_NEXT}.items() if family.media}
+
+
+def touched(model: Any) -> set[str]:
+    """Names of the parameters outside the text model that got gradients."""
+    names = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name for name in names if "language_model" not in name and "lm_head" not in name}
+
+
+@pytest.mark.parametrize("name", WITH_MEDIA)
+def test_zeros_run_what_media_run_and_add_nothing(name: str) -> None:
+    family = WITH_MEDIA[name]
+    model = family.build()
+    towers = {tower.name: tower for tower in find_towers(model)}
+    kinds = {kind.rstrip("0123456789") for kind in family.media}
+    assert kinds <= towers.keys()
+    sample = family.samples()[3]  # with every kind of media
+    for kind in kinds:
+        model.zero_grad(set_to_none=True)
+        items = [item for item in sample["media"] if item.kind == kind]
+        _features(model, kind, items[0].tensors).backward()
+        expected = touched(model)
+        model.zero_grad(set_to_none=True)
+        outputs = towers[kind].run_idle(model)
+        nothing = sum((output * 0).sum() for output in outputs)
+        assert isinstance(nothing, torch.Tensor) and float(nothing.detach()) == 0.0
+        nothing.backward()
+        assert expected and touched(model) == expected
+        assert not any(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+
+
+def _features(model: Any, kind: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A sum over all that a tower hands to the text model for a real item."""
+
+    given = [value for key, value in tensors.items() if key != "video_second_per_grid"]
+    return sum(
+        out.sum() for out in flat_tensors(getattr(model.model, f"get_{kind}_features")(*given, return_dict=True))
+    )
+
+
+def test_a_text_model_has_none() -> None:
+    assert find_towers(FAMILIES["qwen3"].build()) == []
+
+
+def test_a_models_own_description_wins() -> None:
+    model = MORE["mistral3"].build()
+    model.get_towers = list
+    assert find_towers(model) == []
+
+
+def test_llava_with_a_tower_for_images_of_any_size() -> None:
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        ),
+        vision_config=transformers.PixtralVisionConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, patch_size=4
+        ),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    (tower,) = find_towers(transformers.LlavaForConditionalGeneration(config))
+    assert max(output.numel() for output in tower.run_idle(transformers.LlavaForConditionalGeneration(config))) < 200
