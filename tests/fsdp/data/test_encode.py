@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,33 @@ def test_rows_of_each_entry(build: Build, tmp_path: Path, param: Callable[..., D
     assert [(part.first, part.end) for part in dataset.parts] == [(0, 3), (3, 5)]
     assert [part.name for part in dataset.parts] == [str(first), str(second)]
     assert dataset.row(3) == conversation("b")
+
+
+def test_streamed_rows_are_those_of_the_whole(tmp_path: Path, param: Callable[..., DatasetParam]) -> None:
+    """Files of different kinds one after the other, at most so many rows of each entry, asked for in any order."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [conversation(f"a{i}") for i in range(3)])
+    write_jsonl(folder / "b.jsonl", [conversation(f"b{i}") for i in range(4)])
+    last = tmp_path / "c.json"
+    last.write_text(json.dumps([conversation(f"c{i}") for i in range(6)]))
+    for most, count in ((None, 13), (5, 10), (2, 4)):
+        section = param([folder, last], max_samples=most)
+        whole = Qwen2VLDataset(section.basic_parameters, section.preprocess_parameters, section)
+        section = param([folder, last], max_samples=most, streaming=True)
+        streamed = Qwen2VLDataset(section.basic_parameters, section.preprocess_parameters, section)
+        assert len(whole) == count
+        assert (streamed.has(count - 1), streamed.has(count), streamed.has(99)) == (True, False, False)
+        for index in [count - 1, *range(count)]:
+            assert streamed.row(index) == whole.row(index)
+            assert streamed.place(index) == whole.place(index)
+            assert streamed[index]["input_ids"].tolist() == whole[index]["input_ids"].tolist()
+            assert streamed.measure(index) == whole.measure(index)
+        with pytest.raises(IndexError):
+            streamed[count]
+        with pytest.raises(TypeError):
+            len(streamed)
+        assert streamed.fingerprint()["hash"] == streamed.fingerprint()["hash"] != whole.fingerprint()["hash"]
 
 
 class TestDocuments:

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.row_table import Part, open_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, Place, Sample, SampleSize
+from mindspeed_mm.fsdp.data.data_utils.stream_table import open_streamed_rows
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.tokens import Tokens
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
@@ -52,8 +53,10 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
     ) -> None:
         self.basic_parameters, self._preprocess = basic_param, preprocess_param
         self._attr = dataset_param.attr
+        self.streams = basic_param.streaming
+        """Whether rows are found while they are asked for: nobody knows how many, but `has` tells."""
+        self._rows: Any = (open_streamed_rows if self.streams else open_rows)(basic_param, dataset_param.attr)
         self._check_pairs()
-        self._rows = open_rows(basic_param, dataset_param.attr)
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.truncation
         self._check_first_rows()
@@ -61,6 +64,10 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def has(self, index: int) -> bool:
+        """Whether there is a row `index`."""
+        return bool(self._rows.has(index)) if self.streams else index < len(self)
 
     def __getitem__(self, index: int) -> EncodedSample | EncodedPair:
         """Sample `index`, encoded; of a preference row both answers.
@@ -124,7 +131,7 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
             positions = build_positions(
                 preprocess.model_name_or_path, self.processor, trust_remote_code=preprocess.trust_remote_code
             )
-        if self._attr.ranking and collate_param.model_name is None:
+        if self.basic_parameters.stage == "rm" and collate_param.model_name is None:
             collate_param = collate_param.model_copy(update={"model_name": "pairwise"})
         return build_collator(self.processor, self.plugin, collate_param, positions=positions)
 
@@ -137,7 +144,8 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
         }
         files = self._rows.facts()
         digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
-        return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
+        rows = None if self.streams else len(self)
+        return {"rows": rows, "files": files, "settings": settings, "hash": digest}
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -178,10 +186,10 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
 
     def _check_pairs(self) -> None:
         """Raise unless preference rows come with the stage that compares them, and that stage with such rows."""
-        if self._attr.ranking != (self.basic_parameters.stage == "rm"):
+        compares = self.basic_parameters.stage == "rm"
+        if any(row_format.ranking != compares for row_format in self._rows.formats):
             raise ConfigError(
-                f"stage is {self.basic_parameters.stage}, but rows are {'' if self._attr.ranking else 'not '}"
-                "preference pairs",
+                f"stage is {self.basic_parameters.stage}, but rows are {'not ' if compares else ''}preference pairs",
                 key=f"{_BASIC}.stage",
                 way_out="stage: rm and attr.ranking: true go together.",
             )
@@ -189,18 +197,19 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
     def _check_first_rows(self) -> None:
         """Raise when none of the first rows converts: then it is the mapping that is off, not the rows."""
         first: DataError | None = None
-        for index in range(min(len(self), _ROWS_TRIED)):
+        tried = 0
+        while tried < _ROWS_TRIED and self.has(tried):
             try:
-                self.sample(index)
+                self.sample(tried)
                 return
             except DataError as error:
                 if self.on_bad_sample == "error":
                     raise
-                first = first or error
+                first, tried = first or error, tried + 1
         raise DataError(
-            f"none of the first {min(len(self), _ROWS_TRIED)} rows fits: {first}",
-            key="data.dataset_param.attr",
-            way_out="Check the columns and tags in attr.",
+            f"none of the first {tried} rows fits: {first}" if tried else "there are no rows",
+            key="data.dataset_param.attr" if tried else f"{_BASIC}.dataset",
+            way_out="Check the columns and tags in attr." if tried else "Give files with rows.",
         )
 
 
