@@ -18,7 +18,7 @@ _DATASET: dict[str, tuple[Any, ...]] = {
 }
 """Keys of the built-in datasets; a plugin's dataset may act on more of them."""
 
-_OF_CONVERSATIONS = frozenset({"async_preprocess", "mix"})
+_OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
 """Keys that data sets of conversations act on, and those of generators do not."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {

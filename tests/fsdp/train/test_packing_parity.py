@@ -61,7 +61,7 @@ def make(folder: Path, family: str) -> str:
     return str(make_tiny_run(folder, **FP64))
 
 
-def steps(yaml: str, words: list[str], packs: bool, fault: str | None = None) -> Any:
+def steps(yaml: str, words: list[str], packs: bool | None, fault: str | None = None) -> Any:
     with keeping_double():
         return train_steps(yaml, words, fault, packs=packs)
 
@@ -91,6 +91,17 @@ def test_packed_under_a_plan_equals_padded_in_one_process(padded: Any, name: str
     family, ranks, words = PLANS[name]
     yaml, expected = padded(family, words)
     for measured in run_ranks(ranks, steps, yaml, words, True):
+        compare_steps(expected, measured, TOLERANCE)
+
+
+@pytest.mark.parametrize("key", ["packing", pytest.param("neat_packing", marks=pytest.mark.slow)])
+def test_packs_as_configured_equal_their_samples_padded(padded: Any, key: str) -> None:
+    """The packs that the configuration makes, on two ranks, against each of their samples in a row of its own."""
+    yaml, _ = padded("vlm", PLANS["vlm fsdp2"][2])
+    basic = "data.dataset_param.basic_parameters"
+    packs = ["training.micro_batch_size=1", f"{basic}.{key}=true", f"{basic}.cutoff_len=128"]
+    expected = steps(yaml, [*packs, "training.gradient_accumulation_steps=4"], False)
+    for measured in run_ranks(2, steps, yaml, [*packs, "training.gradient_accumulation_steps=2"], None):
         compare_steps(expected, measured, TOLERANCE)
 
 
