@@ -343,6 +343,16 @@ class TestDamage:
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         assert folder.load_table("x") is None
 
+    def test_old_tables_go_away(self, tmp_path: Path) -> None:
+        folder = CacheFolder(tmp_path, {"a": 1})
+        folder.prepare()
+        table = folder.look_up(np.array([b"k"], dtype="S16"))
+        for name, age_s in (("old", 7200), ("young", 60)):
+            folder.save_table(name, table)
+            os.utime(folder.path / f"rows-{name}.table", (time.time() - age_s,) * 2)
+        folder.save_table("new", table)
+        assert sorted(path.stem for path in folder.path.glob("rows-*")) == ["rows-new", "rows-young"]
+
     def test_drafts_are_no_segments(self, tmp_path: Path) -> None:
         (tmp_path / ".segment-1.mmc.tmp").write_bytes(b"half")
         writer = SegmentWriter(tmp_path)
@@ -397,6 +407,22 @@ def start(*words: Any) -> Any:
 def encoded_rows(folder: Path) -> list[int]:
     path = folder / "encoded.txt"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+class TestTraining:
+    def test_losses_are_those_of_training_on_the_fly(self, tmp_path: Path) -> None:
+        from mindspeed_mm.fsdp.params.loader import load_config
+        from mindspeed_mm.fsdp.train.trainer import Trainer
+        from tests.helpers.tiny_run import make_tiny_run
+
+        path = make_tiny_run(tmp_path)
+        losses = []
+        for name, words in (("fly", []), ("cache", ["data.dataset_param.basic_parameters.preprocess_on_fly=false"])):
+            Trainer(load_config(path, [f"training.save={tmp_path / name}", *words])).train()
+            lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            losses.append([json.loads(line).get("loss") for line in lines])
+        assert losses[0] == losses[1]
+        assert segments(tmp_path)
 
 
 class TestProcesses:

@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.data.sample_cache.segment import ENTRY, SUFFIX, DamagedSe
 CACHE_KEY = "data.dataset_param.basic_parameters.cache_dir"
 _LOOK_EVERY_S = 0.2
 _TELL_EVERY_S = 30.0
+_OLD_TABLE_S = 3600.0
 _DIGEST_BYTES = 16
 
 
@@ -151,11 +152,15 @@ class CacheFolder:
     # --- the table of a data set, for the processes that waited while it was made -------------------------------------
 
     def save_table(self, rows: str, table: Table) -> None:
-        """Keep the table of the rows named `rows`."""
+        """Keep the table of the rows named `rows`, for those that wait; nobody waits for an old one."""
         content = io.BytesIO()
         np.savez(content, segments=np.array(table.segments), segment=table.segment, entries=table.entries)
         content_bytes = content.getvalue()
         atomic_write_bytes(self._table(rows), _digest(content_bytes) + content_bytes)
+        now = self._table(rows).stat().st_mtime
+        for path in self.path.glob("rows-*"):
+            if now - path.stat().st_mtime > _OLD_TABLE_S:
+                path.unlink(missing_ok=True)
 
     def table_mark(self, rows: str) -> tuple[int, int] | None:
         """Tells whether a table was written since it was last asked for; None where there is none."""
