@@ -253,6 +253,9 @@ class TestReuse:
 
         with pytest.raises(ConfigError, match=r"list cannot be encoded up front"):
             encoded_up_front([1, 2], param("x"))
+        stream = type("Stream", (), {"streams": True})()
+        with pytest.raises(ConfigError, match=r"streamed are not known before.*streaming: false"):
+            encoded_up_front(stream, param("x"))
 
 
 class TestBadRows:

@@ -101,6 +101,12 @@ def encoded_up_front(dataset: Any, dataset_param: DatasetParam) -> CachedSamples
         MachineError: The cache cannot be written.
     """
     basic = dataset_param.basic_parameters
+    if getattr(dataset, "streams", False):
+        raise ConfigError(
+            "rows that are streamed are not known before they come",
+            key=f"{_BASIC}.preprocess_on_fly",
+            way_out="Leave it true, or set streaming: false.",
+        )
     if not all(hasattr(dataset, name) for name in ("sample", "measure", "place", "fingerprint")):
         raise ConfigError(
             f"{type(dataset).__name__} cannot be encoded up front: it has no sample(index) and measure(index)",
