@@ -73,15 +73,20 @@ class PatchGrid:
         pixels_HWC = self.resize(image, height, width)
         return self._cut(pixels_HWC[None], 1), self.grid_of(1, height, width)
 
-    def cut_frames(self, frames_THWC: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+    def cut_frames(self, frames_THWC: np.ndarray, of_size: tuple[int, int]) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Size frames and cut them; the last is repeated until the patches are full.
+
+        Args:
+            frames_THWC: Frames, mostly of the right size already: a size is found once, from that of the video, for
+                limits that are close together may size what is sized once more.
+            of_size: Height and width of the video.
 
         Returns:
             (P, 3 · T · p · p) bytes in the order of merge blocks, and the grid (time, height, width) in patches.
         """
-        count, height, width = frames_THWC.shape[:3]
-        size = self.size(count, height, width)
-        if size != (height, width):
+        count = len(frames_THWC)
+        size = self.size(count, *of_size)
+        if size != frames_THWC.shape[1:3]:
             frames_THWC = np.stack([self._interpolated(frame, *size) for frame in frames_THWC])
         missing = -count % self.temporal_patch_size
         if missing:

@@ -52,7 +52,7 @@ class QwenVLPlugin(ProcessorPlugin):
         if self._video_grid is None or clip.sound is not None:
             return super().encode_video(clip)
         clip = clip.at_least(self._frames_at_once)
-        patches, grid_thw = self._video_grid.cut_frames(clip.frames)
+        patches, grid_thw = self._video_grid.cut_frames(clip.frames, (clip.header.height, clip.header.width))
         ids, text = self._video_tokens(self._video_grid, grid_thw, clip.header)
         tensors = {_BYTES: patches, _GRID: grid_thw}
         if self._seconds_key is not None:
