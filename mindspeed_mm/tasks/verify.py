@@ -24,8 +24,8 @@ from mindspeed_mm.tasks.verify_ranks import run_ranks
 from mindspeed_mm.tasks.verify_setup import Job, set_up
 from mindspeed_mm.tasks.verify_table import Verification, worst_rows
 
-RUNS = 5
-"""Of the trainer: one process, planned, accumulated, saved, resumed."""
+RUNS = 6
+"""Of the trainer: one process, planned, accumulated, saved, resumed, packed."""
 _IN_RANKS = "mindspeed_mm.tasks.verify_run"
 """Imported there, not here: this process does without torch."""
 

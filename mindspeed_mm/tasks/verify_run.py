@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_mm.core.errors import DivergedError, MMError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.models.packed_rows import check_packed_rows
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.assemble import packs_rows
 from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
@@ -49,9 +52,11 @@ def run_reference(job: Job, tell: Tell) -> Reference:
     """
     import_plugin(job.config.arguments.training.plugin)
     arguments = job.setup.arguments
-    if not has_one_size(arguments):
+    dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed)
+    if not has_one_size(dataset, arguments):
         setup = replace(job.setup, accumulation=job.setup.rows // job.setup.sizes.dp)
         job = replace(job, setup=setup, one_size=False)
+    job = replace(job, unpackable=why_unpackable(dataset, arguments))
     if job.full:
         candidates = [real_model(arguments, job.folder)]
     else:
@@ -62,10 +67,24 @@ def run_reference(job: Job, tell: Tell) -> Reference:
     return Reference(chosen, _describe(engine, job.full))
 
 
-def has_one_size(arguments: Arguments) -> bool:
+def has_one_size(dataset: Any, arguments: Arguments) -> bool:
     """Whether any samples can share a micro-batch."""
-    dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=arguments.training.seed, encode_ahead=False)
-    return len(set(getattr(dataset, "sizes", ()))) <= 1
+    return not packs_rows(arguments) and len(set(getattr(dataset, "sizes", ()))) <= 1
+
+
+def why_unpackable(dataset: Any, arguments: Arguments) -> str:
+    """Why samples of this data set cannot share a row of this model; empty when they can."""
+    if not hasattr(dataset, "build_collator") or hasattr(dataset, "collate_fn") or hasattr(dataset, "sizes"):
+        return "the data set makes its own batches"
+    try:
+        dataset.build_collator(arguments.data.dataloader_param.collate_param, packs=True)
+        check_packed_rows(
+            ModelHub.build(arguments.model, feature_args=arguments.features),
+            attention=arguments.model.attn_implementation,
+        )
+    except ConfigError as error:
+        return error.problems[0].what
+    return ""
 
 
 def _first_that_runs(job: Job, candidates: Sequence[Candidate]) -> tuple[TrainEngine, Job]:
@@ -98,7 +117,7 @@ def _describe(engine: TrainEngine, full: bool) -> str:
 
 
 def run_planned(job: Job, tell: Tell) -> list[Row]:
-    """Compute the same two steps as planned, accumulated and resumed, and compare them with the record."""
+    """Compute the same two steps as planned, accumulated, resumed and packed, and compare them with the record."""
     import_plugin(job.config.arguments.training.plugin)
     reference = load_records(job.folder / "reference.safetensors")
     case = Case(micro_batches=job.setup.accumulation)
@@ -111,14 +130,24 @@ def run_planned(job: Job, tell: Tell) -> list[Row]:
             _, accumulated = steps_of(job, replace(case, micro_batches=2 * case.micro_batches))
             rows += compare(ACCUMULATED, reference, accumulated)
         else:
-            rows.append(Row(ACCUMULATED, "", note="not used, each sample is a micro-batch: they have several sizes"))
+            rows.append(Row(ACCUMULATED, "", note="not used, what shares a micro-batch is decided by sizes"))
         tell("accumulated")
         steps_of(job, replace(kept, stops=True))
         tell("saved")
         _, resumed = steps_of(job, replace(kept, resumes=True))
         tell("resumed")
-    rows += compare(RESUMED, planned[1:], resumed, tolerance=0.0, first_step=2)
-    return [*rows, Row(PACKED, "", note="not used, the configuration does not pack")]
+        rows += compare(RESUMED, planned[1:], resumed, tolerance=0.0, first_step=2)
+        rows += packed_rows_of(job, case, reference)
+        tell("packed")
+    return rows
+
+
+def packed_rows_of(job: Job, case: Case, reference: Sequence[StepRecord]) -> list[Row]:
+    """The samples of each micro-batch in one row where the reference has a row for each, or the other way round."""
+    if job.unpackable:
+        return [Row(PACKED, "", note=f"not used, {job.unpackable}")]
+    _, measured = steps_of(job, replace(case, packs=not packs_rows(job.setup.arguments)))
+    return compare(PACKED, reference, measured)
 
 
 def compare(
@@ -149,7 +178,9 @@ def steps_of(job: Job, case: Case) -> tuple[TrainEngine, list[StepRecord]]:
     """The recorded steps of one run of the trainer."""
     arguments = arguments_of(job.setup, case)
     # The real model may start from another run's checkpoint: from its weights, at step 0.
-    options = TrainOptions(steps=1 if case.stops else None, weights_only=job.full and not case.resumes)
+    options = TrainOptions(
+        steps=1 if case.stops else None, weights_only=job.full and not case.resumes, packs=case.packs
+    )
     recorder = StepRecorder()
     with keeping_double():
         engine = Trainer(replace(job.config, arguments=arguments), options, hooks=[recorder]).train()

@@ -60,6 +60,8 @@ class Case:
     """After the first step, which it saves."""
     resumes: bool = False
     """Goes on from what is saved there."""
+    packs: bool | None = None
+    """The samples of a micro-batch share a row, or have one each; None: as configured."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Job:
     full: bool = False
     fault: str | None = None
     one_size: bool = True
-    """Whether samples fit into batches of any size: those of generators have sizes."""
+    """Whether samples fit into batches of any size: those of generators have sizes, and packs are planned whole."""
+    unpackable: str = ""
+    """Why samples cannot share a row; empty when they can."""
 
 
 @dataclass(frozen=True)

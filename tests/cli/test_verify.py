@@ -18,7 +18,7 @@ ROWS = (
     Row("as planned = one process", "loss", deviation=3.3e-16, place="step 2", expected=1.5, found=1.5),
     Row("as planned = one process", "gradients", deviation=2e-13, place="step 1, lm_head.weight"),
     Row("resumed = uninterrupted", "weights", tolerance=0.0),
-    Row("packed = unpacked", "", note="not used, the configuration does not pack"),
+    Row("packed = unpacked", "", note="not used, the data set makes its own batches"),
 )
 OFF = Row(
     "as planned = one process", "clip norm", deviation=0.5, place="step 1, norm.weight", expected=1.25, found=2.5
@@ -60,7 +60,7 @@ def test_equal(outcome: dict[str, Any]) -> None:
     assert said.code == 0 and outcome["asked"] == (("training.lr=1",), 3, True)
     assert said.out.startswith("run.yaml: equal\n")
     assert ["gradients", "2.0e-13", "1e-09", "step", "1,", "lm_head.weight"] in [line.split() for line in lines(said)]
-    assert "packed = unpacked: not used, the configuration does not pack\n" in said.out
+    assert "packed = unpacked: not used, the data set makes its own batches\n" in said.out
     assert "weights: random" in said.out and "tolerance 1e-09" in said.out
 
 
@@ -121,7 +121,7 @@ def test_every_fault_shows_under_some_plan() -> None:
     ("words", "code", "message"),
     [
         (["training.learning_rat=1"], 2, "unknown key"),
-        (["data.dataset_param.basic_parameters.packing=true"], 2, "asks for a feature that this version does not have"),
+        (["features.enable_chunk_loss=true"], 2, "asks for a feature that this version does not have"),
         (["model.model_name_or_path=nowhere/at/all"], 4, "does not exist"),
         (["parallel.tensor_parallel_size=2", "--nproc", "3"], 2, "does not divide the 3 ranks"),
     ],
