@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import json
 import re
@@ -10,11 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.utils.processor import load_processor
-from mindspeed_mm.tasks.data import preview
+from mindspeed_mm.tasks.data import check, preview, stats
+from mindspeed_mm.tasks.data.media_views import sound_uri, view_medium, wave_points
 from mindspeed_mm.tasks.data.micro_batch import Document, view_batch
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.data.page import preview_page
@@ -22,6 +28,7 @@ from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.preview import Preview
 from mindspeed_mm.tasks.data.preview_words import preview_lines
 from mindspeed_mm.tasks.data.tokens import TokenReader
+from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_media import write_video
 from tests.tasks.data_rows import add_rows, basics, conversation, make_run
 from tests.tasks.test_report import Page, external
@@ -215,6 +222,35 @@ def test_videos_are_strips_of_frames(tmp_path: Path) -> None:
     html = preview_page(found)
     assert Page(html).tags.count("img") >= 2
     assert "48 × 32, 2.0 s" in plain(found)
+
+
+def test_sounds_can_be_seen_and_heard(tmp_path: Path) -> None:
+    """What the page plays is what training reads, decoded by somebody else's reader."""
+    rate = 16_000
+    samples = (np.sin(np.arange(rate // 2) * 440 * 2 * np.pi / rate) * np.linspace(0, 1, rate // 2)).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", samples, rate, subtype="FLOAT")
+    view = view_medium(MediaLoader(tmp_path), MediaItem("audio", "a.wav"))
+    assert (view.facts, view.trouble) == ("0.50 s at 16,000 Hz", "")
+    played, played_rate = soundfile.read(io.BytesIO(base64.b64decode(sound_uri(view.sound, rate).partition(",")[2])))
+    assert played_rate == rate
+    assert np.abs(played - samples).max() < 1e-4
+    points = [tuple(map(float, point.split(","))) for point in wave_points(view.sound).split()]
+    heights = [30 - y for _, y in points[: len(points) // 2]]
+    assert heights == sorted(heights)  # it grows louder
+    assert heights[-1] == pytest.approx(30, abs=0.5)
+    assert view_medium(MediaLoader(tmp_path), MediaItem("audio", "b.wav")).trouble == "'b.wav' not found"
+    assert view_medium(None, MediaItem("audio", "b.wav")).trouble
+
+
+def test_rows_of_a_generator(tmp_path: Path) -> None:
+    """They have no tokens; what there is to see is seen."""
+    run = make_tiny_generator_run(tmp_path)
+    found = preview.run(run, rows=[0])
+    assert found.batch is not None, found.batch_trouble
+    assert "pixels" in found.batch.shapes
+    assert "first micro-batch of training  2 samples" in plain(found)
+    assert check.run(run).exit_code == 0
+    assert stats.run(run).tokens == {}
 
 
 def test_preference_rows_show_both_answers(tmp_path: Path) -> None:

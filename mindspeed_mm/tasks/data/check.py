@@ -140,7 +140,9 @@ def _judge(result: DataCheck, data: OpenedData, tally: Tally, ranks: int) -> Non
     result.rows, result.read, result.usable = len(dataset), tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
     result.findings = find_all(tally, terms, name, partial(search_media, dataset, basic)) + _of_template(data, tally)
-    result.tokens, result.patches = histogram(tally.full_lengths()), histogram([n for n in tally.patches if n])
+    lengths = tally.full_lengths()
+    result.tokens = histogram(lengths) if lengths.any() else []  # those of generators have other sizes
+    result.patches = histogram([n for n in tally.patches if n])
     result.shares = shares(dataset, basic, tally)
 
 

@@ -40,15 +40,16 @@ class OpenedData:
         return own or data.dataset_param
 
     def processor(self) -> Any:
-        """The processor or tokenizer that renders the rows; None where the configuration names no folder."""
+        """The processor or tokenizer that renders the rows; None where no folder is named, and for generators, whose
+        samples have sizes instead of tokens."""
         found = getattr(self.dataset, "processor", None)
         folder = self.param.preprocess_parameters.model_name_or_path
-        if found is None and folder is not None:
+        if found is None and folder is not None and not hasattr(self.dataset, "sizes"):
             found = load_processor(folder, trust_remote_code=self.param.preprocess_parameters.trust_remote_code)
         return found
 
     def tokenizer(self) -> Any:
-        """The tokenizer; None where the configuration names no folder."""
+        """The tokenizer, or None as above."""
         processor = self.processor()
         return tokenizer_of(processor) if processor is not None else None
 

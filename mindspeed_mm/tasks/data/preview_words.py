@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_mm.tasks.data.media_views import thumbnail, view_medium
-from mindspeed_mm.tasks.data.micro_batch import MicroBatchView
+from mindspeed_mm.tasks.data.micro_batch import Document, MicroBatchView
 from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.preview import Answer, Preview, ShownRow, media_name
 from mindspeed_mm.tasks.data.tokens import Stretch
@@ -81,18 +81,21 @@ def _visible(text: str) -> str:
 def batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
     """A micro-batch: a strip for each row, and where its samples begin and end."""
     kind = "packed" if batch.is_packed else "padded"
-    lines = [
-        paint.head("first micro-batch of training")
-        + f"  {batch.rows} × {batch.length:,} tokens, {kind}, {batch.fill:.1%} full"
-    ]
-    for document in batch.documents[:_MOST_DOCUMENTS]:
-        size = document.end - document.first
-        strip = "█" * max(1, round(_STRIP_CHARACTERS * size / max(batch.length, 1)))
-        blank = " " * round(_STRIP_CHARACTERS * document.first / max(batch.length, 1))
-        place = f"{document.row}: {document.first:>6,}–{document.end - 1:<6,}"
-        told = f"{document.sample_id}, {document.trained:,} trained" if document.sample_id else paint.soft("padding")
-        strip = strip if document.sample_id else paint.soft("·" * len(strip))
-        lines.append(f"  {place} {(blank + strip)[: _STRIP_CHARACTERS + 16]}  {told}")
-    if len(batch.documents) > _MOST_DOCUMENTS:
-        lines.append(paint.soft(f"  … and {len(batch.documents) - _MOST_DOCUMENTS} more"))
+    told = f"{batch.rows} × {batch.length:,} tokens, {kind}, {batch.fill:.1%} full"
+    lines = [paint.head("first micro-batch of training") + f"  {told if batch.length else f'{batch.rows} samples'}"]
+    shown = [document for document in batch.documents if document.sample_id or batch.is_packed]
+    lines += [_document_line(document, batch, paint) for document in shown[:_MOST_DOCUMENTS]]
+    if len(shown) > _MOST_DOCUMENTS:
+        lines.append(paint.soft(f"  … and {len(shown) - _MOST_DOCUMENTS} more"))
     return [*lines, paint.soft("  " + ", ".join(f"{name} {shape}" for name, shape in batch.shapes.items()))]
+
+
+def _document_line(document: Document, batch: MicroBatchView, paint: Paint) -> str:
+    """Where a sample stands in its row; dots are padding."""
+    scale = _STRIP_CHARACTERS / max(batch.length, 1)
+    first, end = round(scale * document.first), max(round(scale * document.end), round(scale * document.first) + 1)
+    name = f"{document.sample_id}, {document.trained:,} trained" if document.sample_id else paint.soft("padding")
+    filled = ("█" if document.sample_id else "·") * (end - first)
+    behind = "" if batch.is_packed else "·" * (_STRIP_CHARACTERS - end)
+    strip = " " * first + filled + paint.soft(behind) + " " * (_STRIP_CHARACTERS - end - len(behind))
+    return f"  {document.row:>3}: {document.first:>6,}–{document.end - 1:<6,} {strip}  {name}"

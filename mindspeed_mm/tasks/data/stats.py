@@ -128,11 +128,12 @@ def run(
     stats = DataStats(config_path, len(data.dataset), tally.rows, tally.usable, basic.cutoff_len)
     stats.shares = shares(data.dataset, basic, tally)
     stats.roles, stats.turns = dict(tally.roles.most_common()), dict(sorted(tally.turns.items()))
-    _describe_sizes(stats, tally)
     stats.media = [_of_media(tally, kind) for kind in MEDIA if sum(tally.media[kind].values()) > tally.media[kind][0]]
     budget = data.arguments.data.dataloader_param.max_tokens_per_batch
     stats.batch_tokens = budget or training.micro_batch_size * basic.cutoff_len
-    _describe_batches(stats, tally, training.micro_batch_size, training.seed)
+    if any(tally.tokens):  # samples of generators have none
+        _describe_sizes(stats, tally)
+        _describe_batches(stats, tally, training.micro_batch_size, training.seed)
     stats.seconds = seconds
     return stats
 

@@ -74,16 +74,16 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
     )
     if stats.turns:
         lines.append("  turns of the model in a row: " + _distribution(stats.turns))
-    lines += ["", paint.head("tokens of a row") + f"  {_numbers(stats.tokens)}"]
-    lines.append(f"  trained: {stats.trained_share:.1%}")
+    if stats.tokens:
+        lines += ["", paint.head("tokens of a row") + f"  {_numbers(stats.tokens)}"]
+        lines.append(f"  trained: {stats.trained_share:.1%}")
     lines += bars("tokens of a row, before truncation", stats.token_bins, paint, stats.cutoff_len)
     if stats.patches:
         lines += ["", paint.head("patches of a row that has media") + f"  {_numbers(stats.patches)}"]
         lines += bars("patches of a row", stats.patch_bins, paint)
     for kind in stats.media:
         lines += _media_lines(kind, paint)
-    lines += _batch_lines(stats, paint)
-    return lines
+    return lines + (_batch_lines(stats, paint) if stats.tokens else [])
 
 
 def _media_lines(media: MediaStats, paint: Paint) -> list[str]:
