@@ -1,4 +1,4 @@
-"""Micro-batches by size: hard caps, equal cost over ranks, bad samples, sizes found out in shares, steps of an epoch."""
+"""Micro-batches by size: hard caps, equal cost over ranks, bad samples, sizes found out in shares, counts of steps."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class TestBadSamples:
         assert not {*range(0, 50, 5)} & set(names_in(steps))
 
     def test_a_data_set_of_nothing_usable_is_an_error(self) -> None:
-        with pytest.raises(DataError, match="10 samples cannot be used, and too few remain; the first: .*is broken"):
+        with pytest.raises(DataError, match=r"10 samples cannot be used, and too few remain; the first: .*is broken"):
             next(iter(loader(Texts([9] * 10, bad=range(10), **{**self.KEYS, "max_bad_fraction": 1.0}))))
         with pytest.raises(DataError, match="has 3 samples, which do not fill 4 micro-batches"):
             next(iter(loader(Texts([9] * 3, **PACKED), accumulation=4, drop_last=True)))

@@ -52,7 +52,7 @@ class BufferedOrder:
     @property
     def batching(self) -> dict[str, Any]:
         """What decides how samples share micro-batches."""
-        limits = {"tokens": self.shape.tokens, "patches": self.shape.patches, "rows": self.shape.rows}
+        limits = {"tokens": self.shape.tokens, "patches": self.shape.patches, "rows": self.shape.rows or None}
         return {"micro_batches_per_step": self._count, "kind": self.shape.kind, **limits}
 
     @property
