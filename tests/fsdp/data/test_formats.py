@@ -17,6 +17,7 @@ import pytest
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
+from mindspeed_mm.fsdp.data.data_utils.row_table import find_part
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from tests.fsdp.data.conftest import picture, write_jsonl
@@ -253,6 +254,13 @@ def test_videos_as_files_or_frames_and_sounds(tmp_path: Path, open_folder: Open)
         ["video", "audio"]
     ]
     assert samples[0]["input_ids"].tolist() == samples[1]["input_ids"].tolist()
+
+
+def test_entries_stand_beside_the_yaml(tmp_path: Path, open_folder: Open, text_folder: Path) -> None:
+    for name in ("s.jsonl", "t.jsonl"):
+        write_jsonl(tmp_path / name, [{"messages": turns("a", name)}])
+    dataset = open_folder({"dataset": [{"path": "s.jsonl"}, "t.jsonl"], "dataset_dir": "elsewhere"}, text_folder)
+    assert [find_part(dataset.parts, name) for name in ("s.jsonl", "t.jsonl")] == [0, 1]
 
 
 def test_a_section_of_an_entry_is_checked_like_any_other(tmp_path: Path, open_folder: Open, text_folder: Path) -> None:
