@@ -197,7 +197,8 @@ def _weights_per_sample(labelled: torch.Tensor, weights: torch.Tensor | None) ->
     own = torch.ones(int(labelled.sum()), dtype=torch.float64) if weights is None else weights
     sample = torch.arange(len(labelled)).repeat_interleave(labelled)
     sums = torch.zeros(len(labelled), dtype=torch.float64).index_add(0, sample, own)
-    share = own / sums.index_select(0, sample)
+    divisors = sums.masked_fill(sums == 0, 1.0)  # labels that count for nothing make a sample that counts for nothing
+    share = own / divisors.index_select(0, sample)
     return {"_weights": share, "_labelled_samples": int((sums > 0).sum())}
 
 

@@ -178,11 +178,13 @@ def collate_any(samples: Sequence[Sample], config: Any) -> dict[str, Any]:
 
 
 def pack(samples: Sequence[Sample], config: Any) -> dict[str, Any]:
+    """One row of documents, whose tokens count differently."""
     lengths = [len(sample["ids"]) for sample in samples]
     borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     row: dict[str, Any] = {
         "input_ids": torch.cat([sample["ids"] for sample in samples])[None],
         "shift_labels": torch.cat([sample["shift_labels"] for sample in samples])[None],
+        "loss_weights": torch.cat([torch.arange(length) % 4 / 3 for length in lengths])[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,

@@ -121,6 +121,14 @@ def test_row_without_label_has_weight_zero_per_sample():
     assert abs(loss.item() - by_hand(given, per_sample=True)[1].item()) < 1e-14
 
 
+def test_a_sample_whose_labels_weigh_nothing_counts_for_nothing():
+    given = weighted(batch())
+    given["loss_weights"][0] = 0.0
+    _, counts, loss = run("per_sample_loss", [given])
+    assert counts["loss"] == 1
+    assert abs(loss.item() - by_hand([given], per_sample=True)[1].item()) < 1e-14
+
+
 def test_batch_without_labels_gives_zero_and_zero_gradients():
     model = TinyModel()
     objective = build_objective("default", model, LabelledRowsHead(model.head))
