@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.tasks.data import check
 from mindspeed_mm.tasks.data.check import DataCheck
-from mindspeed_mm.tasks.data.facts import kind_of
+from mindspeed_mm.tasks.data.facts import RowFacts, kind_of
 from mindspeed_mm.tasks.data.findings import Finding, lengths_that_save
 from mindspeed_mm.tasks.data.page import check_page
 from mindspeed_mm.tasks.data.paint import Paint
+from mindspeed_mm.tasks.data.scan import scan
 from mindspeed_mm.tasks.data.words import check_lines
 from tests.tasks.data_rows import GOOD_ROWS, add_rows, bad_rows, basics, conversation, make_run
 from tests.tasks.test_report import Page
@@ -223,6 +225,17 @@ def test_workers_find_the_same_in_the_same_order(bad: Path, found: DataCheck) ->
     spread = check.run(bad, basics(cutoff_len=400), workers=2)
     assert {**spread.to_dict(), "seconds": 0} == {**found.to_dict(), "seconds": 0}
     assert [row.to_dict() for row in spread.bad] == [row.to_dict() for row in found.bad]
+
+
+def test_a_worker_that_dies_is_told() -> None:
+    def look(index: int) -> RowFacts:
+        if index == 40:
+            os._exit(3)
+        return RowFacts(index, str(index))
+
+    with pytest.raises(MachineError, match="a process that reads rows ended"):
+        list(scan(range(100), look, workers=1))
+    assert [facts.index for facts in scan([5, 3], look)] == [5, 3]
 
 
 def test_files_that_do_not_open_are_a_finding(good: Path) -> None:

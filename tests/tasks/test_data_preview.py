@@ -178,6 +178,34 @@ class TestWhichRows:
             preview.run(yaml, validation=True)
 
 
+class TestOtherOrders:
+    def test_streamed_rows_are_looked_at_by_number_and_batched_as_they_come(self, yaml: Path) -> None:
+        found = preview.run(yaml, basics(streaming=True, max_samples=24))
+        assert found.batch is not None, found.batch_trouble
+        assert str(found.shown[0].when).startswith("epoch 0, step 1, micro-batch ")
+
+    def test_the_part_for_training_and_that_for_validation(self, yaml: Path) -> None:
+        words = basics(val_rate=0.25, max_samples=24)
+        parts = [preview.run(yaml, words, count=24, validation=flag) for flag in (False, True)]
+        assert [found.rows for found in parts] == [18, 6]
+        for row in (row for found in parts for row in found.shown):
+            assert row.place == f"rows.jsonl:{int((row.row_id or '').removeprefix('row')) + 1}"
+        assert len({row.place for found in parts for row in found.shown}) == 24
+
+    def test_nothing_is_encoded_ahead(self, yaml: Path, tmp_path: Path) -> None:
+        words = basics(preprocess_on_fly=False, cache_dir=str(tmp_path / "cache"), max_samples=24)
+        assert preview.run(yaml, words).batch is not None
+        assert not (tmp_path / "cache").exists()
+
+    def test_batches_by_a_budget(self, yaml: Path) -> None:
+        words = [*basics(max_samples=24), "data.dataloader_param.max_tokens_per_batch=300"]
+        found = preview.run(yaml, words)
+        assert found.batch is not None
+        assert found.batch.rows > 2
+        assert found.batch.rows * found.batch.length <= 300
+        assert all(row.when is not None for row in found.shown)
+
+
 class TestMicroBatch:
     def test_padded(self, yaml: Path) -> None:
         batch = preview.run(yaml, basics(max_samples=24)).batch
