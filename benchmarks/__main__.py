@@ -23,6 +23,7 @@ NAMES = (
     "data_rate",
     "data_startup",
     "data_memory",
+    "batches",
     "communication",
     "plans",
     "accelerator",

@@ -219,6 +219,17 @@ class TestStepsOfAnEpoch:
         assert estimate == pytest.approx(sum(dataset.lengths) / 128, rel=0.05)
         assert "estimated" in data.estimate_note and "about" in data.describe()
 
+    def test_where_all_sizes_are_known_they_are_exact(self) -> None:
+        dataset = Texts(mixed_lengths(3000), **PACKED)
+        dataset.known_sizes = lambda: np.array([[n, 0] for n in dataset.lengths])  # type: ignore[attr-defined]
+        data = loader(dataset, accumulation=2)
+        assert data.estimate_note == "" and dataset.measured == []
+        order, position, count = data.order, DataPosition(0, 0), 0
+        while position.epoch == 0:
+            position, count = order.step(position).after, count + 1
+        assert count - 1 <= data.steps_for(1) <= count
+        assert data.describe().startswith("3,000 samples, ") and "about" not in data.describe()
+
     def test_a_data_set_smaller_than_a_step(self) -> None:
         data = loader(Texts([10] * 8, **PACKED), accumulation=4)
         assert data.steps_for(3) == 1

@@ -22,7 +22,9 @@ from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 SHARE_ROWS = 32
 """Rows that a rank measures at a time."""
 EXACT_ROWS = 2048
-"""A data set of up to so many samples is planned whole to count its steps."""
+"""A data set of up to so many samples is measured and planned whole to count its steps."""
+EXACT_KNOWN_ROWS = 50_000
+"""One whose sizes are all known is only planned, which takes some seconds for so many samples."""
 PROBE_ROWS = 512
 """Of a larger one so many samples are, at least."""
 _FEWEST_STEPS = 4
@@ -65,10 +67,11 @@ class BufferedOrder:
         """Steps that an epoch takes, or about as many: see `is_exact`."""
         return None if self._sampler.size is None else self.steps_for(1)
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether `steps_for` counts; otherwise it goes by the beginning of the first epoch."""
-        return self._sampler.size is not None and self._sampler.size <= EXACT_ROWS
+        size = self._sampler.size
+        return size is not None and size <= (EXACT_KNOWN_ROWS if self.sizes.knows(size) else EXACT_ROWS)
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done."""

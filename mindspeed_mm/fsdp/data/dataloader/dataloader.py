@@ -94,7 +94,7 @@ class MMDataLoader:
         """How steps were counted where they could not be; else empty."""
         if self.steps_per_epoch is None or getattr(self.order, "is_exact", True):
             return ""
-        return "steps of an epoch are estimated from its beginning: the sizes of all samples are not known"
+        return "steps of an epoch are estimated from its beginning: not all samples were measured"
 
     def describe(self) -> str:
         """Samples and steps, for the log."""

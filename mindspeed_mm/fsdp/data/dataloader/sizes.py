@@ -46,6 +46,7 @@ class SizeBook:
         self._rank, self._ranks = (rank, ranks) if group is not None else (0, 1)
         self._sizes = np.full((_FEWEST_ROWS, 2), _UNKNOWN, dtype=np.int32)
         self._errors: dict[int, DataError] = {}
+        self._learned = 0
         self._expected: deque[list[int]] = deque()
         self._process: MeasuringProcess | None = None
 
@@ -56,7 +57,12 @@ class SizeBook:
             sizes: (samples, 2) tokens and patches; 0 tokens: the sample cannot be used, which measuring it tells.
         """
         self._make_room(len(sizes))
+        self._learned = len(sizes)
         self._sizes[: len(sizes)] = np.where(sizes[:, :1] > 0, sizes, _UNKNOWN)
+
+    def knows(self, samples: int) -> bool:
+        """Whether nothing needs to be measured of the first so many samples but those that cannot be used."""
+        return self._learned >= samples
 
     def of(self, rows: Sequence[int]) -> list[SampleSize | DataError]:
         """Size of each row, or why it cannot be used; waits until it is known.
