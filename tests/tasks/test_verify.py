@@ -26,7 +26,7 @@ EP = "parallel.expert_parallel_size=2"
 PP = "parallel.pipeline_parallel_size=2"
 FILLED = "training.gradient_accumulation_steps=2"
 COPIES = "parallel.fully_shard_parallel_size=1"
-PACKING = "data.dataset_param.basic_parameters.packing=true"
+PACKING = ("data.dataset_param.basic_parameters.packing=true", "data.dataset_param.basic_parameters.cutoff_len=128")
 LORA = ("training.lora.enable=true", "training.lora.dropout=0.1")
 CHECKS = ["as planned = one process", "accumulated = one big batch", "resumed = uninterrupted", "packed = unpacked"]
 
@@ -45,7 +45,7 @@ MORE_PLANS = {
     "vlm ring2, recompute": ("plain vlm", (RING, ONE, "features.recompute=true")),
     "vlm lora tp2": ("vlm", (TP, ONE, *LORA)),
     "moe ep2": ("moe", (EP,)),
-    "vlm packed": ("vlm", (PACKING,)),
+    "vlm packed": ("vlm", PACKING),
     "vlm pp2": ("vlm", (PP, ONE, FILLED)),
     "flux sizes": ("flux sizes", ()),
     "flux lora": ("flux", LORA),
