@@ -157,17 +157,26 @@ class _Preparation:
             # The other ranks of this job come later, and find what its first rank has written since it was started.
             is_alone = not dist.is_initialized() or dist.get_world_size() == 1
             self._folder.clear(0.0 if is_alone else process_age_s())
-        keys = np.concatenate(list(find_keys(self._dataset, self._keys, self._workers)))
-        table = self._folder.look_up(keys)
-        lacking = _lacking(keys, table)
-        if not len(lacking):
-            return table
         try:
+            keys = self._find_keys()
+            table = self._folder.look_up(keys)
+            lacking = _lacking(keys, table)
+            if not len(lacking):
+                return table
             self._encode(lacking)
         finally:
             self._progress.end()
         self._check_bad_fraction()
         return self._folder.look_up(keys)
+
+    def _find_keys(self) -> np.ndarray:
+        """Of all rows: each is read, and its media files are asked for their marks."""
+        self._progress.begin(len(self._dataset))
+        pieces = []
+        for piece in find_keys(self._dataset, self._keys, self._workers):
+            pieces.append(piece)
+            self._progress.advance(len(piece))
+        return np.concatenate(pieces)
 
     def _encode(self, rows: np.ndarray) -> None:
         began = time.monotonic()
