@@ -1,12 +1,15 @@
 """Any plan and any split of a batch equals one process, in fp64: loss, every gradient, clip norm, weights after steps.
 
-The runs are whole: the configuration goes through the trainer, on uneven answers and uneven image counts. Each planted
+The runs are whole: the configuration goes through the trainer, on uneven answers of uneven weight and uneven image
+counts. Each planted
 fault goes through the same comparison and must fail it.
 """
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -20,13 +23,23 @@ TOLERANCE = 1e-10
 
 @pytest.fixture(scope="module")
 def yaml(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(
-        make_tiny_run(
-            tmp_path_factory.mktemp("parity"),
-            parallel={"fsdp_plan": {"param_dtype": "fp64"}},
-            training={"train_iters": 2, "clip_grad": 0.5, "weight_decay": 0.1, "adam_fused": False},
-        )
+    folder = tmp_path_factory.mktemp("parity")
+    path = make_tiny_run(
+        folder,
+        parallel={"fsdp_plan": {"param_dtype": "fp64"}},
+        training={"train_iters": 2, "clip_grad": 0.5, "weight_decay": 0.1, "adam_fused": False},
     )
+    give_weights(folder / "rows.jsonl")
+    return str(path)
+
+
+def give_weights(path: Path) -> None:
+    """Answers of some rows count for more or less than others: denominators are fractions."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for number, row in enumerate(rows):
+        if number % 4:
+            row["messages"][-1]["weight"] = 0.3 * (number % 4)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 PLANS = {

@@ -12,7 +12,9 @@ from mindspeed_mm.fsdp.train.tally import Tally
 
 
 def tally(**counts: float) -> Tally:
-    return Tally(counts, samples=3, tokens=2**40 + 1, label_tokens=5, stop_requested=False, towers={"image": 1})
+    return Tally(
+        counts, samples=3, tokens=2**40 + 1, slots=9, label_tokens=5, stop_requested=False, towers={"image": 1}
+    )
 
 
 def test_sums_over_ranks_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
