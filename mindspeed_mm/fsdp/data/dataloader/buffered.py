@@ -54,8 +54,8 @@ class BufferedOrder:
     @property
     def batching(self) -> dict[str, Any]:
         """What decides how samples share micro-batches."""
-        limits = {"tokens": self.shape.tokens, "patches": self.shape.patches, "rows": self.shape.rows or None}
-        return {"micro_batches_per_step": self._count, "kind": self.shape.kind, **limits}
+        limits = {"patches": self.shape.patches, "rows": self.shape.rows or None, "tokens": self.shape.tokens}
+        return {"kind": self.shape.kind, "micro_batches_per_step": self._count, **limits}
 
     @property
     def most_tokens(self) -> int | None:
