@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip
@@ -19,7 +21,7 @@ from mindspeed_mm.fsdp.data.data_utils.qwen_plugin import QwenVLPlugin
 from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, VideoClip
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from tests.fsdp.data.conftest import picture
-from tests.helpers.tiny_processors import FAMILIES, build_processor
+from tests.helpers.tiny_processors import FAMILIES, build_processor, byte_tokenizer
 
 SIZES = [(32, 32), (48, 32), (16, 80), (100, 37), (7, 9), (300, 200), (1, 1)]
 SEEING = [name for name, family in FAMILIES.items() if "image" in family.kinds]
@@ -104,6 +106,42 @@ def test_pictures(family: str) -> None:
     check_equal(processor, plugin, text, media, own_call(processor, text, images=[images]))
     with pytest.raises(AssertionError):
         check_equal(processor, plugin, text, media[::-1], own_call(processor, text, images=[images]))
+
+
+def deepseek_vl() -> Any:
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image_placeholder>"}
+    images = transformers.DeepseekVLImageProcessor(size={"height": 16, "width": 16}, min_size=4)
+    return transformers.DeepseekVLProcessor(images, byte_tokenizer(special, None), num_image_tokens=4)
+
+
+def janus() -> Any:
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image_placeholder>"}
+    special |= {"boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
+    images = transformers.JanusImageProcessor(size={"height": 16, "width": 16}, min_size=4)
+    return transformers.JanusProcessor(images, byte_tokenizer(special, None), num_image_tokens=4)
+
+
+def llava_next() -> Any:
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    side = {"height": 32, "width": 32}
+    images = transformers.LlavaNextImageProcessor(
+        size={"shortest_edge": 32}, crop_size=side, image_grid_pinpoints=[[32, 64], [64, 32], [64, 64], [32, 96]]
+    )
+    return transformers.LlavaNextProcessor(
+        images, byte_tokenizer(special, None), patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [deepseek_vl, janus, llava_next])
+def test_pictures_of_families_without_a_template_here(build: Callable[[], Any]) -> None:
+    processor = build()
+    plugin = plugin_of(processor)
+    images = [picture(*size, seed=i) for i, size in enumerate(((48, 32), (100, 37), (32, 90)))]
+    token = plugin.placeholders["image"].text
+    text = f"Look at {token} and {token}.\n{token} What is shown?"
+    own = own_call(processor, text, images=images)
+    check_equal(processor, plugin, text, [plugin.encode_image(image) for image in images], own)
 
 
 @pytest.mark.parametrize("frames", [1, 4, 5])
@@ -250,6 +288,15 @@ def test_sizes_from_headers_are_those_that_encoding_gives(family: str) -> None:
             len(made.tensors["patches"]),
             made.text,
         )
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_plugins_travel_to_workers(family: str) -> None:
+    plugin = plugin_of(build_processor(family))
+    other = pickle.loads(pickle.dumps(plugin))
+    for p in (plugin, other):
+        p.encode_image(picture(48, 32))
+    assert other.measure("video", clip().header) == plugin.measure("video", clip().header)
 
 
 def test_the_configuration_narrows_the_processors_limits(processor: Any) -> None:

@@ -49,7 +49,11 @@ class ItemSize(NamedTuple):
 
 
 class MediaPlugin(Protocol):
-    """Encodes the media of one kind of processor."""
+    """Encodes the media of one kind of processor.
+
+    It may also have `frame_sizes`, a `FrameSizes` that says how large frames are kept while a video is decoded, and
+    `hears_videos`, whether videos are loaded with their sound.
+    """
 
     placeholders: Mapping[str, Placeholder]
     """Kind of media → what the chat template writes for an item; kinds that the model does not take are missing."""

@@ -92,7 +92,6 @@ class TextOnlyPlugin:
     """Of a text model: it takes no media."""
 
     placeholders: Mapping[str, Placeholder] = {}
-    image_token_id: int | None = None
 
     def encode_image(self, image: Image.Image) -> MediaFeatures:
         """Refuse."""

@@ -72,11 +72,6 @@ class ProcessorPlugin:
         """Whether the sound of videos is loaded with them."""
         self._check_sound(preprocess)
 
-    @property
-    def image_token_id(self) -> int | None:
-        """The placeholder of a picture."""
-        return self.placeholders["image"].token_id if "image" in self.placeholders else None
-
     # --- one item ----------------------------------------------------------------------------------------------------
 
     def encode_image(self, image: Image.Image) -> MediaFeatures:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,15 +132,9 @@ def build_image_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
         return None
     if not _does_all_steps(images):
         return None
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # loaded with the processor
-
     least, most = pixel_limits(images.size, preprocess)
     factor = images.patch_size * images.merge_size
-
-    def target(_frames: int, height: int, width: int) -> tuple[int, int]:
-        return smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
-
-    return _grid(images, target)
+    return _grid(images, partial(_size_of_picture, factor=factor, least=least, most=most))
 
 
 def build_video_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
@@ -164,36 +159,30 @@ def build_video_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
 
 def _frame_target(videos: Any, size: Any, preprocess: Any) -> Resize:
     """Qwen2-VL: the limits are of a frame."""
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize  # loaded with the processor
-
     least, most = frame_limits(size, preprocess, 1)
-    factor = videos.patch_size * videos.merge_size
-
-    def target(_frames: int, height: int, width: int) -> tuple[int, int]:
-        return smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
-
-    return target
+    return partial(_size_of_picture, factor=videos.patch_size * videos.merge_size, least=least, most=most)
 
 
 def _clip_target(videos: Any, size: Any, preprocess: Any) -> Resize:
     """Qwen3-VL: the limits are of all frames together."""
+    factor, limits = videos.patch_size * videos.merge_size, dict(size)
+    return partial(_size_of_clip, factor=factor, deep=videos.temporal_patch_size, limits=limits, preprocess=preprocess)
+
+
+def _size_of_picture(frames: int, height: int, width: int, *, factor: int, least: int, most: int) -> tuple[int, int]:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # loaded with the processor
+
+    del frames
+    return smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
+
+
+def _size_of_clip(
+    frames: int, height: int, width: int, *, factor: int, deep: int, limits: Any, preprocess: Any
+) -> tuple[int, int]:
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize  # loaded with the processor
 
-    factor, deep = videos.patch_size * videos.merge_size, videos.temporal_patch_size
-
-    def target(frames: int, height: int, width: int) -> tuple[int, int]:
-        least, most = frame_limits(size, preprocess, frames)
-        return smart_resize(
-            num_frames=frames,
-            height=height,
-            width=width,
-            temporal_factor=deep,
-            factor=factor,
-            min_pixels=least,
-            max_pixels=most,
-        )
-
-    return target
+    least, most = frame_limits(limits, preprocess, frames)
+    return smart_resize(frames, height, width, temporal_factor=deep, factor=factor, min_pixels=least, max_pixels=most)
 
 
 def _does_all_steps(part: Any) -> bool:
