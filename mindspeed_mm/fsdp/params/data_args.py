@@ -140,7 +140,8 @@ class BasicParameters(OpenSection):
     chat_template: PathText | None = None
     """Jinja file with a chat template; wins over `template`."""
     enable_thinking: Flag | None = True
-    """Render the think block of models that have one."""
+    """For models that think: `true` trains on thoughts (an empty think block where a row has none); `false` takes the
+    thoughts out of the rows, the empty block becomes part of the prompt; null leaves both to the chat template."""
     cutoff_len: Positive = 1024
     """Most tokens of a sample."""
     train_on_prompt: Flag = False

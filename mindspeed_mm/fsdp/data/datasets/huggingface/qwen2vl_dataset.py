@@ -141,6 +141,7 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
             "basic_parameters": self.basic_parameters.model_dump(mode="json", include=_SHAPING_BASIC),
             "preprocess_parameters": self._preprocess.model_dump(mode="json", include=_SHAPING_PREPROCESS),
             "attr": self._attr.model_dump(mode="json"),
+            "template": "" if self.template is None else hashlib.sha256(self.template.source.encode()).hexdigest(),
         }
         files = self._rows.facts()
         digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
@@ -226,4 +227,17 @@ _SHAPING_BASIC = {
     "on_bad_sample",
     "val_rate",
 }
-_SHAPING_PREPROCESS = {"image_max_pixels", "image_min_pixels", "use_fast_tokenizer", "split_special_tokens"}
+_SHAPING_PREPROCESS = {
+    "use_fast_tokenizer",
+    "split_special_tokens",
+    "image_max_pixels",
+    "image_min_pixels",
+    "image_do_pan_and_scan",
+    "crop_to_patches",
+    "video_max_pixels",
+    "video_min_pixels",
+    "video_fps",
+    "video_maxlen",
+    "use_audio_in_video",
+    "audio_sampling_rate",
+}
