@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -198,13 +199,15 @@ class _Layer:
         borders_k: list[int],
     ) -> torch.Tensor:
         """(1, H, T, Dv): every document on its own."""
-        spans = zip(borders_q[:-1], borders_q[1:], borders_k[:-1], borders_k[1:], strict=True)
-        outputs = [
-            self.attend(q_1HTD[:, :, q0:q1], k_1KSD[:, :, k0:k1], v_1KSD[:, :, k0:k1], None)
-            for q0, q1, k0, k1 in spans
-            if q1 > q0
-        ]
-        return torch.cat(outputs, dim=2)
+        lengths_q, lengths_k = np.diff(borders_q).tolist(), np.diff(borders_k).tolist()
+        # Not slices: the gradient of each of them would be as long as the row.
+        documents = zip(
+            q_1HTD.split(lengths_q, dim=2),
+            k_1KSD.split(lengths_k, dim=2),
+            v_1KSD.split(lengths_k, dim=2),
+            strict=True,
+        )
+        return torch.cat([self.attend(q, k, v, None) for q, k, v in documents if q.shape[2]], dim=2)
 
     def attend(
         self, q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: torch.Tensor | None
