@@ -188,9 +188,9 @@ class BasicParameters(OpenSection):
     max_bad_fraction: Ratio = 0.001
     """Share of samples that may be skipped before the run stops."""
     allow_remote_media: Flag = False
-    """Fetch media from URLs."""
+    """Fetch media from URLs (http, https), and read `data:` URLs. Hosts must be public, or stand in `media_roots`."""
     media_roots: Names = ()
-    """Folders inside which absolute media paths are legal."""
+    """Folders inside which absolute media paths are legal; beginnings of URLs on private hosts."""
 
     @property
     def packs(self) -> bool:
@@ -224,7 +224,7 @@ class PreprocessParameters(OpenSection):
     crop_to_patches: Flag = False
     """InternVL: cut an image into tiles."""
     use_audio_in_video: Flag = False
-    """Feed the sound of videos, interleaved with their frames."""
+    """Feed the sound of videos, interleaved with their frames; a video without sound is a bad sample then."""
     audio_sampling_rate: Positive = 16000
     """Samples a second after resampling."""
     trust_remote_code: Flag = False

@@ -85,6 +85,9 @@ def _locate(node: Node, config: Path) -> None:
             _locate(node.value["path"].node, config)
     elif isinstance(node.value, str):
         parts = [part.strip() for part in node.value.split(",")]
-        located = ",".join(str(resolve_path(config, part)) if part else part for part in parts)
+        is_path = [part != "" and "://" not in part for part in parts]
+        located = ",".join(
+            str(resolve_path(config, part)) if is_one else part for part, is_one in zip(parts, is_path, strict=True)
+        )
         if located != ",".join(parts):
             node.value, node.place = located, Place(f"derived: beside the YAML, {node.place}")

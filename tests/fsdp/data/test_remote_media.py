@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils import remote_media
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
-from tests.fsdp.data.conftest import picture
+from mindspeed_mm.fsdp.params.loader import load_config
+from tests.fsdp.data.conftest import conversation, picture, write_jsonl
 from tests.helpers.tiny_media import picture_bytes, write_video
+from tests.helpers.tiny_processors import save_processor
 from tests.helpers.tiny_sounds import sound_bytes, tone
 
 PICTURE = picture_bytes(picture(20, 10))
@@ -89,6 +92,24 @@ def test_pictures_videos_and_sounds_of_a_host_of_ones_own(tmp_path: Path, site: 
     assert len(media.load_video(f"{site}/a.mp4").frames) == 2
     assert media.load_audio(f"{site}/a.wav").seconds == 0.5
     assert media.probe("audio", f"{site}/a.wav").samples == 8000  # type: ignore[union-attr]
+
+
+def test_through_the_configuration(tmp_path: Path, site: str) -> None:
+    (tmp_path / "model").mkdir()
+    save_processor("qwen3_vl", tmp_path / "model")
+    write_jsonl(tmp_path / "rows.jsonl", [conversation(images=[f"{site}/a.png"])])
+    text = f"""
+data:
+  dataset_param:
+    basic_parameters:
+      {{dataset: rows.jsonl, dataset_dir: "{tmp_path}", allow_remote_media: true, media_roots: ["{site}/"]}}
+    preprocess_parameters: {{model_name_or_path: "{tmp_path}/model"}}
+"""
+    (tmp_path / "run.yaml").write_text(text)
+    section = load_config(tmp_path / "run.yaml").arguments.data.dataset_param
+    assert section.basic_parameters.media_roots == (f"{site}/",)
+    assert len(build_mm_dataset(section)[0][0]["media"]) == 1
+    assert Site.asked == ["/a.png"]
 
 
 def test_hosts_that_are_not_public_are_not_asked(tmp_path: Path, site: str) -> None:
