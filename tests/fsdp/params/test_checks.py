@@ -123,7 +123,7 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
         ("training.optimizer", "adamw_swap"),
         ("training.quantization_plan", {"recipe_name": "mxfp8"}),
         ("model.mtp_num_layers", 1),
-        ("data.dataset_param.basic_parameters.streaming", True),
+        ("data.dataset_param.attr.ranking", True),
         ("tools.profile.enable", True),
         ("tools.memory_profile.enable", True),
     ],
