@@ -90,6 +90,7 @@ def on_two_ranks(yaml: str, runs: str) -> None:
     (Path(runs) / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 
+@pytest.mark.slow
 def test_two_ranks_do_what_one_does_and_measure_for_each_other(calm: Path, tmp_path: Path) -> None:
     run_ranks(2, on_two_ranks, str(calm), str(tmp_path))
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
