@@ -352,3 +352,16 @@ def test_a_text_model_reads_conversations(build: Build, tokenizer: Any, text_fol
     assert trained_text(tokenizer, sample) == ["one<|im_end|>"]
     with pytest.raises(DataError, match="text only"):
         build(conversation(images=["a.png"]), model=text_folder)[0]
+
+
+def test_the_pillow_image_processor_gives_the_same_tokens(
+    build: Build, tmp_path: Path, param: Callable[..., DatasetParam]
+) -> None:
+    """`use_fast_tokenizer: false`, as LLaMA-Factory hands it to the processor; tokenizers are all of the fast kind."""
+    fast = build(LONG)[0]
+    section = param(tmp_path / "rows.jsonl")
+    preprocess = section.preprocess_parameters.model_copy(update={"use_fast_tokenizer": False})
+    slow = Qwen2VLDataset(section.basic_parameters, preprocess, section)
+    assert type(slow.processor.image_processor).__name__.endswith("Pil")
+    assert slow[0]["input_ids"].tolist() == fast["input_ids"].tolist()
+    assert slow.measure(0).tokens == len(fast["input_ids"])
