@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -144,12 +144,13 @@ class MMDataLoader:
         sizes: SizeBook | None = getattr(self.order, "sizes", None)
         with sizes.ahead() if sizes is not None and self._workers.num_workers else nullcontext():
             plans = _Plans(steps, self._steps_ahead)
-            whole = self._whole_steps(plans)
-            for step in preloaded(whole) if self._preload else whole:
-                this = plans.made.popleft()
-                for pick, error in this.left_out:
-                    self._leave_out(pick, error)
-                yield this, step
+            # Closed here: an error keeps what it went through alive, workers too, until somebody collects it.
+            with closing(self._whole_steps(plans)) as whole:
+                for step in preloaded(whole) if self._preload else whole:
+                    this = plans.made.popleft()
+                    for pick, error in this.left_out:
+                        self._leave_out(pick, error)
+                    yield this, step
 
     @property
     def _steps_ahead(self) -> int:
@@ -157,13 +158,14 @@ class MMDataLoader:
         under_way = self._workers.num_workers * self._workers.prefetch_factor
         return 1 + math.ceil(under_way / self.deal.gradient_accumulation_steps)
 
-    def _whole_steps(self, plans: _Plans) -> Iterator[list[Batch]]:
-        batches = self._batches(micro_batch for step in plans for micro_batch in self.deal.mine(step))
-        while step := list(islice(batches, self.deal.gradient_accumulation_steps)):
-            yield step
-            plans.plan()
+    def _whole_steps(self, plans: _Plans) -> Generator[list[Batch], None, None]:
+        mine = (micro_batch for step in plans for micro_batch in self.deal.mine(step))
+        with closing(self._batches(mine)) as batches:
+            while step := list(islice(batches, self.deal.gradient_accumulation_steps)):
+                yield step
+                plans.plan()
 
-    def _batches(self, mine: Iterator[MicroBatch]) -> Iterator[Batch]:
+    def _batches(self, mine: Iterator[MicroBatch]) -> Generator[Batch, None, None]:
         requests = (Request(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
         maker = BatchMaker(self.dataset, self._collate, self._seed, shape=getattr(self.order, "shape", None))
         if self._workers.num_workers == 0:
