@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from mindspeed_mm.tasks import verify as task
-from mindspeed_mm.tasks.verify_faults import FAULTS
+from mindspeed_mm.tasks.verify import verify as task
+from mindspeed_mm.tasks.verify.faults import FAULTS
 
 EXAMPLES = (
     """

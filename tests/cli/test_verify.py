@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.tasks import verify
-from mindspeed_mm.tasks.verify_faults import FAULTS, PlannedRun, check_fault
-from mindspeed_mm.tasks.verify_setup import smallest_plan
-from mindspeed_mm.tasks.verify_table import Row, Verification, worst_rows
+from mindspeed_mm.tasks.verify import verify
+from mindspeed_mm.tasks.verify.faults import FAULTS, PlannedRun, check_fault
+from mindspeed_mm.tasks.verify.setup import smallest_plan
+from mindspeed_mm.tasks.verify.table import Row, Verification, worst_rows
 from tests.helpers.runs import Said, mm
 
 ROWS = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.tasks.verify_faults import FAULTS
-from mindspeed_mm.tasks.verify_table import Row
+from mindspeed_mm.tasks.verify.faults import FAULTS
+from mindspeed_mm.tasks.verify.table import Row
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_run import make_pictures, make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3_vl, make_tiny_qwen3_vl_moe

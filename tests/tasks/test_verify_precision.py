@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed_mm.tasks.verify_precision import keeping_double
+from mindspeed_mm.tasks.verify.precision import keeping_double
 
 
 def rounding(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.tasks.verify_setup import Case, arguments_of, set_up, smallest_plan
+from mindspeed_mm.tasks.verify.setup import Case, arguments_of, set_up, smallest_plan
 
 TP, PP, RING, ULYSSES = (f"{name}_size" for name in
                          ("tensor_parallel", "pipeline_parallel", "ring_attention", "ulysses_parallel"))  # fmt: skip

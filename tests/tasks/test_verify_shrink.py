@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-from mindspeed_mm.tasks.verify_shrink import Room, shrink, without_dropout
+from mindspeed_mm.tasks.verify.shrink import Room, shrink, without_dropout
 
 QWEN3_VL = {
     "text_config": {

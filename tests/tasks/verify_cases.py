@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.tasks.train import load_with_plugins
-from mindspeed_mm.tasks.verify_ranks import RankBugError, run_ranks
-from mindspeed_mm.tasks.verify_setup import Job, set_up
-from mindspeed_mm.tasks.verify_table import Row, worst_rows
+from mindspeed_mm.tasks.verify.ranks import RankBugError, run_ranks
+from mindspeed_mm.tasks.verify.setup import Job, set_up
+from mindspeed_mm.tasks.verify.table import Row, worst_rows
 
-IN_RANKS = "mindspeed_mm.tasks.verify_run"
+IN_RANKS = "mindspeed_mm.tasks.verify.run"
 
 
 class Asked(NamedTuple):

@@ -26,7 +26,7 @@ from mindspeed_mm.fsdp.models import packed_rows, segmented_mixer
 from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.params.data_args import CollateParam
-from mindspeed_mm.tasks.verify_precision import keeping_double
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.packed_families import FAMILIES as USUAL
 from tests.helpers.packed_families import PAD, Family, InDouble, Plugin, transformers
 from tests.helpers.packed_more_families import MORE

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.tasks.verify_precision import keeping_double
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import FAMILIES as TINY
 from tests.helpers.parity import ParityError, compare_steps

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mindspeed_mm.tasks.verify_faults import swapped
+from mindspeed_mm.tasks.verify.faults import swapped
 
 _TAKE_A_DTYPE: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "to"), (torch.Tensor, "type"), (torch.Tensor, "softmax"), (torch.Tensor, "log_softmax"),

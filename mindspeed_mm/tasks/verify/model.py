@@ -21,8 +21,8 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.check import check_plans
-from mindspeed_mm.tasks.verify_setup import change_line
-from mindspeed_mm.tasks.verify_shrink import Room, Shrunk, shrink, without_dropout
+from mindspeed_mm.tasks.verify.setup import change_line
+from mindspeed_mm.tasks.verify.shrink import Room, Shrunk, shrink, without_dropout
 
 _SMALL_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 _NUMBERED = re.compile(r"\{[^{}]*\d[^{}]*\}|\.\d+(\.|$)")

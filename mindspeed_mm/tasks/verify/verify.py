@@ -18,15 +18,15 @@ from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
 from mindspeed_mm.fsdp.params.path_checks import check_paths
 from mindspeed_mm.tasks.model_kind import is_generator
 from mindspeed_mm.tasks.train import load_with_plugins
-from mindspeed_mm.tasks.verify_faults import PlannedRun, check_fault, find_fault
-from mindspeed_mm.tasks.verify_progress import VerifyProgress
-from mindspeed_mm.tasks.verify_ranks import run_ranks
-from mindspeed_mm.tasks.verify_setup import Job, set_up
-from mindspeed_mm.tasks.verify_table import Verification, worst_rows
+from mindspeed_mm.tasks.verify.faults import PlannedRun, check_fault, find_fault
+from mindspeed_mm.tasks.verify.progress import VerifyProgress
+from mindspeed_mm.tasks.verify.ranks import run_ranks
+from mindspeed_mm.tasks.verify.setup import Job, set_up
+from mindspeed_mm.tasks.verify.table import Verification, worst_rows
 
 RUNS = 6
 """Of the trainer: one process, planned, accumulated, saved, resumed, packed."""
-_IN_RANKS = "mindspeed_mm.tasks.verify_run"
+_IN_RANKS = "mindspeed_mm.tasks.verify.run"
 """Imported there, not here: this process does without torch."""
 
 

@@ -21,9 +21,9 @@ from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.fsdp.utils.register import import_plugin
-from mindspeed_mm.tasks.verify_compare import QUANTITIES, RecordsDifferError, deviations, worst_of
-from mindspeed_mm.tasks.verify_faults import planted
-from mindspeed_mm.tasks.verify_model import (
+from mindspeed_mm.tasks.verify.compare import QUANTITIES, RecordsDifferError, deviations, worst_of
+from mindspeed_mm.tasks.verify.faults import planted
+from mindspeed_mm.tasks.verify.model import (
     Candidate,
     can_be_built,
     check_real_model,
@@ -31,10 +31,10 @@ from mindspeed_mm.tasks.verify_model import (
     small_models,
     write_weights,
 )
-from mindspeed_mm.tasks.verify_precision import keeping_double
-from mindspeed_mm.tasks.verify_ranks import Tell
-from mindspeed_mm.tasks.verify_setup import Case, Job, Reference, arguments_of
-from mindspeed_mm.tasks.verify_table import TOLERANCE, Row
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from mindspeed_mm.tasks.verify.ranks import Tell
+from mindspeed_mm.tasks.verify.setup import Case, Job, Reference, arguments_of
+from mindspeed_mm.tasks.verify.table import TOLERANCE, Row
 
 PLANNED = "as planned = one process"
 ACCUMULATED = "accumulated = one big batch"

@@ -24,7 +24,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import MachineError, MMError
 
-PRELOADED = ["torch.distributed.checkpoint", "mindspeed_mm.tasks.verify_run"]
+PRELOADED = ["torch.distributed.checkpoint", "mindspeed_mm.tasks.verify.run"]
 COLLECTIVE_LIMIT_S = 900.0
 OTHERS_MAY_SPEAK_S = 3.0
 """After the first failure: those of other ranks may be the cause of it."""

@@ -1,0 +1,1 @@
+"""`mm verify`: a plan against one process."""
