@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.artifacts import read_jsonl
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, read_clip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
 
 MOST_LEVELS_APART = {".png": 1, ".mp4": 8}
 """Of 255: between what is drawn and its file. PNG keeps everything, mp4 loses a little."""

@@ -26,7 +26,7 @@ from judges import (
 from PIL import Image
 from scans import NAMES, SIDE, Scan, generators_scans, load_scans, split_scans
 
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, read_clip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
 from mindspeed_mm.tasks.scoring import score
 
 JITTER = ((0, 0), (0, 1), (0, -1), (1, 0), (-1, 0))

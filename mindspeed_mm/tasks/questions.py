@@ -12,9 +12,9 @@ from PIL import Image
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.readers import RowReader, open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import Place
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 
 SHOWN_PROBLEMS = 10
 DEFAULT_TASK = "all"

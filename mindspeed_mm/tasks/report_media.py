@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, probe_video, read_clip
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, probe_video, read_clip
 
 PICTURE_PIXELS, CLIP_PIXELS = 256, 160
 """Longest sides shown."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_mm.fsdp.data.data_utils.media_features import MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 ensure_torchvision()

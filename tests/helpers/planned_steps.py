@@ -10,8 +10,8 @@ from unittest import mock
 from mindspeed_mm.fsdp.loss import objectives
 from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-from mindspeed_mm.tasks import verify_faults
 from mindspeed_mm.tasks.train import load_with_plugins
+from mindspeed_mm.tasks.verify import faults
 
 GLOBAL_BATCH = 8
 FAULTS = {
@@ -49,7 +49,7 @@ def planted(fault: str | None) -> Any:
     if fault == "mask off by one":
         real = objectives.labelled_rows
         return mock.patch.object(objectives, "labelled_rows", lambda labels: real(labels)[1:])
-    return verify_faults.planted(FAULTS.get(fault, fault))
+    return faults.planted(FAULTS.get(fault, fault))
 
 
 def overrides(ranks: int, accumulation: int, *more: str) -> list[str]:

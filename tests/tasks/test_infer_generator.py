@@ -18,7 +18,7 @@ from PIL import Image
 
 from mindspeed_mm.cli import infer as cli
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError, ModelFolderError, StoppedAfterSave, UsageError
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, read_clip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
 from mindspeed_mm.fsdp.models.diffusion.prompts import Prompt
 from mindspeed_mm.fsdp.models.diffusion.sampler import SampleOrder, Sampler
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.data.data_utils.row_table import Part
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
 
 _SPLIT_STREAM = 2**64 - 1

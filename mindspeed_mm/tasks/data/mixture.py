@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_mm.fsdp.data.data_utils.row_table import find_part
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import find_part
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.tasks.data.tally import Tally
 

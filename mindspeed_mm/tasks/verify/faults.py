@@ -219,11 +219,10 @@ def _packed_leak() -> Any:
     import torch
 
     from mindspeed_mm.fsdp.data.data_utils import data_collator
-
-    pack = data_collator.packed_row
+    from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
 
     def as_one_document(*args: Any) -> Any:
-        row = pack(*args)
+        row = packed_row(*args)
         tokens = row["input_ids"].shape[1]
         borders = torch.tensor([0, tokens], dtype=torch.int32)
         one = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": tokens, "max_length_k": tokens}

@@ -12,7 +12,7 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader
-from mindspeed_mm.fsdp.data.data_utils.row_table import Part
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
 

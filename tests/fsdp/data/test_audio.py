@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils import audio
-from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip, AudioHeader, probe_audio, read_audio
+from mindspeed_mm.fsdp.data.data_utils.decoding import audio
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip, AudioHeader, probe_audio, read_audio
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from tests.helpers.tiny_media import picture_bytes, write_video
 from tests.helpers.tiny_sounds import cut_wav, endless_wav, sound_bytes, tone, write_container

@@ -255,7 +255,7 @@ def test_a_bad_row_stops_the_run_or_is_left_out_and_counted(
     case: Case, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mindspeed_mm.fsdp.data.data_utils.json_reader.MAX_ROW_BYTES", 5000 if "45" in case.id else 10**7
+        "mindspeed_mm.fsdp.data.data_utils.rows.json_reader.MAX_ROW_BYTES", 5000 if "45" in case.id else 10**7
     )
     if case.id[:2] in ("41", "42", "43") or case.id == "40 one too few":
         case = replace(case, model="vlm")
@@ -446,7 +446,7 @@ def test_48_the_last_short_batch_is_dropped_or_filled_on_all_ranks(run: Run) -> 
 
 
 def test_45_a_large_row_of_a_parquet_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.json_reader.MAX_ROW_BYTES", 5000)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.rows.json_reader.MAX_ROW_BYTES", 5000)
     rows = [good(i) if i != BAD_AT else talk("a", "x" * 10_000, id="r")(run.folder) for i in range(12)]
     case = Case("45", parquet(rows), ("bytes, more than 5000",))
     data = loader(run.dataset(case, case.make(run.data), on_bad_sample="skip"))

@@ -17,7 +17,7 @@ import pytest
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
-from mindspeed_mm.fsdp.data.data_utils.row_table import find_part
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import find_part
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from tests.fsdp.data.conftest import picture, write_jsonl

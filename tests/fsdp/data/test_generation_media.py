@@ -15,9 +15,9 @@ from PIL import Image
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils import media as media_module
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.sample import Place
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, cover, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from tests.fsdp.data.conftest import picture

@@ -15,7 +15,7 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils import media
-from mindspeed_mm.fsdp.data.data_utils.image_media import decode_image
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import decode_image
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off
 from tests.fsdp.data.conftest import picture
 

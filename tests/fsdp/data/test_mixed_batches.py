@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.processor_plugin import video_metadata
+from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import video_metadata
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 from tests.fsdp.data.conftest import picture, write_jsonl

@@ -12,13 +12,13 @@ import torch
 import transformers
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip
-from mindspeed_mm.fsdp.data.data_utils.image_media import ImageHeader
-from mindspeed_mm.fsdp.data.data_utils.media_features import MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
+from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin, build_mm_plugin, register_mm_plugin
-from mindspeed_mm.fsdp.data.data_utils.processor_plugin import ProcessorPlugin, video_metadata
-from mindspeed_mm.fsdp.data.data_utils.qwen_plugin import QwenVLPlugin
-from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, VideoClip
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
+from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import QwenVLPlugin
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 from tests.fsdp.data.conftest import picture
 from tests.helpers.tiny_processors import FAMILIES, build_processor, byte_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.readers import file_facts, open_reader, open_stream, stream_facts
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import file_facts, open_reader, open_stream, stream_facts
 
 ROWS = [{"a": 1, "t": "é中😀"}, {"a": 2, "t": 'x"]},{'}, {"a": 3, "t": "\\n"}]
 
@@ -90,7 +90,7 @@ def test_a_broken_row_is_named_and_the_others_are_read(tmp_path: Path, name: str
 def test_elements_of_any_list_are_found_whatever_the_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, seed: int
 ) -> None:
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.json_reader._BLOCK_BYTES", block)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.rows.json_reader._BLOCK_BYTES", block)
     draw = random.Random(seed)
     words = ['"', "\\", '\\"', "]", "[", "},{", ",", "é😀", "\n", ""]
 
@@ -115,7 +115,7 @@ def test_elements_of_any_list_are_found_whatever_the_blocks(
 
 
 def test_a_stream_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.json_reader._BLOCK_BYTES", 100)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.rows.json_reader._BLOCK_BYTES", 100)
     rows = [{"row": number, "text": "x" * (number % 40)} for number in range(50)]
     (tmp_path / "r.jsonl").write_bytes(b"\xef\xbb\xbf\n" + lines(rows, "\r\n"))
     stream = open_stream(tmp_path / "r.jsonl")
@@ -166,7 +166,7 @@ def test_rows_of_a_csv_have_the_headers_cells(tmp_path: Path) -> None:
 
 
 def test_a_row_above_the_cap_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.json_reader.MAX_ROW_BYTES", 50)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.rows.json_reader.MAX_ROW_BYTES", 50)
     (tmp_path / "r.jsonl").write_bytes(lines([{"t": "x" * 60}]))
     with pytest.raises(DataError, match="more than 50"):
         open_reader(tmp_path / "r.jsonl").read(0)

@@ -12,7 +12,7 @@ import pytest
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.data_utils import remote_media
+from mindspeed_mm.fsdp.data.data_utils.decoding import remote_media
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.params.loader import load_config
 from tests.fsdp.data.conftest import conversation, picture, write_jsonl

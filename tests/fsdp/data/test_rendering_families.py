@@ -17,8 +17,8 @@ import pytest
 
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
-from mindspeed_mm.fsdp.data.data_utils.placement import MediaPlaces
-from mindspeed_mm.fsdp.data.data_utils.spans import TurnFinder
+from mindspeed_mm.fsdp.data.data_utils.rendering.placement import MediaPlaces
+from mindspeed_mm.fsdp.data.data_utils.rendering.spans import TurnFinder
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from tests.fsdp.data.conftest import picture, write_jsonl

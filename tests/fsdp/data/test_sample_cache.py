@@ -19,7 +19,7 @@ import torch
 
 from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.data_utils.media_features import MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 from mindspeed_mm.fsdp.data.sample_cache import CachedSamples, codec, encoding
 from mindspeed_mm.fsdp.data.sample_cache.folder import CacheFolder
 from mindspeed_mm.fsdp.data.sample_cache.identity import digest_of, settings_of

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils import video
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, VideoHeader, probe_video, read_clip
+from mindspeed_mm.fsdp.data.data_utils.decoding import video
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, VideoHeader, probe_video, read_clip
 from tests.helpers.tiny_media import brightness, picture_bytes, wav_bytes, write_sound_in_mp4, write_video
 
 RAMP = [12 * i for i in range(20)]

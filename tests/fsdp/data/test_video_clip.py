@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils import video_clip
+from mindspeed_mm.fsdp.data.data_utils.decoding import video_clip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import VideoHeader
+from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, ClipRule, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader, PixelBudget
-from mindspeed_mm.fsdp.data.data_utils.video import VideoHeader
-from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, ClipRule, VideoClip
 from tests.fsdp.data.conftest import picture
 from tests.helpers.tiny_media import picture_bytes, write_video
 
@@ -77,7 +77,7 @@ def test_long_stretches_are_jumped_over(tmp_path: Path, monkeypatch: pytest.Monk
             yield frame
 
     monkeypatch.setattr(video_clip, "decode_frames", counted)
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.video.decode_frames", counted)
+    monkeypatch.setattr("mindspeed_mm.fsdp.data.data_utils.decoding.video.decode_frames", counted)
     jumped = watched(path, fps=1.0, most=3)
     few, decoded = decoded, 0
     monkeypatch.setattr(video_clip, "JUMP_S", 1e9)

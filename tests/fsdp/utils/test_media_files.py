@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, probe_video, read_clip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, probe_video, read_clip
 from mindspeed_mm.fsdp.utils.media_files import write_image, write_media, write_video
 
 MOST_ERROR = 8

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.media_parts import place_media, split_text
-from mindspeed_mm.fsdp.data.data_utils.messages import add_system, from_messages
-from mindspeed_mm.fsdp.data.data_utils.preference import convert_pair, prompt_of
-from mindspeed_mm.fsdp.data.data_utils.row_fields import Row, first_column, text_of, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import place_media, split_text
+from mindspeed_mm.fsdp.data.data_utils.rows.messages import add_system, from_messages
+from mindspeed_mm.fsdp.data.data_utils.rows.preference import convert_pair, prompt_of
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, text_of, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.tool_calls import read_tools
 
 
 def convert_row(row: Row, row_format: RowFormat, place: Place) -> Sample:

@@ -15,8 +15,8 @@ import torch
 from mindspeed_mm.core.batch import PAIR_SIDES, Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
-from mindspeed_mm.fsdp.data.data_utils.media_features import MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
 from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, in_one_form, inputs_of_samples
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample

@@ -14,13 +14,13 @@ import numpy as np
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.media_features import ItemSize, MediaFeatures, MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import encode_media, measure_media
-from mindspeed_mm.fsdp.data.data_utils.placement import Expansion, MediaPlaces, Placed
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, MediaPlugin
+from mindspeed_mm.fsdp.data.data_utils.rendering.placement import Expansion, MediaPlaces, Placed
+from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Encoding, Tokens, token_span
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, Sample, SampleSize, TooLongError
-from mindspeed_mm.fsdp.data.data_utils.spans import Span
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
-from mindspeed_mm.fsdp.data.data_utils.tokens import Encoding, Tokens, token_span
 
 IGNORED = -100
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"

@@ -22,11 +22,10 @@ import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip, AudioHeader, probe_audio, read_audio
-from mindspeed_mm.fsdp.data.data_utils.image_media import ImageHeader, decode_image, probe_image
-from mindspeed_mm.fsdp.data.data_utils.remote_media import fetch
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
-from mindspeed_mm.fsdp.data.data_utils.video_clip import (
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip, AudioHeader, probe_audio, read_audio
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader, decode_image, probe_image
+from mindspeed_mm.fsdp.data.data_utils.decoding.remote_media import fetch
+from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
     ClipHeader,
     ClipRule,
     FrameSizes,
@@ -35,6 +34,7 @@ from mindspeed_mm.fsdp.data.data_utils.video_clip import (
     watch,
     watch_pictures,
 )
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 
 MAX_FILE_BYTES = 256 * 2**20
 """Of pictures and sounds that are read as a whole."""

@@ -15,15 +15,15 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.media_features import (
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     ItemSize,
     MediaFeatures,
     MediaPlugin,
     Placeholder,
     no_such_media,
 )
-from mindspeed_mm.fsdp.data.data_utils.processor_plugin import ProcessorPlugin
-from mindspeed_mm.fsdp.data.data_utils.qwen_plugin import build_qwen_plugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin
+from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import build_qwen_plugin
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry

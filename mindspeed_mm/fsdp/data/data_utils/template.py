@@ -14,8 +14,8 @@ from typing import Any
 import jinja2
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.fsdp.data.data_utils.spans import Message, Span, TurnFinder
-from mindspeed_mm.fsdp.data.data_utils.templates_builtin import EMPTY, FORMATS, whisper_format
+from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Message, Span, TurnFinder
+from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import EMPTY, FORMATS, whisper_format
 from mindspeed_mm.fsdp.utils.processor import check_chat_template, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 

@@ -15,7 +15,7 @@ import numpy as np
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.data.data_utils.row_table import Part, find_part
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, find_part
 from mindspeed_mm.fsdp.data.dataloader.order import Step
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, permutation
 

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from mindspeed_mm.core.artifacts import process_age_s
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat, find_sources
 from mindspeed_mm.fsdp.data.sample_cache.codec import unpack
 from mindspeed_mm.fsdp.data.sample_cache.encoding import encode_rows, find_keys, workers_for
 from mindspeed_mm.fsdp.data.sample_cache.folder import CacheFolder, Table

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
-from mindspeed_mm.fsdp.data.data_utils.media_features import MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 
 _HEAD = struct.Struct("<I")
 _ALIGNMENT = 8

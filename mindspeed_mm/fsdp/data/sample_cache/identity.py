@@ -154,7 +154,7 @@ def _model_files(folder: Path) -> dict[str, str]:
 
 def _code(plugin: Any) -> str:
     """Of the modules that make a sample: a change of ours, or of a plugin from outside, makes old samples void."""
-    files = sorted(Path(str(data_utils.__file__)).parent.glob("*.py"))
+    files = sorted(Path(str(data_utils.__file__)).parent.rglob("*.py"))
     module = sys.modules.get(type(plugin).__module__)
     if module is not None and getattr(module, "__file__", None):
         files.append(Path(str(module.__file__)))

@@ -10,9 +10,9 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.data.data_utils.json_reader import parse_row
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.readers import open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import parse_row
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 
 FIELDS = ("prompt", "image", "negative_prompt", "seed")

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.media_geometry import MediaSize
-from mindspeed_mm.fsdp.data.data_utils.image_media import animation_frames, decode_image, probe_image
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import animation_frames, decode_image, probe_image
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, probe_video, read_clip, too_short
 from mindspeed_mm.fsdp.data.data_utils.media import MAX_FILE_BYTES, MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, probe_video, read_clip, too_short
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".3gp", ".3g2"})

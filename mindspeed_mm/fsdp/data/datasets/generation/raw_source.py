@@ -14,7 +14,7 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.data_utils.readers import file_facts
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import file_facts
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.readers import SUFFIXES, RowReader, open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES, RowReader, open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import Place
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat, find_sources
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 _MODE_KEY = "data.dataset_param.basic_parameters.data_storage_mode"
@@ -38,7 +38,7 @@ class TextTable:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.name = path, path.name
         self._lines = _lines(path)
 
     def __len__(self) -> int:
@@ -47,6 +47,10 @@ class TextTable:
     def place(self, index: int) -> Place:
         """Line of the row."""
         return Place(self.path.name, self._lines[index][0])
+
+    def raw(self, index: int) -> bytes:
+        """The line of row `index`."""
+        return self._lines[index][1].encode()
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index` as `file` and `captions`."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
-from mindspeed_mm.fsdp.data.data_utils.video import ClipSampling, too_short
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, too_short
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 

@@ -18,11 +18,11 @@ from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, Outline, Sam
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
-from mindspeed_mm.fsdp.data.data_utils.row_table import Part, open_rows
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, open_rows
+from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, Place, Sample, SampleSize
-from mindspeed_mm.fsdp.data.data_utils.stream_table import open_streamed_rows
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
-from mindspeed_mm.fsdp.data.data_utils.tokens import Tokens
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register

@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.media_parts import read_parts, split_text
-from mindspeed_mm.fsdp.data.data_utils.row_fields import ATTR_KEY, Row, first_column, short, text_of, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, short, text_of, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.tool_calls import read_call_text, read_calls
 
 MESSAGE_COLUMNS = ("conversations", "messages")
 _TAGS = (("role", "content"), ("from", "value"))

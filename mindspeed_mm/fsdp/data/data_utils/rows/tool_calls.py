@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.row_fields import Row, first_column, parsed_json, short
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, parsed_json, short
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
 
 _CALL_WAY_OUT = 'A call is {"name": …, "arguments": {…}}, or a list of such.'

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.image_media import MAX_PIXELS, readable_start
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import MAX_PIXELS, readable_start
 
 OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi", "protocol_whitelist": "file"}
 """Both are needed: a protocol list alone lets an ffconcat text open the files beside it."""

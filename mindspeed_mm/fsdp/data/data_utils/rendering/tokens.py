@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
-from mindspeed_mm.fsdp.data.data_utils.spans import Span
+from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
 
 _OPEN, _CLOSE = "\ue002", "\ue003"
 """Private-use characters around what is to be text."""

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mindspeed_mm.fsdp.data.data_utils.image_media import ImageHeader
-from mindspeed_mm.fsdp.data.data_utils.media_features import ItemSize, MediaFeatures
-from mindspeed_mm.fsdp.data.data_utils.processor_plugin import ProcessorPlugin, video_metadata
-from mindspeed_mm.fsdp.data.data_utils.qwen_patches import PatchGrid, build_image_grid, build_video_grid
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
+from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, VideoClip
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
+from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import PatchGrid, build_image_grid, build_video_grid
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
-from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, VideoClip
 
 _SECONDS_KEYS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds of a patch: as Qwen2.5-VL and as the omni models call it."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.readers import CsvReader, ParquetReader, RowReader, file_facts, open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import CsvReader, ParquetReader, RowReader, file_facts, open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, Source, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import Place
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat, Source, find_sources
 
 
 class Part(NamedTuple):

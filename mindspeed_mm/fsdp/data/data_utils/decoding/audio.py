@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.image_media import readable_start
+from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import readable_start
 
 OPEN_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,aac",

@@ -6,10 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_mm.fsdp.data.data_utils.readers import RowStream, open_stream, stream_facts
-from mindspeed_mm.fsdp.data.data_utils.row_table import display_names
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowStream, open_stream, stream_facts
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import display_names
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, Source, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import Place
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat, Source, find_sources
 
 
 class _File(NamedTuple):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.media_features import ItemSize, MediaFeatures, Placeholder
-from mindspeed_mm.fsdp.data.data_utils.spans import Span
-from mindspeed_mm.fsdp.data.data_utils.tokens import PROTECTED, Encoding, token_span
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, Placeholder
+from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import PROTECTED, Encoding, token_span
 
 
 class Expansion(NamedTuple):

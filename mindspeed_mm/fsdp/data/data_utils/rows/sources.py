@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.suggest import nearest
-from mindspeed_mm.fsdp.data.data_utils.readers import SUFFIXES
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
 
 _KEY = "data.dataset_param.basic_parameters.dataset"
 INFO_FILE = "dataset_info.json"

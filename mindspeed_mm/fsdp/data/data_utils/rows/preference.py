@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.messages import MESSAGE_COLUMNS, add_messages
-from mindspeed_mm.fsdp.data.data_utils.row_fields import ATTR_KEY, Row, first_column, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.messages import MESSAGE_COLUMNS, add_messages
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 
 Context = Callable[[Row, RowFormat, Place], Sample]
 """Makes the sample that both answers go on from."""

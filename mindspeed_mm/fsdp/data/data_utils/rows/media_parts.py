@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.row_fields import Row, first_column, short
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, short
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, REPAIR, MediaItem, MediaKind, Sample
-from mindspeed_mm.fsdp.data.data_utils.sources import RowFormat
 
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 _PART_KINDS: dict[str, MediaKind] = {

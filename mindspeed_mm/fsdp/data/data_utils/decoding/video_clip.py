@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from PIL import Image
 
-from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip
-from mindspeed_mm.fsdp.data.data_utils.video import (
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     ShownFrames,
     VideoHeader,
     check_whole,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.json_reader import (
+from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import (
     MAX_ROW_BYTES,
     JsonReader,
     LineStream,

@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
+from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, FrameSizes, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.media import PixelBudget
-from mindspeed_mm.fsdp.data.data_utils.media_features import (
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     ItemSize,
     MediaFeatures,
     Placeholder,
@@ -25,7 +26,6 @@ from mindspeed_mm.fsdp.data.data_utils.media_features import (
     placeholders_of,
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
-from mindspeed_mm.fsdp.data.data_utils.video_clip import ClipHeader, FrameSizes, VideoClip
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 _KEY = "data.dataset_param.preprocess_parameters"

@@ -1,0 +1,1 @@
+"""Pictures, videos and sounds, from files to pixels and samples."""

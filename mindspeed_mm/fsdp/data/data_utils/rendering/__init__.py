@@ -1,0 +1,1 @@
+"""Conversations as text and tokens: whose words are where."""

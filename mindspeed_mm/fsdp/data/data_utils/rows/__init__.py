@@ -1,0 +1,1 @@
+"""Rows of files: which files, in which format, and what a row becomes."""
