@@ -233,7 +233,11 @@ class DataHook(Hook):
         self._epoch = loader.position.epoch
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Tell when an epoch is over."""
+        """Ranks tell each other of bad samples, so that all of them stop or none; people are told when an epoch is
+        over."""
+        if result.tally.bad_samples:
+            found = {sample: reason for each in self._over_ranks() for sample, reason in each.bad.items()}
+            self._loader.learn_bad_samples(found)
         if self._loader.position.epoch != self._epoch:
             self._epoch = self._loader.position.epoch
             self._tell(engine)

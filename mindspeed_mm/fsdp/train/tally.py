@@ -24,6 +24,8 @@ class Tally:
     slots: int
     """Tokens that are computed, padding included; 0 where a batch has no token ids."""
     label_tokens: int
+    bad_samples: int
+    """Met since the last step, that not all ranks know of yet."""
     stop_requested: bool
     towers: dict[str, int]
     """Modality → how many ranks hold it in this step."""
@@ -35,7 +37,12 @@ class Tally:
 
     @classmethod
     def of(
-        cls, objective: Objective, batches: Sequence[Batch], stop_requested: bool, towers: Mapping[str, bool]
+        cls,
+        objective: Objective,
+        batches: Sequence[Batch],
+        stop_requested: bool,
+        towers: Mapping[str, bool],
+        bad_samples: int = 0,
     ) -> Tally:
         """Tally of this rank's prepared micro-batches."""
         tokens = [objective.tokens(batch) for batch in batches]
@@ -45,6 +52,7 @@ class Tally:
             tokens=sum(each.real for each in tokens),
             slots=sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch),
             label_tokens=sum(each.trained for each in tokens),
+            bad_samples=bad_samples,
             stop_requested=stop_requested,
             towers={name: int(present) for name, present in towers.items()},
         )
@@ -58,17 +66,18 @@ class Tally:
         """
         names, towers = sorted(self.counts), sorted(self.towers)
         counted = [*(self.counts[n] for n in names), *(self.towers[t] for t in towers)]
-        counted += [self.samples, self.tokens, self.slots, self.label_tokens]
+        counted += [self.samples, self.tokens, self.slots, self.label_tokens, self.bad_samples]
         numbers = [*(number * counts_samples for number in counted), int(self.stop_requested)]
         vector = torch.tensor(numbers, dtype=torch.float64)  # whole numbers are exact in it, and so are their sums
         dist.all_reduce(vector, group=group)
-        *varying, samples, tokens, slots, label_tokens, stop = vector.tolist()
+        *varying, samples, tokens, slots, label_tokens, bad_samples, stop = vector.tolist()
         return Tally(
             counts=dict(zip(names, varying, strict=False)),
             samples=int(samples),
             tokens=int(tokens),
             slots=int(slots),
             label_tokens=int(label_tokens),
+            bad_samples=int(bad_samples),
             stop_requested=bool(stop),
             towers={name: int(ranks) for name, ranks in zip(towers, varying[len(names) :], strict=True)},
         )

@@ -216,6 +216,7 @@ class TrainEngine:
             "consumed_samples": self.consumed_samples,
             "skipped_in_a_row": self.skipped_in_a_row,
             "data_position": self.loader.position.to_dict(),
+            "bad_samples": getattr(self.loader, "bad_samples", {}),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -260,7 +261,9 @@ class TrainEngine:
         """Sum over all ranks what a step needs to know before it starts. Host numbers over the host's own backend:
         the device is not waited for."""
         stop = self.stop_signal is not None and self.stop_signal.requested
-        local = Tally.of(self.objective, prepared, stop, self.towers.present(prepared) if self.towers else {})
+        towers = self.towers.present(prepared) if self.towers else {}
+        bad = getattr(getattr(self, "loader", None), "untold_bad_samples", 0)
+        local = Tally.of(self.objective, prepared, stop, towers, bad)
         tally = local if self.all_ranks is None else local.summed_over(self.all_ranks, self.counts_samples)
         if self.towers is not None:
             self.towers.set_active([name for name, ranks in tally.towers.items() if ranks])

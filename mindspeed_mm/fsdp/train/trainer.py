@@ -156,6 +156,8 @@ class Trainer:
             state = resume.load(assembled.model, optimizer, ema)
         if state:
             loader.position = DataPosition.from_dict(state["data_position"])
+            # Of other data they may be repaired.
+            loader.learn_bad_samples({} if self.options.accept_data_change else state.get("bad_samples", {}))
         objective = self._build_objective(assembled, train_set, validation_set)
         engine = self._build_engine(assembled, objective, optimizer, ema, total_steps, state)
         engine.hooks = [*self._build_hooks(assembled, record, resume, loader, validation_set), *self.hooks]

@@ -367,3 +367,37 @@ def test_bad_samples_are_told_at_the_end(yaml: Path, tmp_path: Path) -> None:
     assert [event["step"] for event in told] == [7, 9]  # the second epoch begins with step 7
     assert all(len(event["bad"]) == 1 and "none.png" in str(event["bad"]) for event in told)
     assert "1 bad samples were replaced" in out
+
+
+def few_bad_samples(yaml: Path, tmp_path: Path, *numbers: int) -> tuple[str, ...]:
+    """Overrides: rows in order, some of them bad, of which one may be."""
+    rows = [json.loads(line) for line in (yaml.parent / "rows.jsonl").read_text().splitlines()]
+    for number in numbers:
+        rows[number]["images"] = ["images/none.png"] * max(1, len(rows[number]["images"]))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    basic = "data.dataset_param.basic_parameters"
+    return (
+        f"{basic}.dataset={tmp_path / 'rows.jsonl'}",
+        f"{basic}.on_bad_sample=skip",
+        f"{basic}.max_bad_fraction={0.5 / len(rows)}",  # a part of a row is rounded up
+        "data.dataloader_param.shuffle=false",
+        f"training.save={tmp_path / 'save'}",
+    )
+
+
+def test_bad_samples_are_counted_over_a_stop(yaml: Path, tmp_path: Path) -> None:
+    words = few_bad_samples(yaml, tmp_path, 0, -3)
+    first = mm("train", yaml, *words, "--steps", 2)
+    assert first.code == 0, first.err
+    second = mm("train", yaml, *words)
+    assert second.code == 4
+    assert "2 of 24 samples are bad" in second.err
+    done = [record["step"] for record in lines(tmp_path / "save" / "metrics.jsonl")]
+    assert max(done) < 6  # where the first epoch meets the other row; the second one meets both
+
+
+def test_bad_samples_are_counted_over_ranks(yaml: Path, tmp_path: Path) -> None:
+    """One on each rank, in the first step: no rank by itself would stop."""
+    said = mm("train", yaml, *few_bad_samples(yaml, tmp_path, 0, 5), "--nproc", 2)
+    assert said.code == 4
+    assert "2 of 24 samples are bad" in said.err

@@ -13,7 +13,14 @@ from mindspeed_mm.fsdp.train.tally import Tally
 
 def tally(**counts: float) -> Tally:
     return Tally(
-        counts, samples=3, tokens=2**40 + 1, slots=9, label_tokens=5, stop_requested=False, towers={"image": 1}
+        counts,
+        samples=3,
+        tokens=2**40 + 1,
+        slots=9,
+        label_tokens=5,
+        bad_samples=1,
+        stop_requested=False,
+        towers={"image": 1},
     )
 
 

@@ -36,7 +36,7 @@ class DataCounts:
     shrunk: int = 0
     """Shortened by whole turns."""
     bad: dict[str, str] = field(default_factory=dict)
-    """Rows that could not be used and were replaced → reason."""
+    """Rows that could not be used and were replaced → reason; of all ranks, as far as they told."""
 
 
 class MMDataLoader:
@@ -73,6 +73,7 @@ class MMDataLoader:
         self.counts = DataCounts(bad=dict(getattr(dataset, "left_out", {})))
         self._collate, self._seed, self._workers, self._preload = collate, seed, workers, preload
         self._policy, self._imbalances = Policy(dataset), list[float]()
+        self._told_bad_samples = len(self.counts.bad)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -106,6 +107,27 @@ class MMDataLoader:
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until `epochs` epochs are done."""
         return self.order.steps_for(epochs)
+
+    @property
+    def bad_samples(self) -> dict[str, str]:
+        """Rows that could not be used → reason, for a checkpoint: a resumed run goes on counting."""
+        return dict(self.counts.bad)
+
+    @property
+    def untold_bad_samples(self) -> int:
+        """How many of them the other ranks do not know of."""
+        return len(self.counts.bad) - self._told_bad_samples
+
+    def learn_bad_samples(self, found: dict[str, str]) -> None:
+        """What all ranks found, or a run found before it was stopped.
+
+        Raises:
+            DataError: They are too many.
+        """
+        self.counts.bad = dict(sorted((self.counts.bad | found).items()))
+        self._told_bad_samples = len(self.counts.bad)
+        if found:
+            self._check_bad_fraction()
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call: how uneven the ranks' work was, where it is planned (max/mean, 1.0 is even)."""
