@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.contenders import UnequalWorkError
 from benchmarks.hf_trainer import ProcessorCollator
-from benchmarks.rounds import Rounds
+from benchmarks.rounds import ROUGH, Rounds
 
 BATCH = 16
 CHECKED = ("input_ids", "attention_mask", "labels", "pixel_values", "image_grid_thw")
@@ -207,11 +207,11 @@ def main(folder: Path, rounds: int, limit_s: float) -> None:
             "cache, samples": contenders.cache,
             "cache, batches": contenders.cache_batches,
         },
-    )
+    , *ROUGH)
     in_process.measure(rounds, limit_s)
-    mapping = Rounds(contenders.ours, {"datasets.map": contenders.mapped})
+    mapping = Rounds(contenders.ours, {"datasets.map": contenders.mapped}, *ROUGH)
     mapping.measure(rounds, limit_s)
-    workers = Rounds(partial(contenders.plain, WORKERS), {"on the fly": partial(contenders.ours, WORKERS)})
+    workers = Rounds(partial(contenders.plain, WORKERS), {"on the fly": partial(contenders.ours, WORKERS)}, *ROUGH)
     workers.measure(rounds, limit_s)
     print(
         json.dumps(

@@ -10,9 +10,6 @@ ROWS_A_STEP = 8
 TOKENS_A_ROW = 64
 WARM_UP_STEPS = 3
 MEASURED_STEPS = 20
-AGREE_WITHIN = 0.10
-NEAR_BEST_WITHIN = 0.25
-"""Two ranks that wait for each other on two shared cores: the slower of the two decides, and it changes."""
 
 SHAPES = {
     "dense": Decoder(

@@ -184,7 +184,7 @@ def pack(samples: Sequence[Sample], config: Any) -> dict[str, Any]:
     row: dict[str, Any] = {
         "input_ids": torch.cat([sample["ids"] for sample in samples])[None],
         "shift_labels": torch.cat([sample["shift_labels"] for sample in samples])[None],
-        "loss_weights": torch.cat([torch.arange(length) % 4 / 3 for length in lengths])[None],
+        "loss_weights": torch.cat([(torch.arange(length) % 4 + 1) / 4 for length in lengths])[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,
