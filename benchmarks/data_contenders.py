@@ -207,7 +207,8 @@ def main(folder: Path, rounds: int, limit_s: float) -> None:
             "cache, samples": contenders.cache,
             "cache, batches": contenders.cache_batches,
         },
-    , *ROUGH)
+        *ROUGH,
+    )
     in_process.measure(rounds, limit_s)
     mapping = Rounds(contenders.ours, {"datasets.map": contenders.mapped}, *ROUGH)
     mapping.measure(rounds, limit_s)
