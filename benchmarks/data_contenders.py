@@ -2,7 +2,7 @@
 our loader, our cache, and `datasets.map` with what it stores read again.
 
 `python -m benchmarks.data_contenders FOLDER ROUNDS LIMIT_S` alternates them and prints one JSON line. Nothing is loaded
-anew between passes: what is timed is a pass over all rows.
+anew between passes: what is timed is passes over all rows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from benchmarks.rounds import ROUGH, Rounds
 BATCH = 16
 CHECKED = ("input_ids", "attention_mask", "labels", "pixel_values", "image_grid_thw")
 WORKERS = 2
+FLOOR = "plain DataLoader"
+MAPPINGS = 3
+FAR_APART = (0.5, 1.0)
+"""The rule of rounds whose contenders are several times as slow as the floor."""
 
 
 class Contenders:
@@ -55,9 +59,21 @@ class Contenders:
         order = self._random.sample(range(len(self._rows)), len(self._rows))
         return self._timed({"sample_ids": [self.cached[row]["sample_id"]]} for row in order)
 
-    def cache_batches(self) -> dict[str, Any]:
-        """Our loader over the cache: batches with normalised pixels."""
-        return self._timed(self.our_batches(0, self.cached))
+    def in_turn(self) -> dict[str, float]:
+        """One pass over all rows, ms a sample by each way. They take turns batch by batch, so that a machine that is
+        slow for a moment is slow for all of them."""
+        ways = {
+            FLOOR: iter(self.plain_batches(0)),
+            "on the fly": iter(self.our_batches(0)),
+            "cache, batches": iter(self.our_batches(0, self.cached)),
+        }
+        seconds = dict.fromkeys(ways, 0.0)
+        for _ in range(len(self._rows) // BATCH):
+            for name, batches in ways.items():
+                began = time.perf_counter()
+                next(batches)
+                seconds[name] += time.perf_counter() - began
+        return {name: 1000 * total / len(self._rows) for name, total in seconds.items()}
 
     def mapped(self) -> dict[str, Any]:
         """`datasets.map` in batches, then one pass over what it stored."""
@@ -200,18 +216,10 @@ def main(folder: Path, rounds: int, limit_s: float) -> None:
     """Check, alternate, print."""
     contenders = Contenders(folder)
     contenders.check_equal()
-    in_process = Rounds(
-        contenders.plain,
-        {
-            "on the fly": contenders.ours,
-            "cache, samples": contenders.cache,
-            "cache, batches": contenders.cache_batches,
-        },
-        *ROUGH,
-    )
-    in_process.measure(rounds, limit_s)
-    mapping = Rounds(contenders.ours, {"datasets.map": contenders.mapped}, *ROUGH)
-    mapping.measure(rounds, limit_s)
+    in_turn = [contenders.in_turn() for _ in range(rounds)]
+    reread = [contenders.cache() for _ in range(rounds)]
+    mapping = Rounds(contenders.ours, {"datasets.map": contenders.mapped}, *FAR_APART)
+    mapping.measure(MAPPINGS, limit_s)
     workers = Rounds(partial(contenders.plain, WORKERS), {"on the fly": partial(contenders.ours, WORKERS)}, *ROUGH)
     workers.measure(rounds, limit_s)
     print(
@@ -219,7 +227,8 @@ def main(folder: Path, rounds: int, limit_s: float) -> None:
             {
                 "samples": len(contenders._rows),
                 "cache_bytes_per_sample": contenders.cache_bytes(),
-                "in_process": in_process.summary(),
+                "in_turn": in_turn,
+                "reread": reread,
                 "mapping": mapping.summary(),
                 "workers": workers.summary(),
             }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import conversations, processes
-from benchmarks.data_contenders import BATCH, WORKERS
+from benchmarks.data_contenders import BATCH, FLOOR, WORKERS
 from benchmarks.extraction import inverse
 from benchmarks.figures import Figure, of_spread
 from benchmarks.rounds import spread
@@ -38,11 +38,16 @@ def run(work: Path) -> dict[str, Any]:
 
 def figures(result: dict[str, Any]) -> list[Figure]:
     """Ratios of rates, rates, bytes."""
-    here, mapping, workers = result["in_process"], result["mapping"], result["workers"]
+    in_turn, mapping, workers = result["in_turn"], result["mapping"], result["workers"]
     maps = [one for one in mapping["rounds"] if one["counts"]]
     stored = spread([one["bytes_per_sample"] / 1000 for one in maps])
     return [
-        of_spread("on the fly / plain DataLoader", inverse(here["ratio_to_floor"]["on the fly"]), "×", at_least=1.0),
+        of_spread(
+            "on the fly / plain DataLoader",
+            spread([one[FLOOR] / one["on the fly"] for one in in_turn]),
+            "×",
+            at_least=1.0,
+        ),
         of_spread(
             f"on the fly / plain DataLoader, {WORKERS} workers each",
             inverse(workers["ratio_to_floor"]["on the fly"]),
@@ -52,20 +57,20 @@ def figures(result: dict[str, Any]) -> list[Figure]:
         of_spread(
             "on the fly / datasets.map and one pass", mapping["ratio_to_floor"]["datasets.map"], "×", at_least=5.0
         ),
-        of_spread("cache, samples", _rate(here["contenders"]["cache, samples"]), "samples/s", at_least=LEAST_REREAD),
+        of_spread(
+            "cache, samples",
+            spread([one["samples_per_s"] for one in result["reread"]]),
+            "samples/s",
+            at_least=LEAST_REREAD,
+        ),
         Figure("cache, on disk", result["cache_bytes_per_sample"] / 1000, "kB a sample", MOST_BYTES / 1000),
-        of_spread("cache, batches", _rate(here["contenders"]["cache, batches"]), "samples/s"),
-        of_spread("on the fly", _rate(here["contenders"]["on the fly"]), "samples/s"),
-        of_spread("plain DataLoader", _rate(here["floor"]), "samples/s"),
+        *(
+            of_spread(name, spread([1000 / one[name] for one in in_turn]), "samples/s")
+            for name in ("cache, batches", "on the fly", FLOOR)
+        ),
         of_spread("datasets.map alone", spread([result["samples"] / one["map_s"] for one in maps]), "samples/s"),
         of_spread(
             "datasets.map, one pass over it", spread([result["samples"] / one["reread_s"] for one in maps]), "samples/s"
         ),
         of_spread("datasets.map, on disk", stored, "kB a sample"),
     ]
-
-
-def _rate(times_ms: dict[str, Any]) -> dict[str, Any]:
-    """A spread of milliseconds a sample as samples a second."""
-    rates = inverse(times_ms)
-    return {name: value if name == "n" or value is None else 1000 * value for name, value in rates.items()}

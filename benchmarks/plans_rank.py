@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks import communication_rank
 from benchmarks.communication_cases import Case
 from benchmarks.plans_cases import FLOORS, MEASURED_STEPS, PLANS, SHAPES, TOKENS_A_ROW, WARM_UP_STEPS
-from benchmarks.rounds import ROUGH, Rounds
+from benchmarks.rounds import WILD, Rounds
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.tasks.train import load_with_plugins
@@ -63,7 +63,7 @@ def lead(folder: Path, model: str, accepted: int, limit_s: float) -> dict[str, A
 
     runs = {name: partial(announced, name) for name in plans}
     floor = runs.pop(FLOORS[model])
-    rounds = Rounds(floor, runs, *ROUGH)
+    rounds = Rounds(floor, runs, *WILD)
     rounds.measure(accepted, limit_s)
     dist.broadcast_object_list([None])
     summary = rounds.summary()

@@ -16,8 +16,11 @@ from typing import Any
 AGREE_WITHIN = 0.03
 NEAR_BEST_WITHIN = 0.10
 ROUGH = (0.10, 0.25)
-"""The same two for runs of which a busy machine lets hardly any pass: ranks that wait for each other, passes of a
-second. Their ratios scatter as much; it shows in their lowest and highest."""
+"""The same two for passes of a second, of which a busy machine lets hardly any pass. Their ratios scatter as much; it
+shows in their lowest and highest."""
+WILD = (0.5, 1.5)
+"""The same two for ranks that wait for each other: the slower decides, and it changes. Only what is beyond all measure
+is left out."""
 
 Run = Callable[[], dict[str, Any]]
 """Runs a contender once; the dict's `value` is what is compared, the rest is kept."""

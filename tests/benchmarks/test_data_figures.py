@@ -12,7 +12,7 @@ from PIL import Image
 
 from benchmarks import conversations, data_memory, data_rate
 from benchmarks.contenders import UnequalWorkError
-from benchmarks.data_contenders import CHECKED, Contenders, check_batches
+from benchmarks.data_contenders import CHECKED, FLOOR, Contenders, check_batches
 from benchmarks.rounds import spread
 
 
@@ -57,12 +57,15 @@ def test_a_leak_is_a_rise_and_a_warm_up_is_none() -> None:
 def test_rates_are_inverse_times() -> None:
     rounds = {
         "ratio_to_floor": {"on the fly": spread([0.5, 0.8]), "datasets.map": spread([6.0])},
-        "contenders": {name: spread([0.1, 0.2]) for name in ("on the fly", "cache, samples", "cache, batches")},
-        "floor": spread([1.0]),
         "rounds": [{"counts": True, "bytes_per_sample": 300_000.0, "map_s": 2.0, "reread_s": 8.0}],
     }
-    result = {"samples": 2000, "cache_bytes_per_sample": 38_000.0}
-    found = {f.name: f for f in data_rate.figures(result | dict.fromkeys(("in_process", "mapping", "workers"), rounds))}
+    result = {
+        "samples": 2000,
+        "cache_bytes_per_sample": 38_000.0,
+        "in_turn": [{FLOOR: 1.0, "on the fly": time, "cache, batches": 0.1} for time in (0.5, 0.8)],
+        "reread": [{"samples_per_s": rate} for rate in (5000.0, 10_000.0)],
+    }
+    found = {f.name: f for f in data_rate.figures(result | {"mapping": rounds, "workers": rounds})}
     ratio = found["on the fly / plain DataLoader"]
     assert (ratio.low, ratio.high, ratio.met) == (1.25, 2.0, True)
     cache = found["cache, samples"]
