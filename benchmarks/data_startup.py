@@ -1,7 +1,8 @@
 """From process start to the first batch on a million rows of JSONL, each with a picture; nothing is kept between runs.
 
 `python -m benchmarks.data_startup FOLDER SAMPLER ROWS PACKING` is one start; it prints one JSON line. Files are in the
-page cache, as are the interpreter's and the libraries'.
+page cache, as are the interpreter's and the libraries'. Beside it stands what a user writes without us: every line
+parsed, transformers' processor, a DataLoader.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ROWS = 1_000_000
 ROUNDS = 5
 TIMEOUT_S = 120.0
 TARGET_S = 5.0
+PLAIN = "plain DataLoader"
 WAYS = {"random order": ("BaseRandomBatchSampler", "16", "false"), "packed": ("TokenBudgetSampler", "1", "true")}
 """Sampler, rows of a micro-batch, packing."""
 
@@ -29,11 +31,14 @@ def run(work: Path) -> dict[str, Any]:
     folder = work / "million"
     rows = conversations.prepare("pictures", folder, ROWS)
     starts: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    ways = {PLAIN: ("plain",), **WAYS}
+    starts[PLAIN] = []
     for _ in range(ROUNDS):
-        for name, words in WAYS.items():
+        for name, words in ways.items():
             starts[name].append(start(folder, *words))
             print(f"  {name}: {starts[name][-1]['value']:.2f} s", flush=True)
-    figures = [figure for name, runs in starts.items() for figure in figures_of(name, runs)]
+    figures = [figure for name in WAYS for figure in figures_of(name, starts[name])]
+    figures.append(of_spread(f"{PLAIN}: start to first batch", spread([one["value"] for one in starts[PLAIN]]), "s"))
     return {
         "rows": ROWS,
         "file_bytes": rows.stat().st_size,
@@ -89,5 +94,22 @@ def main(folder: Path, sampler: str, rows: str, packing: str) -> None:
     print(json.dumps({"time": done, **parts, "tokens": batch["input_ids"].numel(), "rows": len(dataset)}))
 
 
+def main_plain(folder: Path) -> None:
+    """The same batch as a user of the DataLoader comes by it."""
+    from torch.utils.data import DataLoader
+
+    from benchmarks.hf_trainer import ProcessorCollator
+    from mindspeed_mm.fsdp.utils.processor import load_processor
+
+    with (folder / "rows.jsonl").open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    collate = ProcessorCollator(load_processor(folder / "model"), folder)
+    batch = next(iter(DataLoader(rows, batch_size=16, shuffle=True, num_workers=2, collate_fn=collate)))  # type: ignore[arg-type]
+    print(json.dumps({"time": time.time(), "tokens": batch["input_ids"].numel(), "rows": len(rows)}), flush=True)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    if sys.argv[2] == "plain":
+        main_plain(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), *sys.argv[2:])
