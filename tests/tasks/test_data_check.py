@@ -206,6 +206,11 @@ class TestBatches:
         assert check.run(good, [*words, finding.fixes[0].what]).findings == []
         assert check.run(good, [*words, *basics(truncation="error")]).exit_code == 4
 
+    def test_a_budget_that_no_row_fits_stops_the_run(self, good: Path) -> None:
+        result = check.run(good, ["data.dataloader_param.max_tokens_per_batch=2"])
+        assert [finding.severity for finding in result.findings] == ["error"]
+        assert result.exit_code == 4
+
     def test_a_part_of_the_rows_says_nothing_about_that(self, good: Path) -> None:
         result = check.run(good, ["training.gradient_accumulation_steps=4"], nproc=4, limit=5)
         assert (result.read, result.rows, result.exit_code) == (5, 24, 0)

@@ -230,7 +230,8 @@ def above_the_budget(tally: Tally, terms: Terms) -> Iterator[Finding]:
         most = getattr(terms.dataloader, name, None)
         over = int((sizes > most).sum()) if most is not None and len(sizes) else 0
         if over:
-            stops = terms.basic.truncation == "error"
+            # Where none fits there is no step to be made of them, whatever the policy.
+            stops = terms.basic.truncation == "error" or over == len(sizes)
             yield Finding(
                 "error" if stops else "warning",
                 f"above {name}",
