@@ -39,8 +39,6 @@ from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, build_objective
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
-from mindspeed_mm.fsdp.models.modelhub import LoadReport
-from mindspeed_mm.fsdp.models.share import whole_of
 from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
@@ -53,6 +51,7 @@ from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward, PlainForwa
 from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, LogHook, ValidationHook
+from mindspeed_mm.fsdp.train.introduction import global_batch, introduce
 from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
 from mindspeed_mm.fsdp.train.pipeline_forward_backward import PipelineForwardBackward
 from mindspeed_mm.fsdp.train.progress import Progress
@@ -68,7 +67,7 @@ from mindspeed_mm.fsdp.train.start_checks import (
 )
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, TrainEngine, without_limit
-from mindspeed_mm.fsdp.utils.device import allow_short_fp32, check_device_count, get_device_type, set_local_device
+from mindspeed_mm.fsdp.utils.device import allow_short_fp32, check_device_count, set_local_device
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 PATIENCE_S = 60.0
@@ -161,7 +160,7 @@ class Trainer:
         objective = self._build_objective(assembled, train_set, validation_set)
         engine = self._build_engine(assembled, objective, optimizer, ema, total_steps, state)
         engine.hooks = [*self._build_hooks(assembled, record, resume, loader, validation_set), *self.hooks]
-        self._introduce(assembled, loader, engine)
+        introduce(self.progress.note, self.config, assembled, loader, engine, self.state)
         if self.options.dry_run:
             self.progress.note("dry run: everything was built, nothing was run")
             return None
@@ -396,21 +395,10 @@ class Trainer:
             "mesh": self.state.describe(),
             "config": redact(resolved_dict(self.config)),
             "dataset": fingerprint(dataset),
-            "global_batch": self._global_batch(),
+            "global_batch": global_batch(training, self.state),
             "seed": training.seed,
             "versions": {"mindspeed-mm": __version__, "torch": torch.__version__},
         }
-
-    def _global_batch(self) -> int:
-        training = self.arguments.training
-        return training.micro_batch_size * training.gradient_accumulation_steps * self.state.data_size
-
-    def _batch_in_words(self, most: int | None) -> str:
-        training = self.arguments.training
-        shares = f"{self.state.data_size} ranks × {training.gradient_accumulation_steps} accumulated"
-        if most is not None:
-            return f"global batch of at most {most:,} tokens × {shares}"
-        return f"global batch {self._global_batch()} = {training.micro_batch_size} × {shares}"
 
     def _facts(self, context: dict[str, Any], engine: TrainEngine) -> dict[str, Any]:
         model_folder = self.arguments.model.model_name_or_path
@@ -424,36 +412,6 @@ class Trainer:
             "total_steps": engine.schedule.total_steps,
             "dataset": context["dataset"],
         }
-
-    def _introduce(self, assembled: Assembled, loader: Any, engine: TrainEngine) -> None:
-        whole = whole_of(assembled.model)
-        parameters = sum(p.numel() for p in whole.parameters())
-        trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-        dtype = self.arguments.parallel.fsdp_plan.param_dtype or "fp32"
-        note = self.progress.note
-        for warning in (*self.config.warnings, *assembled.warnings, *assembled.loaded.warnings):
-            note(f"warning: {warning}")
-        note(
-            f"model  {type(assembled.model).__name__.removeprefix('FSDP')}, {parameters / 1e6:.2f} M parameters "
-            f"({trainable / 1e6:.2f} M trained), {dtype}, attention {assembled.attention}{weights_of(assembled.loaded)}"
-        )
-        if assembled.lora is not None:
-            note(f"lora   {assembled.lora}")
-        if assembled.tensor_plan is not None:
-            note(f"split  {assembled.tensor_plan.describe()}")
-        if assembled.pipeline is not None:
-            note(f"split  {assembled.pipeline.plan.describe()}")
-        if assembled.experts is not None:
-            note(f"split  {assembled.experts.describe()}")
-        if assembled.media is not None:
-            note(f"media  {assembled.media.describe()}")
-        note(f"data   {loader.describe()}, {self._batch_in_words(loader.most_tokens)}")
-        if loader.estimate_note:
-            note(f"data   {loader.estimate_note}")
-        note(
-            f"plan   {get_device_type()} × {self.world_size}, {self.state.describe()}; "
-            f"steps {engine.iteration + 1} to {engine.schedule.total_steps}"
-        )
 
     def _raise_if_stopped(self, engine: TrainEngine) -> None:
         if not engine.stopping or engine.iteration >= engine.schedule.total_steps:
@@ -470,13 +428,6 @@ class Trainer:
             key="training.save_on_signal" if save else "training.save",
             way_out="Set training.save_on_signal=true." if save else "Set training.save to keep checkpoints.",
         )
-
-
-def weights_of(loaded: LoadReport) -> str:
-    """Where the weights came from, for the line that introduces the model; nothing when a checkpoint fills them."""
-    if loaded.folder:
-        return f", weights from {loaded.folder} ({loaded.size_bytes / 2**30:.2f} GiB in {loaded.seconds:.1f} s)"
-    return ", weights from scratch" if loaded.initialized else ""
 
 
 def leave(joined_already: bool, *, wait: bool) -> None:
