@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -187,19 +188,45 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
             module.set_reshard_after_backward(enabled, recurse=False)
 
 
-def set_prefetch(model: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:
+def set_prefetch(
+    model: nn.Module, units: Sequence[Unit], forward: int, backward: int, hooked: Collection[str] = ()
+) -> None:
     """Gather `forward` units ahead in the forward pass and `backward` units ahead in the backward pass.
 
     Only along one stack of blocks. Across stacks it would gather the first block of a tower that a step may not run;
     that copy would be used in a later step, after the weights have changed.
+
+    Args:
+        model: Sharded.
+        units: In execution order.
+        forward: Depth in the forward pass.
+        backward: Depth in the backward pass.
+        hooked: Units whose inner wrapped modules (experts) are gathered whenever they are: at once with them, and ahead
+            with them. Without it, inner modules are gathered when their own turn comes, and everything waits.
     """
     for stack in _stacks(units).values():
         blocks = [_wrapped(model, unit) for unit in stack]
+        inner = [_inside(block) if unit.names[0] in hooked else [] for unit, block in zip(stack, blocks, strict=True)]
         for position, block in enumerate(blocks):
-            if ahead := blocks[position + 1 : position + 1 + forward]:
-                block.set_modules_to_forward_prefetch(ahead)
-            if behind := blocks[max(0, position - backward) : position][::-1]:
-                block.set_modules_to_backward_prefetch(behind)
+            ahead = range(position + 1, min(position + 1 + forward, len(blocks)))
+            behind = range(position - 1, max(position - 1 - backward, -1), -1)
+            if gathered := [*inner[position], *(module for i in ahead for module in (blocks[i], *inner[i]))]:
+                block.set_modules_to_forward_prefetch(gathered)
+            if gathered := [*inner[position][::-1], *(m for i in behind for m in (blocks[i], *inner[i][::-1]))]:
+                block.set_modules_to_backward_prefetch(gathered)
+
+
+@contextmanager
+def gathered_before(model: nn.Module) -> Iterator[None]:
+    """Begin to gather every unit now, in the order of the model; what the step did not run, a tower without media, is
+    let go of at the end."""
+    modules = fsdp_modules(model)
+    handles = [module.unshard(async_op=True) for module in modules]
+    yield
+    for module, handle in zip(modules, handles, strict=True):
+        if handle is not None:
+            handle.wait()
+        module.reshard()
 
 
 def build_precision_policy(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPolicy:
@@ -269,6 +296,16 @@ def _stacks(units: Sequence[Unit]) -> Mapping[str, list[Unit]]:
         if len(unit.names) == 1:
             stacks.setdefault(unit.stack, []).append(unit)
     return stacks
+
+
+def holds_wrapped(block: nn.Module) -> bool:
+    """Whether modules inside a module are wrapped on their own."""
+    return any(module is not block for module in fsdp_modules(block))
+
+
+def _inside(block: FSDPModule) -> list[FSDPModule]:
+    """Wrapped modules inside a wrapped module, in its order."""
+    return [module for module in fsdp_modules(block) if module is not block]  # type: ignore[arg-type]
 
 
 def _wrapped(model: nn.Module, unit: Unit) -> FSDPModule:

@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.distributed.expert_parallel_plan import (
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
     Unit,
     build_expert_options,
+    holds_wrapped,
     is_below,
     plan_units,
     replicate_modules,
@@ -154,8 +155,9 @@ class ParallelApplier:
             return
         if not self._model_shards_itself:
             forward, backward = self._plan.num_to_forward_prefetch, self._plan.num_to_backward_prefetch
+            hooked = self._hook_modules(model)
             for root, units in self._sharded:
-                set_prefetch(root, units, forward, backward)
+                set_prefetch(root, units, forward, backward, _names_in(root, hooked))
 
     def _shard(self, root: nn.Module, model: nn.Module) -> None:
         """Shard `root`: the model, or a stage, which holds some of the model's modules."""
@@ -201,6 +203,30 @@ class ParallelApplier:
         names = resolve_patterns(self._plan.apply_modules, _names(whole_of(model)), key=key)
         if self._pipeline is not None:
             check_units(names, self._pipeline.plan, key)
+        return names
+
+    def _hook_modules(self, model: nn.Module) -> list[str]:
+        """Wrapped modules with wrapped modules inside, which `hook_modules` gathers together."""
+        if not self._plan.hook_modules:
+            return []
+        key = "parallel.fsdp_plan.hook_modules"
+        names = resolve_patterns(self._plan.hook_modules, _names(whole_of(model)), key=key)
+        for root, units in self._sharded:
+            wrapped = [unit.names[0] for unit in units if len(unit.names) == 1]
+            for name in _names_in(root, names):
+                if name not in wrapped:
+                    raise ConfigError(
+                        f"'{name}' is not wrapped itself",
+                        key=key,
+                        way_out=f"Name modules of fsdp_plan.apply_modules, e.g. '{wrapped[0]}'." if wrapped else "",
+                    )
+                if not holds_wrapped(root.get_submodule(name)):
+                    raise ConfigError(
+                        f"'{name}' holds no module that is wrapped on its own",
+                        key=key,
+                        way_out="It is for blocks with experts that are spread (expert_parallel_size above 1), or with "
+                        "modules of fsdp_plan.apply_modules inside.",
+                    )
         return names
 
     def _ignored_modules(self, model: nn.Module) -> list[str]:

@@ -47,9 +47,12 @@ class FsdpPlan(Section):
     num_to_backward_prefetch: Natural = 0
     """Modules gathered ahead in the backward pass."""
     hook_modules: Names | None = None
-    """Parents on which the hooks of inner wrapped modules hang (expert parallelism with prefetch)."""
+    """Wrapped modules that gather the wrapped modules inside them together with themselves, ahead of their turn too:
+    blocks of experts that are spread, e.g. `model.layers.{*}` under `expert_parallel_size`. A gather then runs beside
+    the attention instead of before the experts."""
     pregather: Flag = False
-    """Gather all parameters before the step."""
+    """Begin to gather all parameters before the step's first micro-batch, beside whatever comes first. Costs room for
+    the whole model in `param_dtype`. A pipeline's stages stay gathered anyway: an error there."""
     cpu_offload: Flag = False
     """Keep parameters, gradients and optimizer state on the host."""
     pin_memory: Flag = False

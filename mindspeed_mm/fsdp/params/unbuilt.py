@@ -22,8 +22,6 @@ _OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
 """Keys that data sets of conversations act on, and those of generators do not."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
-    "parallel.fsdp_plan.pregather": (False,),
-    "parallel.fsdp_plan.hook_modules": (None, ()),
     "features.recompute_plan.mode": ("full",),
     "features.loss_cfg.router_aux_loss_offload": (False,),
     "features.enable_chunk_loss": (False,),

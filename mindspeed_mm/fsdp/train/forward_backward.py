@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -60,3 +61,30 @@ class PlainForwardBackward:
             for name, value in self._objective.terms(self._model, batch).items():
                 sums[name] = sums[name] + value if name in sums else value
         return sums
+
+
+class PregatheredForwardBackward:
+    """Another strategy, with all parameters gathered before its first micro-batch (`fsdp_plan.pregather`).
+
+    Args:
+        inner: What is done with the micro-batches.
+        model: The sharded model.
+        gathered: `(model)`: gathers when entered, lets go when left.
+    """
+
+    def __init__(
+        self,
+        inner: ForwardBackward,
+        model: nn.Module,
+        gathered: Callable[[nn.Module], AbstractContextManager[None]],
+    ) -> None:
+        self._inner, self._model, self._gathered = inner, model, gathered
+
+    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
+        """See `ForwardBackward`."""
+        with self._gathered(self._model):
+            return self._inner(micro_batches, denominators)
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> Terms:
+        """See `ForwardBackward`."""
+        return self._inner.evaluate(micro_batches)

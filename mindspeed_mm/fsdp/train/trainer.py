@@ -26,6 +26,7 @@ from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.distributed.fully_shard_parallel import gathered_before
 from mindspeed_mm.fsdp.distributed.launch import (
     gather_hosts,
     initialize_distributed,
@@ -47,7 +48,7 @@ from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.failures import PeersLost, ending_of, explained, has_lost_peers
-from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward, PlainForwardBackward
+from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward, PlainForwardBackward, PregatheredForwardBackward
 from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, LogHook, ValidationHook
@@ -331,7 +332,9 @@ class Trainer:
 
     def _forward_backward(self, assembled: Assembled, objective: Objective) -> ForwardBackward:
         if assembled.pipeline is None:
-            return PlainForwardBackward(assembled.model, objective, set_gradient_sync)
+            plain = PlainForwardBackward(assembled.model, objective, set_gradient_sync)
+            pregathers = self.arguments.parallel.fsdp_plan.pregather
+            return PregatheredForwardBackward(plain, assembled.model, gathered_before) if pregathers else plain
         pp_plan = self.arguments.parallel.pp_plan
         return PipelineForwardBackward(assembled.pipeline, objective, pp_plan, self.device)
 
