@@ -1,0 +1,1 @@
+"""What looks at a run from outside: profilers, the memory tracker, counts of operations."""

@@ -1,0 +1,327 @@
+"""Live memory of a training step, tensor by tensor, on any device: what was held at the peak, by module and category.
+
+A dispatch mode sees every operator below autograd and follows the storages of its tensors from birth to death, so that
+the figures are exact counts of bytes, not samples. What it cannot see is memory that an operator takes and gives back
+inside (workspaces of kernels), and the gaps of an allocator.
+
+    with MemoryTracker(model, optimizer, device) as tracker:
+        ...  # one or more steps
+    tracker.peak().by_category["activations"]
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from mindspeed_mm.fsdp.tools.module_walk import OUTSIDE, ModuleWalk
+
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+GATHERED = "gathered"
+ACTIVATIONS = "activations"
+RECOMPUTED = "recomputed"
+INPUTS = "inputs"
+TEMPORARY = "temporary"
+
+CATEGORIES: dict[str, str] = {
+    PARAMETERS: "weights as the rank keeps them (its shards)",
+    BUFFERS: "buffers of the model",
+    GRADIENTS: "gradients as the rank keeps them",
+    OPTIMIZER: "the optimizer's states",
+    GATHERED: "whole weights, put together from shards while a module needs them",
+    ACTIVATIONS: "what a forward pass leaves for the backward pass",
+    RECOMPUTED: "what a forward pass repeated inside the backward pass makes",
+    INPUTS: "batches, and whatever else was there before the forward pass began",
+    TEMPORARY: "the rest: used and given back inside one pass",
+}
+"""Category → what it holds."""
+
+OPTIMIZER_STEP = "(optimizer step)"
+"""Name of the place where the optimizer works."""
+_ACCELERATOR_BLOCK_BYTES = 512
+"""Accelerators' allocators hand out multiples of it."""
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """What was held when most was held. Bytes."""
+
+    total_bytes: int
+    by_category: dict[str, int]
+    """Category → bytes; the sum is the total."""
+    by_module: dict[str, dict[str, int]]
+    """Innermost module that made it (for weights, gradients and states: that owns the parameter) → category → bytes."""
+    module: str
+    """The module at work at that moment."""
+    direction: str
+    """`forward`, `backward` or `between` passes."""
+    operator: str
+    """The operator whose result was the last straw."""
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A storage of a certain size, from its birth to its death. What it was for may turn out after the peak."""
+
+    size: int
+    module: str
+    born: int
+    """Backward passes begun before it was made."""
+    before_forward: bool
+    """No module had run since the last backward pass."""
+    made_again: bool
+    """Made by a forward pass inside a backward pass."""
+    category: str = ""
+    outlived_forward: bool = False
+
+    def kind(self, passes: int | None = None) -> str:
+        """Its category; `passes`: backward passes begun by now, for one that still lives."""
+        if self.category:
+            return self.category
+        if self.made_again:
+            return RECOMPUTED
+        if not self.outlived_forward and (passes is None or passes == self.born):
+            return TEMPORARY
+        return INPUTS if self.before_forward else ACTIVATIONS
+
+
+@dataclass
+class _Moment:
+    """The highest point so far."""
+
+    total: int = 0
+    held: list[_Held] = field(default_factory=list)
+    module: str = OUTSIDE
+    direction: str = "between"
+    operator: str = ""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Follows the memory of one device while it is entered; may be entered once.
+
+    Args:
+        model: The assembled model.
+        optimizer: Over its parameters; None: nothing is counted as its state.
+        device: Whose tensors count.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self._model, self._optimizer = model, optimizer
+        self._device_type = (device or torch.device("cpu")).type
+        self._block = 1 if self._device_type == "cpu" else _ACCELERATOR_BLOCK_BYTES
+        self._walk = ModuleWalk(model)
+        self._live: dict[int, _Held] = {}
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._optimizing = False
+        self._closed = False
+        self._moment = _Moment()
+        self._is_rising = False
+        """The moment now is the highest, and what is held has not been written down yet."""
+        self._highest: dict[tuple[str, str], int] = {}
+        self.current_bytes = 0
+
+    # --- what is asked of it ------------------------------------------------------------------------------------------
+
+    def peak(self) -> MemoryPeak:
+        """What was held at the highest point."""
+        self._write_down_peak()
+        passes = self._walk.backward_passes
+        modules: dict[str, Counter[str]] = {}
+        for held in self._moment.held:
+            modules.setdefault(held.module, Counter())[held.kind(passes)] += held.size
+        total: Counter[str] = sum(modules.values(), Counter())
+        return MemoryPeak(
+            total_bytes=self._moment.total,
+            by_category={name: total[name] for name in CATEGORIES if total[name]},
+            by_module={name: dict(kinds) for name, kinds in modules.items()},
+            module=self._moment.module,
+            direction=self._moment.direction,
+            operator=self._moment.operator,
+        )
+
+    def module_peaks(self) -> dict[str, dict[str, int]]:
+        """Module → `forward` / `backward` / `between` → most that was held in all while it, or one inside of it, was at
+        work."""
+        return with_parents(self._highest)
+
+    # --- what it follows ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> MemoryTracker:
+        self._walk.__enter__()
+        self._note_state()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        self._real_resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing()  # FSDP2 frees gathered weights so; no operator tells of it
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._real_resize
+        for handle in self._handles:
+            handle.remove()
+        self._note_state()
+        self._write_down_peak()
+        self._walk.__exit__()
+        self._closed = True
+        self._watches.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a subclass goes first: what it does with plain tensors comes here afterwards
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, INPUTS, func, OUTSIDE)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor, "", func)
+        return result
+
+    def _see(self, tensor: torch.Tensor, category: str, func: Any = "", module: str | None = None) -> None:
+        """Note a tensor's storages: new, known, or of another size than before."""
+        if is_traceable_wrapper_subclass(tensor):
+            for inner in plain_tensors(tensor):
+                self._see(inner, category, func, module)
+            return
+        if tensor.device.type != self._device_type or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        held = self._live.get(key)
+        if held is None:
+            self._watches[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
+        elif held.size == self._rounded(storage.nbytes()):
+            return
+        else:
+            category = held.category
+            self._forget(key)
+        self._hold(key, storage.nbytes(), category, str(func), module)
+
+    def _hold(self, key: int, size: int, category: str, operator: str, module: str | None = None) -> None:
+        in_backward, in_forward = self._walk.in_backward, self._walk.in_forward
+        place = module or (OPTIMIZER_STEP if self._optimizing else self._walk.module)
+        held = _Held(
+            size=self._rounded(size),
+            module=place,
+            born=self._walk.backward_passes,
+            before_forward=not (self._walk.has_run or in_backward),
+            made_again=in_backward and in_forward,
+            category=category,
+        )
+        self._live[key] = held
+        self.current_bytes += held.size
+        direction = "forward" if in_forward else "backward" if in_backward else "between"
+        spot = (self._walk.module if not self._optimizing else OPTIMIZER_STEP, direction)
+        self._highest[spot] = max(self._highest.get(spot, 0), self.current_bytes)
+        if self.current_bytes > self._moment.total:
+            self._moment = _Moment(self.current_bytes, [], spot[0], direction, operator)
+            self._is_rising = True
+
+    def _forget(self, key: int) -> None:
+        self._write_down_peak()
+        held = self._live.pop(key)
+        held.outlived_forward = self._walk.backward_passes > held.born
+        self.current_bytes -= held.size
+
+    def _gone(self, key: int) -> None:
+        if not self._closed and key in self._live:
+            self._forget(key)
+            self._watches.pop(key, None)
+
+    def _write_down_peak(self) -> None:
+        """Only before something goes: while memory rises, each new thing would make the last list useless."""
+        if self._is_rising:
+            self._moment.held = list(self._live.values())
+            self._is_rising = False
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._block) * self._block
+
+    # --- what storages are for ----------------------------------------------------------------------------------------
+
+    def _note_state(self) -> None:
+        """Tell parameters, gradients and states from the rest; what is one of them was so at the peak as well."""
+        for name, parameter in self._model.named_parameters():
+            owner = name.rpartition(".")[0] or OUTSIDE
+            self._mark(parameter, PARAMETERS, owner)
+            if parameter.grad is not None:
+                self._mark(parameter.grad, GRADIENTS, owner)
+            if self._optimizer is not None:
+                for state in tree_leaves(dict(self._optimizer.state.get(parameter, {}))):
+                    self._mark(state, OPTIMIZER, owner)
+        for name, buffer in self._model.named_buffers():
+            self._mark(buffer, BUFFERS, name.rpartition(".")[0] or OUTSIDE)
+
+    def _mark(self, value: Any, category: str, module: str) -> None:
+        if not isinstance(value, torch.Tensor):
+            return
+        self._see(value, category, module=module)
+        for tensor in plain_tensors(value):
+            held = self._live.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            if held is not None:
+                held.category, held.module = category, module
+
+    def _before_optimizer(self, *_: Any) -> None:
+        self._note_state()
+        self._optimizing = True
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._optimizing = False
+        self._note_state()
+
+    def _resizing(self) -> Any:
+        real = self._real_resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            key, held = storage._cdata, self._live.get(storage._cdata)
+            result = real(storage, size)
+            if held is not None and held.size != self._rounded(storage.nbytes()):
+                held.category = held.category or GATHERED
+                self._forget(key)
+                self._hold(key, storage.nbytes(), held.category, "resize_", held.module)
+            return result
+
+        return resize_
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with storage that a tensor consists of: itself, or what is inside of a subclass such as DTensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for inner in inside:
+            if isinstance(inner, torch.Tensor):  # a DTensor also names its mesh there
+                yield from plain_tensors(inner)
+    else:
+        yield tensor
+
+
+def with_parents(highest: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Peaks of innermost modules, raised into the modules around them: module → direction → bytes."""
+    peaks: dict[str, dict[str, int]] = {}
+    for (name, direction), size in highest.items():
+        parts = [] if name.startswith("(") else name.split(".")
+        for outer in [name, *(".".join(parts[:length]) for length in range(1, len(parts)))]:
+            of_module = peaks.setdefault(outer, {})
+            of_module[direction] = max(of_module.get(direction, 0), size)
+    return peaks
