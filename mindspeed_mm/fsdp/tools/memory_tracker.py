@@ -143,7 +143,8 @@ class MemoryTracker(TorchDispatchMode):
         passes = self._walk.backward_passes
         modules: dict[str, Counter[str]] = {}
         for held in self._moment.held:
-            modules.setdefault(held.module, Counter())[held.kind(passes)] += held.size
+            if held.size:
+                modules.setdefault(held.module, Counter())[held.kind(passes)] += held.size
         total: Counter[str] = sum(modules.values(), Counter())
         return MemoryPeak(
             total_bytes=self._moment.total,
@@ -207,16 +208,23 @@ class MemoryTracker(TorchDispatchMode):
         if tensor.device.type != self._device_type or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        held = self._live.get(key)
+        held = self._live.get(storage._cdata)
         if held is None:
-            self._watches[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
-        elif held.size == self._rounded(storage.nbytes()):
-            return
+            self._watch(storage)
+            self._hold(storage._cdata, storage.nbytes(), category, str(func), module)
+        elif held.size != self._rounded(storage.nbytes()):
+            self._resized(storage, held.category, str(func))
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._watches[key] = weakref.ref(storage, lambda _: self._gone(key))
+
+    def _resized(self, storage: torch.UntypedStorage, category: str, operator: str) -> None:
+        if storage._cdata in self._live:
+            self._forget(storage._cdata)
         else:
-            category = held.category
-            self._forget(key)
-        self._hold(key, storage.nbytes(), category, str(func), module)
+            self._watch(storage)
+        self._hold(storage._cdata, storage.nbytes(), category, operator)
 
     def _hold(self, key: int, size: int, category: str, operator: str, module: str | None = None) -> None:
         in_backward, in_forward = self._walk.in_backward, self._walk.in_forward
@@ -294,12 +302,12 @@ class MemoryTracker(TorchDispatchMode):
         real = self._real_resize
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            key, held = storage._cdata, self._live.get(storage._cdata)
             result = real(storage, size)
-            if held is not None and held.size != self._rounded(storage.nbytes()):
-                held.category = held.category or GATHERED
-                self._forget(key)
-                self._hold(key, storage.nbytes(), held.category, "resize_", held.module)
+            held = self._live.get(storage._cdata)
+            if storage.device.type == self._device_type:
+                if held is not None and held.category in ("", INPUTS):
+                    held.category = GATHERED
+                self._resized(storage, held.category if held is not None else GATHERED, "resize_")
             return result
 
         return resize_
