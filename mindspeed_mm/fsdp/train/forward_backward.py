@@ -11,6 +11,8 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
+from mindspeed_mm.fsdp.utils import ranges
+from mindspeed_mm.fsdp.utils.ranges import named
 
 
 class ForwardBackward(Protocol):
@@ -47,9 +49,11 @@ class PlainForwardBackward:
         for index, batch in enumerate(micro_batches):
             if len(micro_batches) > 1:
                 self._set_gradient_sync(self._model, index == len(micro_batches) - 1)
-            terms = self._objective.terms(self._model, batch)
-            normalised = {name: value / denominators[name] for name, value in terms.items()}
-            torch.stack(list(normalised.values())).sum().backward()
+            with named(ranges.FORWARD):
+                terms = self._objective.terms(self._model, batch)
+                normalised = {name: value / denominators[name] for name, value in terms.items()}
+            with named(ranges.BACKWARD):
+                torch.stack(list(normalised.values())).sum().backward()
             for name, value in normalised.items():
                 totals[name] = totals[name] + value.detach() if name in totals else value.detach()
         return totals

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.distributed.pipeline_stage import StageModule, Work
 from mindspeed_mm.fsdp.distributed.pipeline_torch import OwnShapes, build_schedule, run_schedule
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
+from mindspeed_mm.fsdp.utils.ranges import PIPELINE, named
 
 
 class PipelineForwardBackward:
@@ -70,7 +71,8 @@ class PipelineForwardBackward:
             stage.lay_out(before, after)
         if count not in self._schedules:
             self._schedules[count] = build_schedule(self._plan.schedule, self._stages, count)
-        run_schedule(self._schedules[count], self._stages, count)
+        with named(PIPELINE):
+            run_schedule(self._schedules[count], self._stages, count)
         for module in self._pipeline.stages:
             module.work = None
 

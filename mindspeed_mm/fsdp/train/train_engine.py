@@ -24,15 +24,17 @@ from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
-from mindspeed_mm.fsdp.optimizer.adamw import set_lr
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
 from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.optimizer.groups import set_lr
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.failures import explained_out_of_memory, sample_ids, shortened
 from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.tally import Tally
+from mindspeed_mm.fsdp.utils import ranges
+from mindspeed_mm.fsdp.utils.ranges import named
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,11 @@ class TrainEngine:
 
     def _run(self, steps: Iterator[list[Batch]]) -> None:
         while self.iteration < self.last_step and not self.stopping:
-            with self.phase(f"step {self.iteration + 1}", self.training.step_timeout_s):
+            number = self.iteration + 1
+            with self.phase(f"step {number}", self.training.step_timeout_s), named(f"{ranges.STEP}{number}"):
                 started = time.perf_counter()
-                micro_batches = next(steps)
+                with named(ranges.DATA_WAIT):
+                    micro_batches = next(steps)
                 waited = time.perf_counter() - started
                 result = self.train_step(micro_batches, data_seconds=waited)
             for hook in self.hooks:
@@ -179,16 +183,19 @@ class TrainEngine:
         """One optimizer step. `micro_batches` are this rank's; what the objective counts in them is summed over all
         ranks first, so that each loss term has one denominator."""
         started = time.perf_counter()
-        prepared = [self.objective.prepare(batch) for batch in micro_batches]
-        tally = self._tally(prepared)
+        with named(ranges.PREPARE):
+            prepared = [self.objective.prepare(batch) for batch in micro_batches]
+            tally = self._tally(prepared)
         lr = self.schedule.at(self.iteration)
         set_lr(self.optimizer, lr)
         with explained_out_of_memory(prepared, self.iteration + 1, self.rank):
             local_losses = self.forward_backward([self._own(b) for b in prepared], tally.denominators)
-            norm = self._norm()
+            with named(ranges.CLIP):
+                norm = self._norm()
             for hook in self.hooks:
                 hook.on_gradients(self, norm)
-            losses, grad_norm_value = self._read_together(local_losses, norm)
+            with named(ranges.READ):
+                losses, grad_norm_value = self._read_together(local_losses, norm)
             finite = all(map(math.isfinite, (*losses.values(), grad_norm_value)))
             if finite:
                 self._update(norm)
@@ -255,7 +262,8 @@ class TrainEngine:
 
     def _own(self, prepared: Batch) -> Batch:
         """What this rank computes of a micro-batch, on its device. Counted was the whole of it."""
-        return move(prepared if self.context is None else self.context.split(prepared), self.device)
+        with named(ranges.TO_DEVICE):
+            return move(prepared if self.context is None else self.context.split(prepared), self.device)
 
     def _tally(self, prepared: Sequence[Batch]) -> Tally:
         """Sum over all ranks what a step needs to know before it starts. Host numbers over the host's own backend:
@@ -287,10 +295,13 @@ class TrainEngine:
 
     def _update(self, norm: torch.Tensor) -> None:
         if self.training.clip_grad > 0:
-            clip_grads_(self.model.parameters(), norm, self.training.clip_grad, foreach=self.training.clip_grad_foreach)
-        self.optimizer.step()
-        if self.ema is not None:
-            self.ema.update(self.iteration + 1)
+            with named(ranges.CLIP):
+                foreach = self.training.clip_grad_foreach
+                clip_grads_(self.model.parameters(), norm, self.training.clip_grad, foreach=foreach)
+        with named(ranges.OPTIMIZER):
+            self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update(self.iteration + 1)
 
     def _refuse(self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]) -> str:
         """A step that is not finite was not applied: say where it came from, and stop when the policy says so."""
