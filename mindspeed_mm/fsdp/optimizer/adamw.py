@@ -1,101 +1,221 @@
-"""AdamW over parameter groups: which weights decay, which learn faster."""
+"""AdamW a stretch of the parameters at a time: its moments may be packed, and they and the gradients may live on the
+host. The arithmetic is torch's own."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from typing import Any
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch.optim.adamw import adamw
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.patterns import resolve_patterns
-from mindspeed_mm.fsdp.models.share import first_names, whole_of
-from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.optimizer.gradient_offload import forget_gradients, offloaded
+from mindspeed_mm.fsdp.optimizer.shards import local
+from mindspeed_mm.fsdp.optimizer.state_formats import MOMENTS, Format, format_of
+from mindspeed_mm.fsdp.optimizer.streaming import Cargo, bucket_bytes, work_in_buckets
+from mindspeed_mm.fsdp.utils.device import memory_room_bytes
+
+PIECE = 1 << 21
+"""Numbers that are updated at a time. It does not depend on the memory there is: what is drawn by chance for a number
+is the same on all ranks that hold it."""
+HOST = torch.device("cpu")
 
 
-def build_optimizer(model: nn.Module, training: TrainingArguments) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) on the trainable parameters of a sharded model.
+@dataclass
+class Piece:
+    """A stretch of one parameter's part, flat."""
 
-    Each group carries `lr_scale`, the factor of `training.lr_scaling_plan`; `set_lr` multiplies it in.
+    parameter: torch.Tensor
+    gradient: torch.Tensor | None
+    """None: it comes from the host."""
+    factor: torch.Tensor | None
+    moments: list[tuple[Format, list[torch.Tensor]]]
+    step: float
+    """Steps done before this one."""
+    seed: int
 
-    Raises:
-        ConfigError: No parameter is trainable, or a pattern matches nothing.
+
+class Ready(NamedTuple):
+    """A piece with all that torch's AdamW takes."""
+
+    piece: Piece
+    gradient: torch.Tensor
+    numbers: list[torch.Tensor]
+    """The two moments, unpacked."""
+    kept: list[list[torch.Tensor]]
+    """Where they are packed again, on the device."""
+
+
+class StreamedAdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov & Hutter 2019). With `state_dtype` None the same to the bit as torch's.
+
+    Args:
+        groups: Of parameters.
+        names: Parameter → its name in the whole model, for what is drawn by chance.
+        state_dtype: `training.optimizer_state_dtype`.
+        swaps: Keep the moments on the host.
+        memory_share: Of the device's memory, that may be in use while the moments come and go.
+        options: Of `torch.optim.AdamW`.
     """
-    groups = parameter_groups(model, training)
-    return torch.optim.AdamW(
-        groups,
-        lr=training.lr,
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_eps,
-        fused=training.adam_fused,
-    )
 
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        names: Mapping[torch.Tensor, str],
+        *,
+        state_dtype: str | None = None,
+        swaps: bool = False,
+        memory_share: float = 0.8,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, **options)
+        self.state_dtype, self.swaps, self._memory_share = state_dtype, swaps, memory_share
+        self._names = names
+        for group in self.param_groups:
+            for parameter in group["params"] if not group["matrices"] else ():
+                self._check(parameter)
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group `lr` times its own scale."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+    @property
+    def kind(self) -> str:
+        """What its state is, whoever computes it and wherever it lives."""
+        return " ".join(filter(None, ["AdamW", self.state_dtype]))
 
+    def state_device(self, key: str, parameter: torch.Tensor) -> torch.device:
+        """Where an entry of a parameter's state is kept. The step is counted on the host: it is needed there."""
+        on_host = key == "step" or (self.swaps and key.startswith(MOMENTS))
+        return HOST if on_host else local(parameter).device
 
-def parameter_groups(model: nn.Module, training: TrainingArguments) -> list[dict[str, Any]]:
-    """Trainable parameters by (weight decay, lr scale); vectors (norms, biases) and what is named do not decay.
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, wherever they are."""
+        super().zero_grad(set_to_none)
+        forget_gradients(parameter for group in self.param_groups for parameter in group["params"])
 
-    The groups are those of the whole model: a stage of a pipeline may have no parameter in some of them.
-    """
-    whole, copies = whole_of(model), first_names(model)
-    trainable = {name: p for name, p in whole.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise ConfigError("every parameter is frozen", key="model.freeze", way_out="Leave something to train.")
-    undecayed = _undecayed_names(whole, trainable, training)
-    scales = _lr_scales(trainable, training)
-    by_settings: dict[tuple[float, float], list[nn.Parameter]] = {}
-    settings = {name: (0.0 if name in undecayed else training.weight_decay, scales[name]) for name in trainable}
-    for each in settings.values():
-        by_settings.setdefault(each, [])
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            by_settings[settings[copies.get(name, name)]].append(parameter)
-    return [
-        {
-            "params": parameters,
-            "weight_decay": decay,
-            "lr_scale": scale,
-            "lr": training.lr * scale,
-        }
-        for (decay, scale), parameters in sorted(by_settings.items(), key=lambda item: item[0])
-    ]
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        self._update_all()
 
+    def _update_all(self) -> None:
+        for group in self.param_groups:
+            if not group["matrices"]:
+                self._update_group(group)
 
-def _undecayed_names(model: nn.Module, trainable: dict[str, nn.Parameter], training: TrainingArguments) -> set[str]:
-    names = {name for name, parameter in trainable.items() if parameter.ndim < 2}
-    if training.no_decay_params:
-        names.update(
-            resolve_patterns(training.no_decay_params, trainable, key="training.no_decay_params", allow_suffix=True)
+    def _update_group(self, group: dict[str, Any]) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None or offloaded(parameter) is not None:
+                by_device.setdefault(local(parameter).device, []).append(parameter)
+        for device, parameters in by_device.items():
+            cargo = (piece for parameter in parameters for piece in self._pieces(parameter))
+            most = bucket_bytes(memory_room_bytes(self._memory_share))
+            work_in_buckets(cargo, partial(self._update, group), most, device)
+            for parameter in parameters:
+                self.state[parameter]["step"] += 1
+
+    def _update(self, group: dict[str, Any], bucket: list[Cargo[Piece]]) -> None:
+        """torch's AdamW on the pieces of a bucket."""
+        ready = [_unpacked(cargo) for cargo in bucket]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [each.piece.parameter for each in ready],
+            [each.gradient for each in ready],
+            [each.numbers[0] for each in ready],
+            [each.numbers[1] for each in ready],
+            [],
+            _counters([each.piece for each in ready], group),
+            foreach=group["foreach"],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
         )
-    modules = dict(model.named_modules())
-    for pattern in training.no_decay_modules:
-        # A class name (`LayerNorm`) or a module pattern (`model.visual.*`).
-        found = [name for name, module in modules.items() if type(module).__name__.removeprefix("FSDP") == pattern]
-        for module in found or resolve_patterns([pattern], modules, key="training.no_decay_modules"):
-            names.update(name for name in trainable if name.startswith(f"{module}."))
-    return names
+        for each in ready:
+            for (how, _), numbers, kept in zip(each.piece.moments, each.numbers, each.kept, strict=True):
+                how.pack(numbers, kept, each.piece.seed)
 
-
-def _lr_scales(names: Iterable[str], training: TrainingArguments) -> dict[str, float]:
-    """First match wins; a rule that matches no parameter is an error."""
-    names = list(names)
-    scales = dict.fromkeys(names, 1.0)
-    taken: set[str] = set()
-    for index, rule in enumerate(training.lr_scaling_plan or ()):
-        matched = {name for name in names if re.search(rule.match, name)}
-        if not matched:
-            raise ConfigError(
-                f"'{rule.match}' matches no trainable parameter",
-                key=f"training.lr_scaling_plan[{index}].match",
-                way_out=f"Parameters look like '{names[0]}'.",
+    def _pieces(self, parameter: torch.Tensor) -> Iterator[Cargo[Piece]]:
+        """A parameter's part in stretches, with what has to come from the host."""
+        state, formats = self._state_of(parameter), self._formats(parameter)
+        away = offloaded(parameter)
+        own, step = local(parameter).view(-1), float(state["step"])
+        gradient = local(away.host if away is not None else parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        flat = {key: local(tensor).view(-1) for key, tensor in state.items() if key != "step"}
+        for start in range(0, own.numel(), PIECE):
+            end = min(start + PIECE, own.numel())
+            moments = [(how, [_stretch(flat[key], own, start, end) for key in how.state_keys()]) for how in formats]
+            piece = Piece(
+                own[start:end],
+                None if away is not None else gradient[start:end],
+                away.factor if away is not None else None,
+                moments,
+                step,
+                _seed(self._names[parameter], step, start),
             )
-        scales.update(dict.fromkeys(matched - taken, rule.scale))
-        taken |= matched
-    return scales
+            visits = [tensor for _, tensors in moments for tensor in tensors] if self.swaps else []
+            yield Cargo(piece, visits, [gradient[start:end]] if away is not None else [], self._extra(formats, piece))
+
+    def _extra(self, formats: list[Format], piece: Piece) -> int:
+        """Bytes of moments as numbers, and of what packing takes."""
+        packed = [how for how in formats if how.dtype != piece.parameter.dtype]
+        return sum((48 if how.block else 16) * piece.parameter.numel() for how in packed)
+
+    def _formats(self, parameter: torch.Tensor) -> list[Format]:
+        return [format_of(key, parameter, self.state_dtype) for key in MOMENTS]
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for how in self._formats(parameter):
+                state |= how.room(parameter, self.state_device(how.key, parameter))
+        return state
+
+    def _check(self, parameter: torch.Tensor) -> None:
+        self._formats(parameter)
+        if not local(parameter).is_contiguous():
+            raise ConfigError(
+                f"the shard of {self._names[parameter]} does not lie in one stretch of memory",
+                key="training.optimizer",
+                way_out="Use adamw without optimizer_state_dtype and gradient offload.",
+            )
+
+
+def _unpacked(cargo: Cargo[Piece]) -> Ready:
+    piece, staged = cargo.item, list(cargo.staged)
+    kept = [tensors for _, tensors in piece.moments]
+    if cargo.visits:
+        kept = [[staged.pop(0) for _ in tensors] for tensors in kept]
+    gradient = piece.gradient if piece.gradient is not None else staged.pop(0)
+    if piece.factor is not None:
+        gradient.mul_(piece.factor)
+    dtype = piece.parameter.dtype
+    numbers = [how.unpack(tensors, dtype) for (how, _), tensors in zip(piece.moments, kept, strict=True)]
+    return Ready(piece, gradient, numbers, kept)
+
+
+def _seed(*what: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "big")
+
+
+def _stretch(kept: torch.Tensor, own: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """The part of what is kept for the numbers from `start` to `end`: blocks have one factor."""
+    each = own.numel() // kept.numel()
+    return kept[start // each : end // each]
+
+
+def _counters(pieces: list[Piece], group: dict[str, Any]) -> list[torch.Tensor]:
+    """Numbers of steps for torch to count up, where it wants them."""
+    if not (group["fused"] or group["capturable"]):
+        return [torch.tensor(piece.step) for piece in pieces]
+    device, steps = pieces[0].parameter.device, {piece.step for piece in pieces}
+    if len(steps) == 1:
+        return list(torch.full((len(pieces),), *steps, dtype=torch.float32, device=device).unbind())
+    return [torch.full((), piece.step, dtype=torch.float32, device=device) for piece in pieces]

@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded
+from mindspeed_mm.fsdp.optimizer.shards import local
+
 ShardGroups = tuple[dist.ProcessGroup, ...]
 
 
@@ -40,7 +43,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | No
     device = _mesh_device(parameters[0])
     total = torch.zeros((), dtype=dtype, device=device)
     for groups, members in _by_shard_groups(trainable).items():
-        squares = _sum_of_squares([p.grad for p in members if p.grad is not None], dtype, device)
+        squares = _sum_of_squares(members, dtype, device)
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += squares
@@ -61,8 +64,11 @@ def clip_grads_(
         max_norm: Upper bound of the norm afterwards.
         foreach: Scale many gradients in one call; None and True are the same, False goes one by one.
     """
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    parameters = list(parameters)
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for kept in filter(None, map(offloaded, parameters)):
+        kept.factor = scale.to(kept.norm.device)  # where the computation will be
     for device, same_device in _by_device(gradients).items():
         factor = scale.to(device)
         if foreach is False:
@@ -90,12 +96,14 @@ def _shard_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardGro
     return tuple(mesh.get_group(axis) for axis in cut)
 
 
-def _sum_of_squares(gradients: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _sum_of_squares(parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Σ g² of this rank's shards, as a 0-d tensor on `device`."""
+    norms = [kept.norm.to(dtype) for kept in map(offloaded, parameters) if kept is not None]
+    for same_device in _by_device([local(p.grad) for p in parameters if p.grad is not None]).values():
+        norms += torch._foreach_norm(same_device, 2.0, dtype=dtype)
     total = torch.zeros((), dtype=dtype, device=device)
-    for same_device in _by_device([_local(gradient) for gradient in gradients]).values():
-        norms = torch._foreach_norm(same_device, 2.0, dtype=dtype)
-        total += torch.stack(norms).square().sum().to(device, non_blocking=True)
+    for same_device in _by_device(norms).values():
+        total += torch.stack(same_device).square().sum().to(device, non_blocking=True)
     return total
 
 
@@ -104,10 +112,6 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)
     return found
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _mesh_device(parameter: nn.Parameter) -> torch.device:

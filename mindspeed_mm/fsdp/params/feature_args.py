@@ -96,6 +96,8 @@ class FeatureArguments(Section):
     """Move activations to the host."""
     activation_offload_plan: ActivationOffloadPlan = Field(default_factory=ActivationOffloadPlan)
     """Whose activations."""
+    enable_gradient_offload: Flag = False
+    """Move gradients to the host as soon as they are summed over ranks, and add those of micro-batches up there."""
     enable_chunk_mbs: Flag = False
     """Run some modules on slices of the micro-batch."""
     chunkmbs_plan: ChunkMbsPlan = Field(default_factory=ChunkMbsPlan)

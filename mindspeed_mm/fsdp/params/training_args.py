@@ -83,7 +83,11 @@ class TrainingArguments(Section):
     no_decay_params: Names = ()
     """Parameter names that are not decayed, besides biases."""
     optimizer: Literal["adamw", "adamw_swap", "muon"] = "adamw"
-    """Optimizer. adamw_swap keeps its state on the host."""
+    """Optimizer. adamw_swap: AdamW with its moments on the host, from where they come and go in buckets during the
+    update. muon: orthogonal updates of the matrices of the model's blocks (also of each expert), AdamW for the rest."""
+    optimizer_state_dtype: Literal["bf16", "int8"] | None = None
+    """How AdamW keeps its moments between steps; null: as the weights that it updates, fp32 as a rule. bf16: the second
+    one rounded by chance, so that it is right in the mean. int8: in blocks, by torchao."""
     adam_fused: Flag = True
     """Use the fused kernel of AdamW."""
     adam_beta1: Beta = 0.9
@@ -93,11 +97,14 @@ class TrainingArguments(Section):
     adam_eps: Annotated[Number, Field(gt=0)] = 1e-8
     """Term added to the denominator."""
     mem_fraction_static: Ratio = 0.8
-    """adamw_swap: share of device memory it may use."""
+    """adamw_swap and gradient offload: share of the device's memory that may be in use while moments and gradients
+    come and go. Their buckets take what is free below it when the update begins, two at a time, each 256 MiB at most
+    and no less than 2 million numbers. On a CPU it is a share of the host's memory."""
     matched_adamw_rms: NotNegative = 0.2
-    """muon: size of an update, matched to AdamW's."""
+    """muon: root mean square of an update at rate 1, to match AdamW's: the direction is multiplied by
+    matched_adamw_rms √max(rows, columns). 0: by √max(1, rows / columns) instead, as it was first published."""
     muon_momentum: Beta = 0.95
-    """muon: momentum."""
+    """muon: decay of the momentum (Nesterov's)."""
     ns_steps: Positive = 5
     """muon: Newton-Schulz iterations."""
     clip_grad: NotNegative = 1.0

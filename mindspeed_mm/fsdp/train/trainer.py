@@ -40,7 +40,7 @@ from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, build_objective
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
-from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer
+from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -149,7 +149,7 @@ class Trainer:
                 load_weights=resume.checkpoint is None,
                 packs=bool(self.options.packs),
             )
-            optimizer = build_optimizer(assembled.model, self.arguments.training)
+            optimizer = build_optimizer(assembled.model, self.arguments.training, self.arguments.features)
             ema = Ema(assembled.model, self.arguments.training.ema) if self.arguments.training.ema.enable else None
         with self._setup("loading the checkpoint"):
             seed_everything(self.arguments.training.seed, self.state.random_rank)
@@ -332,7 +332,9 @@ class Trainer:
 
     def _forward_backward(self, assembled: Assembled, objective: Objective) -> ForwardBackward:
         if assembled.pipeline is None:
-            plain = PlainForwardBackward(assembled.model, objective, set_gradient_sync)
+            offloads = self.arguments.features.enable_gradient_offload  # the host adds gradients up that are summed
+            sync = (lambda _model, _enabled: None) if offloads else set_gradient_sync
+            plain = PlainForwardBackward(assembled.model, objective, sync)
             pregathers = self.arguments.parallel.fsdp_plan.pregather
             return PregatheredForwardBackward(plain, assembled.model, gathered_before) if pregathers else plain
         pp_plan = self.arguments.parallel.pp_plan

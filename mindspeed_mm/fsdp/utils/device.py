@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,3 +111,52 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "device" in state and get_device_type() != "cpu":
         get_torch_device().set_rng_state(state["device"])
+
+
+class Beside:
+    """A queue of copies that runs beside the computation; on a CPU everything happens in its turn.
+
+    Args:
+        device: Where the computation runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._queue = torch.Stream(device) if device.type != "cpu" else None
+
+    def __enter__(self) -> None:
+        if self._queue is not None:
+            self._queue.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._queue is not None:
+            self._queue.__exit__(*error)
+
+    def mark(self) -> torch.Event | None:
+        """The point that the queue has come to, for `wait_for`."""
+        return self._queue.record_event() if self._queue is not None else None
+
+    def follow(self) -> None:
+        """What is queued from here on starts after what the computation has been given so far."""
+        if self._queue is not None:
+            self._queue.wait_stream(torch.accelerator.current_stream(self._queue.device))
+
+    def wait_for(self, mark: torch.Event | None) -> None:
+        """Let the computation go on once the queue has passed a mark; the host does not wait."""
+        if self._queue is not None and mark is not None:
+            torch.accelerator.current_stream(self._queue.device).wait_event(mark)
+
+    def finish(self) -> None:
+        """Let the computation go on once the queue is empty; the host does not wait."""
+        if self._queue is not None:
+            torch.accelerator.current_stream(self._queue.device).wait_stream(self._queue)
+
+
+def memory_room_bytes(share: float) -> int:
+    """Bytes that this process may still take until the device is filled to `share`; memory of the host on a CPU."""
+    if get_device_type() == "cpu":
+        page = os.sysconf("SC_PAGE_SIZE")
+        free, total = os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    else:
+        free, total = torch.accelerator.get_memory_info()
+        free += torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+    return max(0, int(share * total) - (total - free))

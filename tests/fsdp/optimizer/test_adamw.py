@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.optimizer.adamw import build_optimizer, parameter_groups, set_lr
+from mindspeed_mm.fsdp.optimizer.build import build_optimizer
+from mindspeed_mm.fsdp.optimizer.groups import parameter_groups, set_lr
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
 

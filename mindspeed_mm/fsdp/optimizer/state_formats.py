@@ -1,0 +1,161 @@
+"""How the moments of AdamW are kept between steps: as they are, in bf16, or in 8 bits.
+
+In the step they are what the parameter is (fp32 masters, usually): a moment is unpacked, used and packed again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.optimizer.shards import local, room_like
+
+KEY = "training.optimizer_state_dtype"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALE = "_scale"
+"""Ends the key of the factors of an 8-bit moment; the codes have the key of the moment."""
+BLOCK, LEAST_BLOCK, LEAST_NUMEL = 256, 32, 4096
+"""Neighbours in a row that share a factor, as in torchao and bitsandbytes (Dettmers et al. 2021, arXiv:2110.02861);
+fewer where rows are no multiple of it. Tensors of fewer numbers, and vectors, are not worth packing."""
+
+
+class Format(NamedTuple):
+    """How one moment of one parameter is kept.
+
+    Args:
+        key: `exp_avg` or `exp_avg_sq`.
+        dtype: Of what is kept.
+        block: Numbers that share a factor; 0: there are none.
+    """
+
+    key: str
+    dtype: torch.dtype
+    block: int = 0
+
+    def room(self, parameter: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+        """A moment of zeros, by key of the state."""
+        if not self.block:
+            return {self.key: room_like(parameter, self.dtype, device)}
+        size = (*parameter.shape[:-1], parameter.shape[-1] // self.block)
+        kept = {
+            self.key: room_like(parameter, self.dtype, device),
+            self.key + SCALE: room_like(parameter, torch.float32, device, size),
+        }
+        # Code 0 is not the number 0.
+        local(kept[self.key]).fill_(_code_of_zero(self.is_signed))
+        return kept
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether the moment has negative numbers."""
+        return self.key == MOMENTS[0]
+
+    def state_keys(self) -> tuple[str, ...]:
+        """Keys of the state that the moment takes."""
+        return (self.key, self.key + SCALE) if self.block else (self.key,)
+
+    def unpack(self, kept: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The numbers, flat; what is kept itself where that is of the dtype."""
+        if not self.block:
+            return kept[0].to(dtype)
+        codes, scale = kept
+        numbers = _numbers(self.is_signed, codes.device)[codes.int()].view(-1, self.block)
+        return numbers.mul_(scale.view(-1, 1)).flatten().to(dtype)
+
+    def pack(self, numbers: torch.Tensor, kept: Sequence[torch.Tensor], seed: int) -> None:
+        """Write flat numbers into what is kept.
+
+        Args:
+            numbers: From `unpack`, updated.
+            kept: What it was unpacked from.
+            seed: Of the rounding.
+        """
+        if self.block:
+            from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+
+            scaled, scale = scale_tensor(numbers.float(), self.block)
+            kept[0].copy_(quantize_8bit_with_qmap(scaled, _numbers(self.is_signed, numbers.device)))
+            kept[1].copy_(scale)
+        elif self.dtype == numbers.dtype:
+            if numbers.data_ptr() != kept[0].data_ptr():
+                kept[0].copy_(numbers)
+        elif self.is_signed:
+            kept[0].copy_(numbers)
+        else:
+            kept[0].copy_(rounded_to_bf16(numbers, seed))
+
+
+def format_of(key: str, parameter: torch.Tensor, choice: str | None) -> Format:
+    """How a moment of a parameter is kept. It depends on the whole parameter alone, so that a checkpoint fits any
+    number of ranks.
+
+    Args:
+        key: Of the moment.
+        parameter: Sharded or not.
+        choice: `training.optimizer_state_dtype`.
+    """
+    if choice == "bf16":
+        return Format(key, torch.bfloat16)
+    block = next((size for size in _blocks() if parameter.ndim > 1 and parameter.shape[-1] % size == 0), 0)
+    if choice != "int8" or not block or parameter.numel() < LEAST_NUMEL:
+        return Format(key, parameter.dtype)
+    if own := local(parameter).shape[-1] % block:
+        raise ConfigError(
+            f"'int8' packs {block} numbers of a row together, and the rows of a parameter {tuple(parameter.shape)} are "
+            f"cut between ranks so that {own} are left over",
+            key=KEY,
+            way_out="Set bf16, or parallel.tensor_parallel_size=1.",
+        )
+    return Format(key, torch.uint8, block)
+
+
+def check_packages(choice: str | None) -> None:
+    """Raise `ConfigError` when the package that packs is absent."""
+    if choice == "int8" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "'int8' needs the package torchao, which is not installed",
+            key=KEY,
+            way_out="pip install 'mindspeed-mm[lowbit]', or set bf16.",
+        )
+
+
+def rounded_to_bf16(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers in bf16, up or down by chance, so that they are right in the mean.
+
+    The second moment changes by at most 1 − β₂ of itself in a step, 0.1 % by default; bf16 has 0.4 % to 0.8 % between
+    neighbours. Rounded to the nearest it would never fall again. What is drawn depends on `seed` alone: a resumed run,
+    and ranks that hold copies, draw the same.
+    """
+    generator = torch.Generator(numbers.device).manual_seed(seed)
+    noise = torch.randint(0, 1 << 16, numbers.shape, dtype=torch.int32, device=numbers.device, generator=generator)
+    return noise.add_(numbers.float().view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+
+
+def _blocks() -> list[int]:
+    """Sizes of a block, the largest first."""
+    return [BLOCK >> shift for shift in range(BLOCK.bit_length()) if BLOCK >> shift >= LEAST_BLOCK]
+
+
+_tables: dict[tuple[bool, torch.device], torch.Tensor] = {}
+
+
+def _numbers(is_signed: bool, device: torch.device) -> torch.Tensor:
+    """The 256 numbers in [-1, 1] or [0, 1] that codes stand for, rising (Dettmers 2015, arXiv:1511.04561)."""
+    if (is_signed, device) not in _tables:
+        _tables[is_signed, device] = torch.tensor(_table(is_signed), dtype=torch.float32, device=device)
+    return _tables[is_signed, device]
+
+
+def _table(is_signed: bool) -> Any:
+    # Importing torchao takes seconds: only what asks for 8 bits does.
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    return create_dynamic_map(signed=is_signed)
+
+
+def _code_of_zero(is_signed: bool) -> int:
+    return int(_table(is_signed).index(0))

@@ -1,0 +1,128 @@
+"""Work on tensors that live on the host, in buckets: while one is worked on, the next comes in and the last goes home.
+
+Two buffers on the device take turns. On an accelerator the copies run beside the computation; on a CPU the same copies
+are made, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+from mindspeed_mm.fsdp.utils.device import Beside
+
+MOST_BYTES = 256 << 20
+"""Larger buckets win no time: moving one takes milliseconds, starting to move it microseconds."""
+_ALIGNED = 512
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Cargo(Generic[Item]):
+    """Something to work on, and its tensors on the host.
+
+    Args:
+        item: Whatever the work is done on.
+        visits: Host tensors, flat: they come in, and go home changed.
+        gifts: Host tensors, flat, that only come in.
+        extra_bytes: What the work on it takes besides.
+    """
+
+    item: Item
+    visits: Sequence[torch.Tensor] = ()
+    gifts: Sequence[torch.Tensor] = ()
+    extra_bytes: int = 0
+    staged: list[torch.Tensor] = field(default_factory=list)
+    """While it is worked on: copies of `visits` and `gifts` on the device."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Room that it takes in a buffer."""
+        return sum(_room(tensor) for tensor in (*self.visits, *self.gifts))
+
+
+def bucket_bytes(room: int) -> int:
+    """Size of a bucket where so many bytes may be used: two are on the device at a time, and work takes a third."""
+    return max(0, min(MOST_BYTES, room // 3))
+
+
+def in_buckets(cargo: Iterable[Cargo[Item]], most_bytes: int) -> Iterator[list[Cargo[Item]]]:
+    """Consecutive pieces, as many as fit; at least one."""
+    bucket: list[Cargo[Item]] = []
+    held = 0
+    for piece in cargo:
+        size = piece.moved_bytes + piece.extra_bytes
+        if bucket and held + size > most_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(piece)
+        held += size
+    if bucket:
+        yield bucket
+
+
+def work_in_buckets(
+    cargo: Iterable[Cargo[Item]],
+    work: Callable[[list[Cargo[Item]]], None],
+    most_bytes: int,
+    device: torch.device,
+    beside: Beside | None = None,
+) -> None:
+    """Do `work` on all pieces, bucket by bucket, with their tensors on the device.
+
+    Args:
+        cargo: What is worked on; their tensors on the host are pinned where there is an accelerator.
+        work: Is handed the pieces of a bucket, `staged` filled; it changes the copies of `visits` in place.
+        most_bytes: Of a bucket; a single piece may be larger.
+        device: Where the work is done.
+        beside: What runs the copies.
+    """
+    buckets = list(in_buckets(cargo, most_bytes))
+    sizes = [sum(piece.moved_bytes for piece in bucket) for bucket in buckets]
+    if not any(sizes):
+        for bucket in buckets:
+            work(bucket)
+        return
+    beside = beside or Beside(device)
+    buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in buckets[:2]]
+    beside.follow()  # whatever last used the memory of the buffers, and wrote what comes in, comes first
+    arrived = [_bring(buckets[0], buffers[0], beside)]
+    for number, bucket in enumerate(buckets):
+        if number + 1 < len(buckets):  # into the buffer that the bucket before this one has left
+            arrived.append(_bring(buckets[number + 1], buffers[(number + 1) % 2], beside))
+        beside.wait_for(arrived[number])
+        work(bucket)
+        beside.follow()
+        _take_home(bucket, beside)
+    beside.finish()
+
+
+def _bring(bucket: list[Cargo[Item]], buffer: torch.Tensor, beside: Beside) -> torch.Event | None:
+    start = 0
+    with beside:
+        for piece in bucket:
+            piece.staged = []
+            for tensor in (*piece.visits, *piece.gifts):
+                size = tensor.numel() * tensor.element_size()
+                copy = buffer[start : start + size].view(tensor.dtype)
+                copy.copy_(tensor, non_blocking=True)
+                piece.staged.append(copy)
+                start += _room(tensor)
+        return beside.mark()
+
+
+def _take_home(bucket: list[Cargo[Item]], beside: Beside) -> None:
+    with beside:
+        for piece in bucket:
+            for home, copy in zip(piece.visits, piece.staged, strict=False):
+                home.copy_(copy, non_blocking=True)
+            piece.staged = []
+
+
+def _room(tensor: torch.Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    return -(-size // _ALIGNED) * _ALIGNED
