@@ -11,6 +11,7 @@ import sys
 from types import ModuleType
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.utils.device import get_device_type
 
 _NAME = "torchao"
 
@@ -35,8 +36,8 @@ def load_torchao(part: str = "", *, key: str) -> ModuleType:
     """
     if sys.modules.get(_NAME, _NAME) is None:
         del sys.modules[_NAME]
-    # Its kernels are for accelerators; without one it would complain of each library that cannot be loaded.
-    os.environ.setdefault("TORCHAO_SKIP_LOADING_SO_FILES", "1")
+    if get_device_type() == "cpu":  # it would complain of each library of kernels that cannot be loaded
+        os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     name = f"{_NAME}.{part}" if part else _NAME
     try:
         return importlib.import_module(name)
