@@ -57,8 +57,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "training.lora.disable_peft_moe_conversion": (True,),
     "training.lora.use_dora": (False,),
     "training.lora.quantize": (None,),
-    "tools.profile.enable": (False,),
-    "tools.memory_profile.enable": (False,),
     "inference.adapter": (None,),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""

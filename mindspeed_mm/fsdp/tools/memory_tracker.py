@@ -124,7 +124,8 @@ class MemoryTracker(TorchDispatchMode):
         self._model, self._optimizer = model, optimizer
         self._device_type = (device or torch.device("cpu")).type
         self._block = 1 if self._device_type == "cpu" else _ACCELERATOR_BLOCK_BYTES
-        self._walk = ModuleWalk(model)
+        self._walk = ModuleWalk(model, self._read_allocator)
+        self._highest_allocated: dict[tuple[str, str], int] = {}
         self._live: dict[int, _Held] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._optimizing = False
@@ -159,6 +160,10 @@ class MemoryTracker(TorchDispatchMode):
         """Module → `forward` / `backward` / `between` → most that was held in all while it, or one inside of it, was at
         work."""
         return with_parents(self._highest)
+
+    def allocated_peaks(self) -> dict[str, dict[str, int]]:
+        """As `module_peaks`, as the accelerator's allocator counts it; empty on a CPU, which has none."""
+        return with_parents(self._highest_allocated)
 
     # --- what it follows ----------------------------------------------------------------------------------------------
 
@@ -227,23 +232,20 @@ class MemoryTracker(TorchDispatchMode):
         self._hold(storage._cdata, storage.nbytes(), category, operator)
 
     def _hold(self, key: int, size: int, category: str, operator: str, module: str | None = None) -> None:
-        in_backward, in_forward = self._walk.in_backward, self._walk.in_forward
-        place = module or (OPTIMIZER_STEP if self._optimizing else self._walk.module)
+        spot = self._spot()
         held = _Held(
             size=self._rounded(size),
-            module=place,
+            module=module or spot[0],
             born=self._walk.backward_passes,
-            before_forward=not (self._walk.has_run or in_backward),
-            made_again=in_backward and in_forward,
+            before_forward=not (self._walk.has_run or self._walk.in_backward),
+            made_again=self._walk.in_backward and self._walk.in_forward,
             category=category,
         )
         self._live[key] = held
         self.current_bytes += held.size
-        direction = "forward" if in_forward else "backward" if in_backward else "between"
-        spot = (self._walk.module if not self._optimizing else OPTIMIZER_STEP, direction)
         self._highest[spot] = max(self._highest.get(spot, 0), self.current_bytes)
         if self.current_bytes > self._moment.total:
-            self._moment = _Moment(self.current_bytes, [], spot[0], direction, operator)
+            self._moment = _Moment(self.current_bytes, [], *spot, operator)
             self._is_rising = True
 
     def _forget(self, key: int) -> None:
@@ -256,6 +258,20 @@ class MemoryTracker(TorchDispatchMode):
         if not self._closed and key in self._live:
             self._forget(key)
             self._watches.pop(key, None)
+
+    def _read_allocator(self) -> None:
+        """Just before another module is at work: the highest of this one. The host asks, the device is not waited
+        for."""
+        if self._device_type != "cpu":
+            spot = self._spot()
+            peak = torch.accelerator.max_memory_allocated()
+            self._highest_allocated[spot] = max(self._highest_allocated.get(spot, 0), peak)
+            torch.accelerator.reset_peak_memory_stats()
+
+    def _spot(self) -> tuple[str, str]:
+        in_backward = self._walk.in_backward
+        direction = "forward" if self._walk.in_forward else "backward" if in_backward else "between"
+        return OPTIMIZER_STEP if self._optimizing else self._walk.module, direction
 
     def _write_down_peak(self) -> None:
         """Only before something goes: while memory rises, each new thing would make the last list useless."""
@@ -292,9 +308,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def _before_optimizer(self, *_: Any) -> None:
         self._note_state()
+        self._read_allocator()
         self._optimizing = True
 
     def _after_optimizer(self, *_: Any) -> None:
+        self._read_allocator()
         self._optimizing = False
         self._note_state()
 

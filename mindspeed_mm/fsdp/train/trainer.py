@@ -55,6 +55,7 @@ from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageColle
 from mindspeed_mm.fsdp.train.introduction import global_batch, introduce
 from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
 from mindspeed_mm.fsdp.train.pipeline_forward_backward import PipelineForwardBackward
+from mindspeed_mm.fsdp.train.profile_hooks import build_profile_hooks
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
 from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
@@ -359,7 +360,7 @@ class Trainer:
         hooks.append(DataHook(loader, self.data_group, record, self.progress))
         if training.manual_gc_interval > 0:
             hooks.append(GarbageCollectionHook(training.manual_gc_interval))
-        return hooks
+        return [*hooks, *build_profile_hooks(self.arguments, self.rank, self.world_size, self.progress.note)]
 
     def _hugging_face_saves(self) -> HuggingFaceSaves | None:
         training = self.arguments.training

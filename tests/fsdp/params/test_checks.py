@@ -124,8 +124,6 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
         ("training.quantization_plan", {"recipe_name": "mxfp8"}),
         ("model.mtp_num_layers", 1),
         ("data.dataset_param.attr.ranking", True),
-        ("tools.profile.enable", True),
-        ("tools.memory_profile.enable", True),
     ],
 )
 def test_using_a_feature_that_is_not_built_is_one_error_that_names_the_key(key: str, value: Any) -> None:

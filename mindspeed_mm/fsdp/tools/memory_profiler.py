@@ -1,0 +1,97 @@
+"""Records the memory of some steps: the peak by module and category, and on an accelerator the allocator's history,
+which https://pytorch.org/memory_viz shows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.artifacts import make_writable_folder
+from mindspeed_mm.fsdp.params.tools_args import MemoryProfile
+from mindspeed_mm.fsdp.tools.memory_report import MemoryReport, write_report
+from mindspeed_mm.fsdp.tools.memory_tracker import MemoryTracker
+from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
+
+
+def idle_settings(settings: MemoryProfile) -> list[str]:
+    """What of the settings means nothing on this device, in words."""
+    if get_device_type() != "cpu":
+        return []
+    defaults = MemoryProfile()
+    return [
+        f"tools.memory_profile.{name} is for an accelerator's allocator and means nothing on cpu"
+        for name in ("stacks", "max_entries")
+        if getattr(settings, name) != getattr(defaults, name)
+    ]
+
+
+class MemoryProfiler:
+    """Records from `start` to `stop`.
+
+    Args:
+        settings: The `tools.memory_profile` section.
+        folder: Where reports and snapshots go.
+        rank: Global rank; part of the files' names.
+        model: The assembled model.
+        optimizer: Over its parameters.
+        device: Whose memory counts.
+    """
+
+    def __init__(
+        self,
+        settings: MemoryProfile,
+        folder: Path,
+        rank: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+    ) -> None:
+        self._settings, self._folder, self._rank, self._device = settings, folder, rank, device
+        self._tracker = MemoryTracker(model, optimizer, device)
+        self._has_history = device.type != "cpu"
+
+    def start(self, next_step: int) -> None:
+        """Begin before `next_step`."""
+        make_writable_folder(self._folder)
+        self._first = next_step
+        if self._has_history:
+            get_torch_device().memory._record_memory_history(
+                max_entries=self._settings.max_entries or sys.maxsize, stacks=self._settings.stacks
+            )
+        self._tracker.__enter__()
+
+    def stop(self, last_step: int) -> MemoryReport:
+        """End after `last_step` and write what was found.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        self._tracker.__exit__(None, None, None)
+        by_module = self._settings.mem_info
+        report = MemoryReport(
+            rank=self._rank,
+            steps=(self._first, last_step),
+            device=self._device.type,
+            peak=self._tracker.peak(),
+            module_peaks=self._tracker.module_peaks() if by_module else {},
+            allocated_peaks=self._tracker.allocated_peaks() if by_module else {},
+        )
+        try:
+            written = write_report(report, self._folder)
+            if self._has_history:
+                get_torch_device().memory._dump_snapshot(str(written.with_suffix(".pickle")))
+        finally:
+            self._end_history()
+        return report
+
+    def abandon(self) -> None:
+        """End without a report: the run has failed."""
+        self._tracker.__exit__(None, None, None)
+        self._end_history()
+
+    def _end_history(self) -> None:
+        if self._has_history:
+            get_torch_device().memory._record_memory_history(enabled=None)
