@@ -34,7 +34,7 @@ from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel 
 from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy  # noqa: E402
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier  # noqa: E402
-from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead  # noqa: E402
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss  # noqa: E402
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy  # noqa: E402
 from mindspeed_mm.fsdp.models.spec import resolve_spec  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups  # noqa: E402
@@ -201,7 +201,7 @@ def two_stages(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
     pp_plan = {"schedule": "interleaved1f1b", "virtual_stages": 2}
     parallel = ParallelArguments.model_validate({"pp_plan": pp_plan})
     pipeline = split_into_stages(model, parallel, get_parallel_state())
-    objective = TokenCrossEntropy(model, LabelledRowsHead(model.lm_head))
+    objective = TokenCrossEntropy(model, HeadLoss(model.lm_head))
     pipeline.build_stages([], casts_inputs=False)
     pipeline.equalise()
     rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(ROWS)]

@@ -6,8 +6,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from mindspeed_mm.fsdp.distributed.tensor_parallel import vocabulary_ranks
 from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks, all_reduce
+
+
+class SplitVocabulary:
+    """A vocabulary cut over ranks, for a loss that computes with it (`ops.linear_cross_entropy.VocabularyShare`).
+
+    Args:
+        ranks: Of the group, in the order of their parts.
+    """
+
+    def __init__(self, ranks: TensorRanks) -> None:
+        self._ranks = ranks
+        self.rank = ranks.rank
+
+    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum over ranks."""
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._ranks.group)
+        return numbers
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in a new tensor."""
+        return all_reduce(numbers, self._ranks)
+
+    def token_losses(self, logits_NV: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `vocabulary_cross_entropy`, and with it (N,) log Σ exp of whole rows."""
+        return _VocabularyCrossEntropy.apply(logits_NV, targets, self)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def split_vocabulary(model: nn.Module) -> SplitVocabulary | None:
+    """The vocabulary of a model that was split; None where its logits are whole."""
+    ranks = vocabulary_ranks(model)
+    return SplitVocabulary(ranks) if ranks is not None else None
 
 
 def vocabulary_cross_entropy(logits_NV: torch.Tensor, targets: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
@@ -23,28 +56,31 @@ def vocabulary_cross_entropy(logits_NV: torch.Tensor, targets: torch.Tensor, ran
     Returns:
         (N,); sum or weigh it.
     """
-    return _VocabularyCrossEntropy.apply(logits_NV, targets, ranks)  # type: ignore[no-untyped-call]
+    return SplitVocabulary(ranks).token_losses(logits_NV, targets)[0]
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, targets: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-        own = targets - ranks.rank * logits_NV.shape[1]
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, targets: torch.Tensor, vocabulary: SplitVocabulary
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own = targets - vocabulary.rank * logits_NV.shape[1]
         elsewhere = (own < 0) | (own >= logits_NV.shape[1])
         own = own.masked_fill(elsewhere, 0).unsqueeze(1)
-        largest = logits_NV.amax(dim=1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
+        largest = vocabulary.largest(logits_NV.amax(dim=1))
         shifted_NV = logits_NV - largest.unsqueeze(1)
-        at_target = all_reduce(shifted_NV.gather(1, own).squeeze(1).masked_fill(elsewhere, 0), ranks)
+        at_target = vocabulary.total(shifted_NV.gather(1, own).squeeze(1).masked_fill(elsewhere, 0))
         probabilities_NV = shifted_NV.exp_()
-        total = all_reduce(probabilities_NV.sum(dim=1), ranks)
+        total = vocabulary.total(probabilities_NV.sum(dim=1))
         probabilities_NV /= total.unsqueeze(1)
         ctx.save_for_backward(probabilities_NV, own, elsewhere)
-        return total.log() - at_target
+        return total.log() - at_target, total.log() + largest
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """softmax − one-hot of the target, times the row's gradient."""
+        """softmax − one-hot of the target, times the row's gradient; softmax alone for log Σ exp."""
         probabilities_NV, own, elsewhere = ctx.saved_tensors
-        one = (~elsewhere).to(probabilities_NV.dtype).unsqueeze(1)
-        return probabilities_NV.scatter_add(1, own, -one) * gradients[0].unsqueeze(1), None, None
+        of_losses, of_logsums = gradients
+        at_target = of_losses.masked_fill(elsewhere, 0).unsqueeze(1)
+        scaled_NV = probabilities_NV * (of_losses + of_logsums).unsqueeze(1)
+        return scaled_NV.scatter_add_(1, own, -at_target), None, None

@@ -103,6 +103,10 @@ class FlowMatching:
         whole = each * len(batch["sample_ids"])
         return BatchTokens(whole, whole)
 
+    def describe(self) -> str:
+        """For the log."""
+        return "flow matching"
+
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sum over samples of the weighted mean squared error."""
         exact, latents = self._exact_dtype, batch["latents"].to(self._exact_dtype)

@@ -7,23 +7,19 @@ global denominator; any split of a batch then gives the same loss and the same g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.labelled_rows import IGNORED_LABEL, LabelledRowsHead, labelled_rows, labels_per_sample
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, output_of
+from mindspeed_mm.fsdp.loss.labelled_rows import IGNORED_LABEL, labelled_rows, labels_per_sample
 
 Terms = dict[str, torch.Tensor]
 """Loss terms by name, each a 0-d tensor."""
-
-
-TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(N, V) logits and (N,) targets → (N,) cross-entropies; V may be this rank's part of the vocabulary."""
 
 
 class BatchTokens(NamedTuple):
@@ -59,6 +55,10 @@ class Objective(Protocol):
         """Run the model; each term's *sum* over this micro-batch, differentiable."""
         ...
 
+    def describe(self) -> str:
+        """For the log: which loss runs."""
+        ...
+
 
 class ModelInputs:
     """Keeps of a batch what a model's `forward` takes: the engine's own keys never reach it."""
@@ -81,30 +81,23 @@ class ModelInputs:
 
 
 class TokenCrossEntropy:
-    """Next-token cross-entropy, computed by us from the logits of labelled tokens.
+    """Next-token cross-entropy of labelled tokens, computed by us.
 
-    loss = Σ w_t · (−log p(token_t | before)) / N. With `per_sample=False`, w_t is the token's weight in `loss_weights`
-    (1 where the batch has none) and N = Σ w over the whole step. With `per_sample=True`, that weight is divided by the
-    sum over its sample, and N = samples that have a label.
+    loss = Σ w_t · (−log p(token_t | before)) / N, and beside it, where the head has a coefficient for it, the z-loss
+    coefficient · Σ w_t · (log Σ exp(logits_t))² / N. With `per_sample=False`, w_t is the token's weight in
+    `loss_weights` (1 where the batch has none) and N = Σ w over the whole step. With `per_sample=True`, that weight is
+    divided by the sum over its sample, and N = samples that have a label.
 
     Transformers' own loss is fp32 even for fp64 models and its shift crosses the borders of packed documents; here the
     shift is the collator's, and fp64 logits stay fp64.
     """
 
-    term = "loss"
+    term, z_term = "loss", "z_loss"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        head: LabelledRowsHead,
-        *,
-        per_sample: bool = False,
-        token_losses: TokenLosses | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, head: HeadLoss, *, per_sample: bool = False) -> None:
         self._inputs = ModelInputs(model)
         self._head = head
         self._per_sample = per_sample
-        self._token_losses = token_losses
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Add the labelled rows, their targets and, where they do not count alike, their weights."""
@@ -124,24 +117,24 @@ class TokenCrossEntropy:
         return text_tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """The weights of label tokens, or labelled samples."""
+        """The weights of label tokens, or labelled samples; the same for both terms."""
         if self._per_sample:
-            return {self.term: sum(batch["_labelled_samples"] for batch in batches)}
-        return {self.term: sum(batch.get("_weight_sum", len(batch["_rows"])) for batch in batches)}
+            denominator = sum(batch["_labelled_samples"] for batch in batches)
+        else:
+            denominator = sum(batch.get("_weight_sum", len(batch["_rows"])) for batch in batches)
+        return dict.fromkeys(self._terms(), denominator)
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
-        """Sum of the weighted cross-entropy over the labelled tokens of this micro-batch."""
-        with self._head.select(batch["_rows"]):
-            logits_NV = output_of(model(**self._inputs(batch)), "logits")
-        logits_NV = logits_NV.reshape(-1, logits_NV.shape[-1])
-        if logits_NV.dtype != torch.float64:
-            logits_NV = logits_NV.float()
-        if "_weights" not in batch and self._token_losses is None:
-            return {self.term: F.cross_entropy(logits_NV, batch["_targets"], reduction="sum")}
-        token_losses = (self._token_losses or plain_token_losses)(logits_NV, batch["_targets"])
-        if "_weights" in batch:
-            token_losses = token_losses * batch["_weights"].to(token_losses.dtype)
-        return {self.term: token_losses.sum()}
+        """Sums over the labelled tokens of this micro-batch."""
+        sums = self._head.of_model(model, self._inputs(batch), batch["_rows"], batch["_targets"], batch.get("_weights"))
+        return dict(zip(self._terms(), sums, strict=False))
+
+    def describe(self) -> str:
+        """For the log."""
+        return f"cross-entropy{' by sample' if self._per_sample else ''}, {self._head.describe()}"
+
+    def _terms(self) -> list[str]:
+        return [self.term, self.z_term] if self._head.z_loss_coef else [self.term]
 
 
 class ModelLoss:
@@ -186,6 +179,10 @@ class ModelLoss:
         extra = {"num_items_in_batch": 1} if self.sums_tokens else {}
         return {self.term: output_of(model(**self._inputs(batch), **extra), "loss")}
 
+    def describe(self) -> str:
+        """For the log."""
+        return "the model's own, " + ("a sum over tokens" if self.sums_tokens else "a mean of each micro-batch")
+
 
 def _weights_per_sample(labelled: torch.Tensor, weights: torch.Tensor | None) -> Batch:
     """What a batch is prepared with when samples count alike.
@@ -210,23 +207,6 @@ def text_tokens(batch: Batch) -> BatchTokens:
     return BatchTokens(real, int((labels != IGNORED_LABEL).sum()))
 
 
-def output_of(output: Any, name: str) -> torch.Tensor:
-    """The named tensor of a model's output, a dict or an object.
-
-    Raises:
-        ConfigError: The model does not return it.
-    """
-    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    if value is None:
-        raise ConfigError(
-            f"the model's output has no '{name}'",
-            key="features.loss_cfg.loss_type",
-            way_out="'raw' takes the model's own `loss`, the other types take its `logits`: return it, or choose the "
-            "other.",
-        )
-    return value
-
-
 def _accepts_item_count(model: nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters
     return "num_items_in_batch" in parameters or (
@@ -234,21 +214,13 @@ def _accepts_item_count(model: nn.Module) -> bool:
     )
 
 
-def plain_token_losses(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """(N,) cross-entropies of logits over the whole vocabulary."""
-    return F.cross_entropy(logits_NV, targets_N, reduction="none")
-
-
-def build_objective(
-    loss_type: str | None, model: nn.Module, head: LabelledRowsHead | None, token_losses: TokenLosses | None = None
-) -> Objective:
+def build_objective(loss_type: str | None, model: nn.Module, head: HeadLoss | None) -> Objective:
     """The objective that `features.loss_cfg.loss_type` names; not given: cross-entropy where the model has a head.
 
     Args:
         loss_type: The name.
         model: Built.
-        head: Its output head, if it has one.
-        token_losses: Cross-entropy where each rank has a part of the vocabulary.
+        head: The loss of its output head, if it has one.
 
     Raises:
         ConfigError: Cross-entropy is asked for and the model has no output head.
@@ -263,4 +235,4 @@ def build_objective(
             key="features.loss_cfg.loss_type",
             way_out="Set 'raw' to use the loss that the model returns.",
         )
-    return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss", token_losses=token_losses)
+    return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss")

@@ -135,6 +135,10 @@ class WithRouterAux:
         share = balance_share(logits, self._routers.choices, real_T, self._groups)
         return terms | {TERM: self._coefficient * share}
 
+    def describe(self) -> str:
+        """For the log."""
+        return f"{self._objective.describe()}; router balance {self._coefficient:g}"
+
 
 def balance_share(
     logits: Sequence[torch.Tensor],

@@ -34,18 +34,24 @@ class LossConfig(Section):
     router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the router's load-balancing loss of mixture-of-experts models."""
     router_aux_loss_offload: Flag = False
-    """Keep router statistics on the host."""
+    """Keep what the backward pass of the router's loss needs (probabilities of all tokens and layers) on the host until
+    then."""
+    z_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of the z-loss: the mean over label tokens of (log Σ exp(logits))², which keeps logits from drifting
+    (PaLM, arXiv:2204.02311: 1e-4). It has the denominator of the loss, and a line of its own in the log."""
 
 
 class ChunkLossPlan(Section):
     """The output head and the loss computed in slices of tokens, so that the logits are never whole."""
 
     apply_module: str = "lm_head"
-    """The output head."""
+    """The output head, by its name or the end of it."""
     chunk_size: Positive | None = 1024
-    """Tokens in a slice."""
+    """Label tokens in a slice (`enable_chunk_loss`); null is the default. Logits of one slice are alive at a time."""
     total_chunk_size: Positive | None = 4096
-    """Tokens in all slices that are alive at once (`enable_dynamic_chunk_loss`)."""
+    """Most label tokens alive at once (`enable_dynamic_chunk_loss`); null is the default. A micro-batch with n of them
+    goes through in s = ceil(n / total_chunk_size) slices of ceil(n / s): as few as possible, all alike. Nothing else
+    is asked, so that a run gives the same numbers on every device."""
 
 
 class ActivationOffloadPlan(Section):
@@ -87,9 +93,11 @@ class FeatureArguments(Section):
     loss_cfg: LossConfig = Field(default_factory=LossConfig)
     """The loss."""
     enable_chunk_loss: Flag = False
-    """Compute head and loss in slices."""
+    """Compute output head and cross-entropy in slices of tokens, by liger's kernel where it is installed on CUDA or an
+    NPU: the logits of a micro-batch are never held."""
     enable_dynamic_chunk_loss: Flag = False
-    """Choose the slice size by the free memory."""
+    """The same with a slice size that follows the label tokens of each micro-batch (`total_chunk_size`); it goes before
+    `enable_chunk_loss`."""
     chunkloss_plan: ChunkLossPlan = Field(default_factory=ChunkLossPlan)
     """The slices."""
     enable_activation_offload: Flag = False

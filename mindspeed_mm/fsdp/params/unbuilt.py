@@ -23,9 +23,6 @@ _OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "features.recompute_plan.mode": ("full",),
-    "features.loss_cfg.router_aux_loss_offload": (False,),
-    "features.enable_chunk_loss": (False,),
-    "features.enable_dynamic_chunk_loss": (False,),
     "features.enable_activation_offload": (False,),
     "features.enable_chunk_mbs": (False,),
     "model.attn_implementation": (

@@ -22,10 +22,12 @@ from mindspeed_mm.fsdp.distributed.fully_shard_parallel import expect_views
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, check_units, split_into_stages
+from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import split_vocabulary
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.apply_features import RECOMPUTE_MODULES, FeaturesApplier
-from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.router_aux import leave_router_loss_to_us
 from mindspeed_mm.fsdp.models.attention_choice import attention_name
 from mindspeed_mm.fsdp.models.experts_choice import choose_experts
@@ -51,7 +53,7 @@ class Assembled:
 
     model: nn.Module
     spec: ModelSpec
-    head: LabelledRowsHead | None
+    head: HeadLoss | None
     towers: IdleTowers | None
     loaded: LoadReport
     tensor_plan: TensorPlan | None = None
@@ -112,12 +114,14 @@ def assemble(
     pipeline = split_into_stages(model, arguments.parallel, get_parallel_state()) if is_cut else None
 
     # Both hooks read full hidden states and modules by their own names: they stand before sharding.
-    head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
+    head = build_head_loss(model, spec.head, arguments.features)
     towers = IdleTowers(model, spec.towers) if spec.towers and pipeline is None else None
 
     plans = build_plans(arguments, spec, pipeline, is_generator=is_generator(model))
     features = FeaturesApplier(arguments.features, spec.blocks)
     plans.pre_fully_shard_apply(model)
+    if head is not None:
+        head.vocabulary = split_vocabulary(model)
     check_plans(model, arguments, plans, features, pipeline)
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
     if pipeline is not None:

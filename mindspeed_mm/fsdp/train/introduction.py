@@ -29,6 +29,7 @@ def introduce(
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
         note(f"{word:<6} {part}")
+    note(f"loss   {engine.objective.describe()}")
     note(f"data   {loader.describe()}, {_batch(config.arguments.training, state, loader.most_tokens)}")
     if loader.estimate_note:
         note(f"data   {loader.estimate_note}")

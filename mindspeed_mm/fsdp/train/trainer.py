@@ -287,7 +287,7 @@ class Trainer:
         ranks = vocabulary_ranks(assembled.model)
         token_losses = partial(vocabulary_cross_entropy, ranks=ranks) if ranks is not None else None
         loss_type = self.arguments.features.loss_cfg.loss_type
-        objective = build_objective(loss_type, assembled.model, assembled.head, token_losses)
+        objective = build_objective(loss_type, assembled.model, assembled.head)
         if isinstance(objective, ModelLoss) and not objective.sums_tokens:
             self.progress.note("the model returns a mean loss of its own: it is averaged over micro-batches")
         if coefficient := self.arguments.features.loss_cfg.router_aux_loss_coef:

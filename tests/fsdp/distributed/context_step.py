@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,11 +27,11 @@ from transformers import (
 
 from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, apply_context_parallel
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
-from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel, vocabulary_ranks
-from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
+from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel
+from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
-from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.models.spec import resolve_spec
 from mindspeed_mm.fsdp.ops.attention import register_attention
@@ -210,7 +209,7 @@ def plain_step(
 ) -> StepRecord:
     """One process, nothing spread."""
     model = load(folder, attention)
-    objective = TokenCrossEntropy(model, LabelledRowsHead(model.lm_head), per_sample=per_sample)
+    objective = TokenCrossEntropy(model, HeadLoss(model.lm_head), per_sample=per_sample)
     batches = [objective.prepare(batch) for batch in make_batches(model.config, packed, 2, lengths)]
     divisor = objective.count(batches)["loss"]
     with nothing_rounded():
@@ -235,12 +234,11 @@ def spread_step(
     arguments = ParallelArguments.model_validate(parallel)
     state = init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
     spec = resolve_spec(model)
-    head = LabelledRowsHead(model.get_submodule(spec.head))
+    head = HeadLoss(model.get_submodule(spec.head))
     if state.is_tp_enable():
         apply_tensor_parallel(model, arguments.tp_plan, state.get_tp_device_mesh())
-    ranks = vocabulary_ranks(model)
-    token_losses = None if ranks is None else partial(vocabulary_cross_entropy, ranks=ranks)
-    objective = TokenCrossEntropy(model, head, per_sample=per_sample, token_losses=token_losses)
+    head.vocabulary = split_vocabulary(model)
+    objective = TokenCrossEntropy(model, head, per_sample=per_sample)
     towers = {tower.module for tower in spec.towers} if split_towers else ()
     context = apply_context_parallel(model, state, towers)
     assert context is not None

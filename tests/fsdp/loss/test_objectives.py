@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import build_objective
 
 
@@ -50,7 +50,7 @@ def weighted(given, seed=3):
 
 def run(loss_type, given):
     model = TinyModel()
-    head = LabelledRowsHead(model.head)
+    head = HeadLoss(model.head)
     objective = build_objective(loss_type, model, head)
     prepared = [objective.prepare(b) for b in given]
     counts = objective.count(prepared)
@@ -131,7 +131,7 @@ def test_a_sample_whose_labels_weigh_nothing_counts_for_nothing():
 
 def test_batch_without_labels_gives_zero_and_zero_gradients():
     model = TinyModel()
-    objective = build_objective("default", model, LabelledRowsHead(model.head))
+    objective = build_objective("default", model, HeadLoss(model.head))
     prepared = objective.prepare(batch(trained=((0, 0), (0, 0))))
     loss = objective.terms(model, prepared)["loss"]
     loss.backward()

@@ -115,10 +115,8 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
     ("key", "value"),
     [
         ("features.recompute_plan.mode", "selective"),
-        ("features.enable_chunk_loss", True),
         ("features.enable_activation_offload", True),
         ("features.enable_chunk_mbs", True),
-        ("features.loss_cfg.router_aux_loss_offload", True),
         ("training.optimizer", "muon"),
         ("training.optimizer", "adamw_swap"),
         ("training.quantization_plan", {"recipe_name": "mxfp8"}),

@@ -128,13 +128,13 @@ def test_half_a_launcher_environment(yaml: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_unbuilt_features_are_named_with_their_place(nproc: int, yaml: Path, tmp_path: Path) -> None:
-    text = yaml.read_text() + "features:\n  enable_chunk_loss: true\n"
+    text = yaml.read_text() + "inference:\n  adapter: x\n"
     (tmp_path / "run.yaml").write_text(text)
-    said = mm("train", tmp_path / "run.yaml", "training.optimizer=muon", "--nproc", nproc)
+    said = mm("train", tmp_path / "run.yaml", "training.load_rank0_and_broadcast=true", "--nproc", nproc)
     assert said.code == 2
-    line = text.splitlines().index("  enable_chunk_loss: true") + 1
-    assert f"run.yaml:{line}:22" in said.err and "features.enable_chunk_loss" in said.err
-    assert "training.optimizer" in said.err
+    line = text.splitlines().index("  adapter: x") + 1
+    assert f"run.yaml:{line}:12" in said.err and "inference.adapter" in said.err
+    assert "training.load_rank0_and_broadcast" in said.err
 
 
 # --- the run folder --------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""The loss of a model's output head, as the `features` section asks for it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import compile_pattern
+from mindspeed_mm.core.suggest import nearest
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
+from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, find_steps_behind
+from mindspeed_mm.fsdp.loss.liger import find_liger
+from mindspeed_mm.fsdp.loss.sliced_head import SlicedHead, Slices
+from mindspeed_mm.fsdp.params.feature_args import ChunkLossPlan, FeatureArguments
+from mindspeed_mm.fsdp.utils.device import get_device_type
+
+PLAN = "features.chunkloss_plan"
+
+
+def build_head_loss(model: nn.Module, head_name: str, features: FeatureArguments) -> HeadLoss | None:
+    """Behind adapters and the cut into stages, before layers are split over ranks.
+
+    Args:
+        model: Built, or this rank's part of it.
+        head_name: The module that turns hidden states into logits; empty when there is none.
+        features: The section.
+
+    Returns:
+        None when there is no head and nothing asks for one.
+
+    Raises:
+        ConfigError: A loss of a head is asked for and there is none, or not the one that is named, or the model
+            changes its logits in a way that slices cannot follow.
+    """
+    if not head_name:
+        _refuse_without_head(model, features)
+        return None
+    head, z_loss_coef = model.get_submodule(head_name), features.loss_cfg.z_loss_coef
+    slices = slices_of(features)
+    if slices is None:
+        return HeadLoss(head, z_loss_coef=z_loss_coef)
+    _check_named(model, head_name, features.chunkloss_plan.apply_module)
+    is_here = next(head.parameters(), None) is not None  # the others of a pipeline's ranks never call it
+    behind = find_steps_behind(model, head_name) if is_here else StepsBehind()
+    sliced = SlicedHead(head, slices, behind, find_liger(get_device_type()))
+    return HeadLoss(head, sliced=sliced, behind=behind, z_loss_coef=z_loss_coef)
+
+
+def slices_of(features: FeatureArguments) -> Slices | None:
+    """How rows go through the head; None: all at once."""
+    plan, default = features.chunkloss_plan, ChunkLossPlan()
+    if features.enable_dynamic_chunk_loss:
+        return Slices(plan.total_chunk_size or default.total_chunk_size or 1, is_dynamic=True)
+    if features.enable_chunk_loss:
+        return Slices(plan.chunk_size or default.chunk_size or 1)
+    return None
+
+
+def _refuse_without_head(model: nn.Module, features: FeatureArguments) -> None:
+    asked = {
+        "features.enable_chunk_loss": features.enable_chunk_loss,
+        "features.enable_dynamic_chunk_loss": features.enable_dynamic_chunk_loss,
+        "features.loss_cfg.z_loss_coef": features.loss_cfg.z_loss_coef,
+    }
+    for key, value in asked.items():
+        if value:
+            raise ConfigError(
+                f"{type(model).__name__} has no output head that makes logits of a vocabulary",
+                key=key,
+                way_out="Leave it out: it is for causal language models.",
+            )
+
+
+def _check_named(model: nn.Module, head_name: str, pattern: str) -> None:
+    key = f"{PLAN}.apply_module"
+    if compile_pattern(pattern, key=key, allow_suffix=True).fullmatch(head_name):
+        return
+    names = [name for name, _ in model.named_modules() if name]
+    is_module = any(compile_pattern(pattern, key=key, allow_suffix=True).fullmatch(name) for name in names)
+    near = "" if is_module else f" (modules of such a name: {', '.join(nearest(pattern, names, most=3)) or 'none'})"
+    raise ConfigError(
+        f"'{pattern}' is not the output head of {type(model).__name__}{near}",
+        key=key,
+        way_out=f"The head is '{head_name}'.",
+    )

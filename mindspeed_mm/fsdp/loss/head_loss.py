@@ -1,0 +1,121 @@
+"""The loss of a language model's output head, from logits or without ever holding them.
+
+Hidden states go through the head as a module, so that hooks of sharding fire: rows without a label are dropped in front
+of it. Without slices it returns logits and the loss is computed from what the model returns; with slices the head
+returns the sums of the loss itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, check_untouched
+from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
+from mindspeed_mm.fsdp.loss.sliced_head import Question, SlicedHead
+from mindspeed_mm.fsdp.ops.linear_cross_entropy import LossSums, VocabularyShare, whole_cross_entropy
+
+
+class HeadLoss:
+    """Cross-entropy at an output head. Made before sharding.
+
+    Args:
+        head: The module that turns hidden states (…, H) into logits.
+        sliced: What the head does instead of its own forward while a loss is asked of it; None: logits are held.
+        behind: What the model does with logits.
+        z_loss_coef: `features.loss_cfg.z_loss_coef`.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        *,
+        sliced: SlicedHead | None = None,
+        behind: StepsBehind | None = None,
+        z_loss_coef: float = 0.0,
+    ) -> None:
+        self._head, self._sliced = head, sliced
+        self._behind = behind or StepsBehind()
+        self._rows = LabelledRowsHead(head)
+        self.z_loss_coef = z_loss_coef
+        self.vocabulary: VocabularyShare | None = None
+        """Set where each rank computes the logits of a part of the vocabulary."""
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The sum of the cross-entropies (0-d) of hidden states that are not the model's last ones, without z-loss.
+
+        Args:
+            hidden: (…, H).
+            rows: (n,) indices into the flattened hidden states.
+            targets: (n,) ids.
+            weights: (n,); 1 each when None.
+        """
+        if self._sliced is None:
+            with self._rows.select(rows):
+                logits = self._head(hidden)
+            return self._sums(self._behind(logits), targets, weights, 0.0).loss
+        with self._rows.select(rows, Question(targets, weights, 0.0, self.vocabulary)):
+            sums = self._head(hidden)
+        return sums.as_subclass(torch.Tensor)[0]
+
+    def of_model(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> LossSums:
+        """The sums of a model's own last hidden states; arguments as above.
+
+        Raises:
+            ConfigError: The model returns no logits, or changes them in a way that slices cannot follow.
+        """
+        if self._sliced is None:
+            with self._rows.select(rows):
+                logits = output_of(model(**inputs), "logits")
+            return self._sums(logits, targets, weights, self.z_loss_coef)
+        question = Question(targets, weights, self.z_loss_coef, self.vocabulary)
+        with self._rows.select(rows, question):
+            returned = output_of(model(**inputs), "logits")
+        check_untouched(model, returned, question.answer, self._behind)
+        loss, z_loss = returned.as_subclass(torch.Tensor).unbind()
+        return LossSums(loss, z_loss)
+
+    def describe(self) -> str:
+        """For the log: which loss runs."""
+        z_loss = f", z-loss {self.z_loss_coef:g}" if self.z_loss_coef else ""
+        return (self._sliced.describe() if self._sliced is not None else "plain, from whole logits") + z_loss
+
+    def _sums(
+        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, z_loss_coef: float
+    ) -> LossSums:
+        logits_NV = logits.reshape(-1, logits.shape[-1])
+        return whole_cross_entropy(logits_NV, targets, weights, z_loss_coef=z_loss_coef, vocabulary=self.vocabulary)
+
+
+def output_of(output: Any, name: str) -> torch.Tensor:
+    """The named tensor of a model's output, a dict or an object.
+
+    Raises:
+        ConfigError: The model does not return it.
+    """
+    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if value is None:
+        raise ConfigError(
+            f"the model's output has no '{name}'",
+            key="features.loss_cfg.loss_type",
+            way_out="'raw' takes the model's own `loss`, the other types take its `logits`: return it, or choose the "
+            "other.",
+        )
+    return value

@@ -1,0 +1,173 @@
+"""What a model's own code does with the logits that its output head returns: soft-capping, a scale, a cast.
+
+A head that returns a loss instead of logits must do that itself, slice by slice, and the model's code must leave the
+loss alone. Nothing of it is known by name: a model is asked, before it has weights, what it does with a tensor that
+remembers what is done to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+
+KEY = "features.enable_chunk_loss"
+_ELEMENTWISE = {"mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "tanh"}
+_CASTS = {"float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16, "half": torch.float16}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on logits, element by element."""
+
+    name: str
+    operation: Callable[..., torch.Tensor]
+    operands: tuple[Any, ...]
+
+
+class StepsBehind:
+    """Operations between a head and the logits that its model returns.
+
+    Args:
+        steps: In order.
+    """
+
+    def __init__(self, steps: tuple[Step, ...] = ()) -> None:
+        self.steps = steps
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits as the model returns them; differentiable."""
+        for step in self.steps:
+            logits = step.operation(logits, *step.operands)
+        return logits
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+class Watched(torch.Tensor):
+    """A tensor that stays what it is under operations on its elements, and remembers them."""
+
+    steps: list[Step]
+    others: list[str]
+    """Operations that are no such ones."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Remember an operation, or do what is asked."""
+        kwargs = kwargs or {}
+        own = args[0] if args and isinstance(args[0], Watched) else None
+        if own is not None and (known := _step_of(func, args[1:], kwargs)) is not None:
+            own.steps += known
+            return own
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if own is not None and isinstance(result, torch.Tensor):
+            own.others.append(getattr(func, "__name__", str(func)))
+        return result
+
+
+def watched(tensor: torch.Tensor) -> Watched:
+    """The same values and gradients."""
+    own = tensor.as_subclass(Watched)
+    own.steps, own.others = [], []
+    return own
+
+
+def _step_of(func: Any, operands: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Step] | None:
+    """What an operation adds to the list: nothing, if it changes no value; None when it is none on elements."""
+    name = getattr(func, "__name__", "")
+    if name in _CASTS:
+        return [Step("to", torch.Tensor.to, (_CASTS[name],))]
+    if name == "to":
+        dtypes = [each for each in (*operands, *kwargs.values()) if isinstance(each, torch.dtype)]
+        return [Step("to", torch.Tensor.to, (dtypes[0],))] if dtypes else []
+    if name == "contiguous":
+        return []
+    if name in _ELEMENTWISE and not kwargs and all(isinstance(each, int | float) for each in operands):
+        return [Step(name, func, operands)]
+    return None
+
+
+def find_steps_behind(model: nn.Module, head_name: str) -> StepsBehind:
+    """Ask a model what it does behind its head, by running the code around the head with everything else left out.
+
+    Args:
+        model: Built; parameters may be on meta.
+        head_name: Of the head.
+
+    Returns:
+        Nothing also for code that cannot run so: `check_untouched` looks again at every pass.
+
+    Raises:
+        ConfigError: Something else than operations on elements.
+    """
+    owner = model.get_submodule(head_name.rpartition(".")[0])
+    head = model.get_submodule(head_name)
+    returned = watched(torch.zeros(1, 1, 2))
+    with _replaced_forwards(owner, head, returned), torch.no_grad():
+        try:
+            output = owner.forward(**_inputs_of(owner))
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return StepsBehind()
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if logits is not None and logits is not returned:
+        raise _touched(owner, returned)
+    return StepsBehind(tuple(returned.steps))
+
+
+def check_untouched(model: nn.Module, logits: torch.Tensor, returned: Watched | None, behind: StepsBehind) -> None:
+    """Raise `ConfigError` when what a model returns is not what its head did, after the steps that the head did."""
+    if returned is None or logits is not returned or tuple(returned.steps) != behind.steps:
+        raise _touched(model, returned)
+
+
+def _touched(model: nn.Module, returned: Watched | None) -> ConfigError:
+    seen = [] if returned is None else [*returned.others, *(step.name for step in returned.steps)]
+    done = f" ({', '.join(dict.fromkeys(seen))})" if seen else ""
+    return ConfigError(
+        f"{type(model).__name__.removeprefix('FSDP')} changes the logits behind its output head{done}, which a loss in "
+        "slices cannot follow",
+        key=KEY,
+        way_out="Leave it out for this model.",
+    )
+
+
+class _Outputs:
+    """Stands for the output of any module in front of the head: hidden states, and None for all else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+    def __getitem__(self, at: Any) -> Any:
+        return () if isinstance(at, slice) else self.last_hidden_state
+
+
+@contextmanager
+def _replaced_forwards(owner: nn.Module, head: nn.Module, returned: Watched) -> Iterator[None]:
+    replaced = {child: vars(child).get("forward") for child in owner.children()}
+    hidden = torch.zeros(1, 1, 2)
+    for child in replaced:
+        child.forward = (lambda *_, **__: returned) if child is head else (lambda *_, **__: _Outputs(hidden))
+    try:
+        yield
+    finally:
+        for child, own in replaced.items():
+            del child.forward
+            if own is not None:
+                child.forward = own
+
+
+def _inputs_of(owner: nn.Module) -> dict[str, Any]:
+    names = inspect.signature(owner.forward).parameters
+    return {name: torch.zeros(1, 1, dtype=torch.long, device="meta") for name in ("input_ids",) if name in names}

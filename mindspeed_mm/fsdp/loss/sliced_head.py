@@ -1,0 +1,108 @@
+"""An output head that answers with a loss: `features.enable_chunk_loss`.
+
+The head's `forward` is replaced on the instance. What is asked travels with the hidden states, as a second argument:
+hooks and other forwards around this one (sharding, layers split over ranks, recompute) hand it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, Watched, watched
+from mindspeed_mm.fsdp.loss.liger import LigerKernel
+from mindspeed_mm.fsdp.ops.linear_cross_entropy import (
+    LossPlan,
+    LossSums,
+    VocabularyShare,
+    linear_cross_entropy,
+    recomputed_cross_entropy,
+)
+
+
+@dataclass
+class Question:
+    """What a head is asked of the rows that it gets."""
+
+    targets: torch.Tensor
+    """(n,) ids."""
+    weights: torch.Tensor | None
+    """(n,); 1 each when None."""
+    z_loss_coef: float = 0.0
+    vocabulary: VocabularyShare | None = None
+    answer: Watched | None = None
+    """(2,): loss and z-loss."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How many rows a slice has."""
+
+    rows: int
+    is_dynamic: bool = False
+    """Choose the size by the rows there are: as few slices as `rows` allows, all alike."""
+
+    def size(self, rows: int) -> int:
+        """Of the slices of so many rows; the last one may be shorter. It depends on nothing else."""
+        if not self.is_dynamic:
+            return self.rows
+        slices = max(1, -(-rows // self.rows))
+        return max(1, -(-rows // slices))
+
+    def describe(self) -> str:
+        """For the log."""
+        return f"equal slices of at most {self.rows} rows" if self.is_dynamic else f"slices of {self.rows} rows"
+
+
+class SlicedHead:
+    """A head's `forward` while a loss is asked of it, and its own for all other calls.
+
+    Args:
+        head: A plain linear layer forms gradients in the forward pass. Of any other (an adapter on it, a quantised
+            one) the logits of a slice are computed once more in the backward pass.
+        slices: How the rows go through.
+        behind: What the model does with logits.
+        liger: The kernel that does all this on an accelerator, if there is one.
+    """
+
+    def __init__(
+        self, head: nn.Module, slices: Slices, behind: StepsBehind | None = None, liger: LigerKernel | None = None
+    ) -> None:
+        self._forward: Callable[..., Any] = head.forward  # bound: a deep copy of the head takes its own along
+        self._head, self._slices, self._behind = head, slices, behind
+        self._is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        self._is_linear = self._is_linear and "forward" not in vars(head)
+        self._liger = liger if self._is_linear and not behind else None
+        head.forward = self
+
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """(…, H) → logits; with a question, (n, H) → (2,) the sums of loss and z-loss."""
+        if not args or not isinstance(args[-1], Question):
+            return self._forward(hidden, *args, **kwargs)
+        question: Question = args[-1]
+        question.answer = watched(torch.stack(self._sums(hidden, question)))
+        return question.answer
+
+    def describe(self) -> str:
+        """For the log: what computes the loss."""
+        if self._liger is not None:
+            return self._liger.describe()
+        how = "gradients formed in the forward pass" if self._is_linear else "computed again in the backward pass"
+        return f"in {self._slices.describe()}, {how}"
+
+    def _sums(self, hidden_NH: torch.Tensor, question: Question) -> LossSums:
+        targets, weights, head = question.targets, question.weights, self._head
+        plan = LossPlan(
+            self._slices.size(len(targets)), question.z_loss_coef, self._behind or None, question.vocabulary
+        )
+        if not self._is_linear:
+            return recomputed_cross_entropy(self._forward, hidden_NH, targets, plan, weights_N=weights)
+        weight, bias = head._parameters["weight"], head._parameters["bias"]
+        assert weight is not None
+        if self._liger is not None and self._liger.takes(hidden_NH, weights, plan):
+            return self._liger(hidden_NH, weight, bias, targets, plan)
+        return linear_cross_entropy(hidden_NH, weight, targets, plan, bias_V=bias, weights_N=weights)
