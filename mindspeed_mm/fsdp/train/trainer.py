@@ -34,8 +34,6 @@ from mindspeed_mm.fsdp.distributed.launch import (
     shutdown_distributed,
 )
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
-from mindspeed_mm.fsdp.distributed.tensor_parallel import vocabulary_ranks
-from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, build_objective
@@ -284,8 +282,6 @@ class Trainer:
         if assembled.adapter is not None:
             self.generator = GeneratorParts(assembled.adapter, self.arguments, self.device)
             return self.generator.build_objective(*datasets)
-        ranks = vocabulary_ranks(assembled.model)
-        token_losses = partial(vocabulary_cross_entropy, ranks=ranks) if ranks is not None else None
         loss_type = self.arguments.features.loss_cfg.loss_type
         objective = build_objective(loss_type, assembled.model, assembled.head)
         if isinstance(objective, ModelLoss) and not objective.sums_tokens:
