@@ -67,7 +67,7 @@ def test_everything_passes_in_order(parts: dict[str, Any], tmp_path: Path) -> No
 
 def test_config_only_builds_nothing(parts: dict[str, Any], tmp_path: Path) -> None:
     parts["model"] = AssertionError("built")
-    result = check.run(write(tmp_path, "features: {enable_chunk_loss: true}\n"), config_only=True)
+    result = check.run(write(tmp_path, "training: {load_rank0_and_broadcast: true}\n"), config_only=True)
     assert (result.passed, result.exit_code) == (["configuration"], 0)
 
 
@@ -83,8 +83,8 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
     (tmp_path / "file").touch()
     parts["batch"] = DataError("no image", where="rows.json:3")
     text = (
-        "features: {enable_chunk_loss: true, recompute: true, recompute_plan: {apply_modules: [layer]}}\n"
-        f"training: {{save: {tmp_path / 'file'}}}\n"
+        "features: {recompute: true, recompute_plan: {apply_modules: [layer]}}\n"
+        f"training: {{load_rank0_and_broadcast: true, save: {tmp_path / 'file'}}}\n"
         "parallel: {fsdp_plan: {apply_modules: [layer.0], ignored_modules: [x]}}\n"
     )
     result = check.run(write(tmp_path, text))
@@ -92,7 +92,7 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
     for finding in result.findings:
         found[finding.stage].append((finding.problem.key or finding.problem.where, finding.exit_code))
     assert found == {
-        "features": [("features.enable_chunk_loss", 2)],
+        "features": [("training.load_rank0_and_broadcast", 2)],
         "paths": [("training.save", 2)],
         "module patterns": [
             ("parallel.fsdp_plan.apply_modules", 2),
@@ -102,7 +102,7 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
         "first samples": [("rows.json:3", 4)],
     }
     assert result.skipped == {"batch keys": "module patterns", "samples": "module patterns"}
-    assert result.findings[0].problem.where.endswith("run.yaml:2:31")
+    assert result.findings[0].problem.where.endswith("run.yaml:3:38")
     assert "'layers.0'" in result.findings[2].problem.way_out
 
 
@@ -193,10 +193,10 @@ def test_printed(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_json(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["check", str(write(tmp_path, "features: {enable_chunk_loss: true}\n")), "--json"]) == 2
+    assert run(["check", str(write(tmp_path, "training: {load_rank0_and_broadcast: true}\n")), "--json"]) == 2
     record = json.loads(capsys.readouterr().out)
     assert record["exit_code"] == 2
-    assert record["findings"][0]["key"] == "features.enable_chunk_loss"
+    assert record["findings"][0]["key"] == "training.load_rank0_and_broadcast"
     assert record["findings"][0]["stage"] == "features"
 
 
