@@ -33,7 +33,9 @@ from mindspeed_mm.fsdp.checkpoint.tree import (
 )
 from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight
 from mindspeed_mm.fsdp.models.share import first_names, whole_of
+from mindspeed_mm.fsdp.optimizer.build import kind_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.optimizer.state_room import state_room
 
 WEIGHTS_ONLY = "Say --weights-only to take the weights and start with a fresh optimizer."
 
@@ -211,9 +213,6 @@ class TensorIndex:
             if copy in parameters:
                 parameters.setdefault(first, parameters[copy])
         elsewhere = trainable_parameters(whole_of(model)).keys() - parameters.keys()
-        on_device = {
-            id(p) for g in optimizer.param_groups for p in g["params"] if g.get("fused") or g.get("capturable")
-        }
         start = f"{OPTIMIZER}.state."
         state: OptimizerState = {}
         for full_name, entry in self.tensors.items():
@@ -230,8 +229,8 @@ class TensorIndex:
                     way_out=WEIGHTS_ONLY,
                 )
             parameter = parameters[name]
-            device = torch.device("cpu") if key == "step" and id(parameter) not in on_device else parameter.device
-            state.setdefault(name, {})[key] = _room(parameter, entry, device)
+            room = state_room(optimizer, parameter, key, entry.size, entry.properties.dtype)
+            state.setdefault(name, {})[key] = room
         return state
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -239,9 +238,9 @@ class TensorIndex:
         has_state = any(key.startswith(f"{OPTIMIZER}.state.") for key in self.tensors)
         if kept is None and not (self.manifest is None and has_state):
             raise CheckpointError("holds no optimizer state", where=str(self.path), way_out=WEIGHTS_ONLY)
-        if kept not in {None, type(optimizer).__name__}:
+        if kept not in {None, kind_of(optimizer)}:
             raise CheckpointError(
-                f"holds the state of {kept}, this run has {type(optimizer).__name__}",
+                f"holds the state of {kept}, this run has {kind_of(optimizer)}",
                 where=str(self.path),
                 key="training.optimizer",
                 way_out=WEIGHTS_ONLY,
@@ -250,10 +249,3 @@ class TensorIndex:
     def as_stored(self, tree: Tree) -> dict[str, Any]:
         """The tree under the checkpoint's own keys."""
         return dict(tree) if self.prefix else dict(tree[MODEL])
-
-
-def _room(parameter: torch.Tensor, entry: TensorStorageMetadata, device: torch.device) -> torch.Tensor:
-    """Sharded as its parameter is when it has its shape, else whole on every rank."""
-    if entry.size == parameter.shape and entry.size:
-        return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False).detach()
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)

@@ -31,6 +31,7 @@ from mindspeed_mm.fsdp.checkpoint.tree import (
     tied_names,
 )
 from mindspeed_mm.fsdp.models.share import whole_of
+from mindspeed_mm.fsdp.optimizer.build import kind_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
@@ -184,7 +185,7 @@ class CheckpointManager:
             tree=snapshot(tree) if self._background else tree,
             state=json.dumps({key: value for key, value in state.items() if key != "rng"}, indent=1),
             rng={name: tensor.detach().to("cpu", copy=True) for name, tensor in rng.items()},
-            optimizer=type(optimizer).__name__ if with_optimizer else None,
+            optimizer=kind_of(optimizer) if with_optimizer else None,
             ties=tied_names(whole_of(model)),
             dtype=dtype,
             stages=_numbers(whole_of(model)) / max(1, _numbers(model)),

@@ -86,6 +86,10 @@ NOTED_KEYS = (
 """May change, and the log says so: the run goes on in another way from here."""
 
 
+_SAME_STATE = {"training.optimizer": {"adamw", "adamw_swap"}}
+"""Values of a key between which a run may change, and the log says so: it is the same run, computed elsewhere."""
+
+
 def check_resumable(
     manifest_context: Mapping[str, Any], current_context: Mapping[str, Any], accept_data_change: bool = False
 ) -> list[str]:
@@ -136,7 +140,8 @@ def _config_changes(
     keys_then = _leaves(before.get("config", {}))
     for key, values in _differences(before, now, "config"):
         problem = Problem(_change(*values), key=key)
-        if _matches(key, NOTED_KEYS) or (key not in keys_then and _is_updated(before, now)):
+        is_same = set(map(str, values)) <= _SAME_STATE.get(key, set())
+        if is_same or _matches(key, NOTED_KEYS) or (key not in keys_then and _is_updated(before, now)):
             noted.append(problem)
         elif not _matches(key, FREE_KEYS):
             (data if key.startswith("data.") else refused).append(problem)

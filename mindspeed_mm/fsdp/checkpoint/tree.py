@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.checkpoint.storage import Tree
 from mindspeed_mm.fsdp.models.lora_names import lora_of
 from mindspeed_mm.fsdp.models.share import first_names
 from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.utils.device import synchronize
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -96,6 +97,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     Raises:
         CheckpointError: The optimizer keeps state that is no tensor.
     """
+    synchronize()  # state on the host may be on its way there
     tensors: dict[str, torch.Tensor] = {}
     copies = first_names(model)
     for name, parameter in trained_parameters(model, optimizer).items():

@@ -47,7 +47,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},
     **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
-    "training.optimizer": ("adamw",),
     "training.load_rank0_and_broadcast": (False,),
     "training.quantization_plan": (None,),
     "training.lora.init_lora_weights": (True, False, "gaussian"),

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 from mindspeed_mm.fsdp.models.share import first_names
+from mindspeed_mm.fsdp.optimizer.gradient_offload import gradient_of
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 StepRecord = dict[str, Any]
@@ -46,7 +47,7 @@ def record_step(model: nn.Module, loss: torch.Tensor, grad_norm: torch.Tensor) -
     """
     copies = first_names(model)  # of a weight on two stages the copy is what is looked at
     parameters = {copies.get(name, name): p for name, p in model.named_parameters()}
-    gradients = {name: None if p.grad is None else full(p.grad) for name, p in parameters.items()}
+    gradients = {name: None if (g := gradient_of(p)) is None else full(g) for name, p in parameters.items()}
     return {"loss": full(loss), "grad_norm": full(grad_norm), "gradients": gradients, "weights": {}}
 
 

@@ -1,0 +1,42 @@
+"""Rules between the optimizer's keys and the rest of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+
+def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
+    """What an optimizer, its states and offloaded gradients cannot go with."""
+    yield from _on_the_host_already(arguments)
+    training, offloads = arguments.training, arguments.features.enable_gradient_offload
+    if offloads and arguments.parallel.pipeline_parallel_size > 1:
+        yield Problem(
+            "true, together with pipeline stages, is not supported: their schedule sums gradients once, at its end",
+            key="features.enable_gradient_offload",
+            way_out="Set it to false, or parallel.pipeline_parallel_size to 1.",
+        )
+    if training.optimizer == "muon" and training.optimizer_state_dtype:
+        yield Problem(
+            f"{training.optimizer_state_dtype} is for AdamW; muon keeps one state where AdamW keeps two",
+            key="training.optimizer_state_dtype",
+            way_out="Leave it out, or set training.optimizer to adamw or adamw_swap.",
+        )
+    if training.optimizer == "muon" and training.lora.enable and not training.lora.modules_to_save:
+        yield Problem(
+            "muon has no matrix to train: the factors of adapters are AdamW's",
+            key="training.optimizer",
+            way_out="Set adamw, or name modules to train whole in training.lora.modules_to_save.",
+        )
+
+
+def _on_the_host_already(arguments: Arguments) -> Iterator[Problem]:
+    if not arguments.parallel.fsdp_plan.cpu_offload:
+        return
+    already = "parallel.fsdp_plan.cpu_offload keeps parameters, gradients and optimizer on the host already"
+    if arguments.training.optimizer == "adamw_swap":
+        yield Problem(f"adamw_swap, but {already}", key="training.optimizer", way_out="Set adamw.")
+    if arguments.features.enable_gradient_offload:
+        yield Problem(f"true, but {already}", key="features.enable_gradient_offload", way_out="Set it to false.")
