@@ -1,24 +1,30 @@
 """Applies the `features` section of a configuration to a model, in place.
 
-The order is that of `fsdp/train/assemble.py`: before sharding recompute, whose modules sharding then gathers and frees
-around both of their forward passes. No step renames a parameter.
+The order is that of `fsdp/train/assemble.py`: all steps stand before sharding, whose hooks stay outside of them, so
+that modules are gathered once around all of their slices. No step renames a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.features.memory.activation_offload import offload_activations
+from mindspeed_mm.fsdp.features.memory.chunk_mbs import check_slices, run_in_slices
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
+from mindspeed_mm.fsdp.features.memory.selection import select_modules
+from mindspeed_mm.fsdp.features.memory.skipped_kernels import apply_kept_results, check_skipped_kernels
 from mindspeed_mm.fsdp.models.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 __all__ = ["FeaturesApplier"]
 
 RECOMPUTE_MODULES = "features.recompute_plan.apply_modules"
+OFFLOAD_MODULES = "features.activation_offload_plan.apply_modules"
+SLICED_MODULES = "features.chunkmbs_plan.apply_modules"
 
 
 class FeaturesApplier:
@@ -27,11 +33,22 @@ class FeaturesApplier:
     Args:
         features: The `features` section.
         blocks: Names of the model's repeated blocks, in execution order. Patterns in a feature's plan win over them.
+        model_args: The `model` section, for its keys `skip_*_recompute`; as if it were empty when None.
+        towers: Names of the towers in front of a language model, whose blocks have no rows.
     """
 
-    def __init__(self, features: FeatureArguments, blocks: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        features: FeatureArguments,
+        blocks: Sequence[str] = (),
+        *,
+        model_args: ModelArguments | None = None,
+        towers: Collection[str] = (),
+    ) -> None:
         self._features = features
         self._blocks = tuple(blocks)
+        self._model_args = model_args or ModelArguments()
+        self._towers = tuple(towers)
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """All steps of this applier, for a model that is not sharded."""
@@ -40,59 +57,73 @@ class FeaturesApplier:
         return model
 
     def pre_fully_shard_apply(self, model: nn.Module) -> None:
-        """Steps before sharding: recompute.
+        """Steps before sharding; each works on what those above it made.
 
         Raises:
-            ConfigError: A pattern matches nothing or what is never called, modules lie inside one another, or the plan
-                asks for what this version does not have.
+            ConfigError: See `check`.
         """
-        plan = self._features.recompute_plan
-        if not self._features.recompute:
-            return
-        if plan.mode != "full":
-            raise ConfigError(f"'{plan.mode}' is not supported yet, only full", key="features.recompute_plan.mode")
-        names = own_names(model, self.modules_to_recompute(whole_of(model)))
-        recompute_modules(model, names, use_reentrant=plan.use_reentrant)
+        self.check(whole_of(model))
+        self._recompute(model)
+        self._offload_activations(model)
+        self._run_in_slices(model)
 
     def post_fully_shard_apply(self, model: nn.Module) -> None:
         """Steps after sharding; no feature of this version has one."""
+
+    def check(self, model: nn.Module) -> None:
+        """Raise `ConfigError` for what a whole model, which stays as it is, cannot do: a pattern matches nothing or
+        what is never called, modules lie inside one another, layers that a key is about are missing."""
+        if self._features.recompute:
+            self.modules_to_recompute(model)
+            check_skipped_kernels(model, self._model_args)
+        if self._features.enable_activation_offload:
+            _check_apart(
+                self._modules_to_offload(model), self.modules_to_recompute(model) if self._features.recompute else ()
+            )
+        if self._features.enable_chunk_mbs:
+            self._modules_to_slice(model)
 
     def modules_to_recompute(self, model: nn.Module) -> list[str]:
         """Names of the modules that `features.recompute` is about, whether it is on or not.
 
         Raises:
-            ConfigError: See `pre_fully_shard_apply`.
+            ConfigError: See `check`.
         """
-        patterns = self._features.recompute_plan.apply_modules
-        names = [name for name, _ in model.named_modules()]
-        found = resolve_patterns(patterns, names, key=RECOMPUTE_MODULES) if patterns else list(self._blocks)
-        if not found:
-            raise ConfigError(
-                f"{type(model).__name__} names no blocks of its own to recompute",
-                key=RECOMPUTE_MODULES,
-                way_out="Name modules that are repeated, e.g. 'model.layers.{*}'.",
-            )
-        _check_called(model, found)
-        _check_apart(found)
+        return select_modules(model, self._features.recompute_plan.apply_modules, self._blocks, RECOMPUTE_MODULES)
+
+    def _recompute(self, model: nn.Module) -> None:
+        if not self._features.recompute:
+            return
+        plan = self._features.recompute_plan
+        names = own_names(model, self.modules_to_recompute(whole_of(model)))
+        contexts = apply_kept_results(model, plan, self._model_args)
+        recompute_modules(model, names, use_reentrant=plan.use_reentrant, contexts=contexts)
+
+    def _offload_activations(self, model: nn.Module) -> None:
+        if self._features.enable_activation_offload:
+            offload_activations(model, own_names(model, self._modules_to_offload(whole_of(model))))
+
+    def _run_in_slices(self, model: nn.Module) -> None:
+        if self._features.enable_chunk_mbs:
+            names = own_names(model, self._modules_to_slice(whole_of(model)))
+            run_in_slices(model, names, self._features.chunkmbs_plan)
+
+    def _modules_to_offload(self, model: nn.Module) -> list[str]:
+        patterns = self._features.activation_offload_plan.apply_modules
+        return select_modules(model, patterns, self._blocks, OFFLOAD_MODULES)
+
+    def _modules_to_slice(self, model: nn.Module) -> list[str]:
+        with_rows = [name for name in self._blocks if not name.startswith(tuple(f"{tower}." for tower in self._towers))]
+        found = select_modules(model, self._features.chunkmbs_plan.apply_modules, with_rows, SLICED_MODULES)
+        check_slices(model, found, self._features.chunkmbs_plan)
         return found
 
 
-def _check_called(model: nn.Module, names: Sequence[str]) -> None:
-    for name in names:
-        module = model.get_submodule(name)
-        if type(module).forward is nn.Module.forward:
+def _check_apart(offloaded: Sequence[str], recomputed: Sequence[str]) -> None:
+    for outer in recomputed:
+        if inner := next((name for name in offloaded if name.startswith(f"{outer}.")), None):
             raise ConfigError(
-                f"'{name}' is a {type(module).__name__}, which is never called itself",
-                key=RECOMPUTE_MODULES,
-                way_out=f"Name what it holds: '{name}.{{*}}'.",
-            )
-
-
-def _check_apart(names: Sequence[str]) -> None:
-    for outer in names:
-        if inner := next((name for name in names if name.startswith(f"{outer}.")), None):
-            raise ConfigError(
-                f"'{inner}' lies inside '{outer}', which is recomputed too: it would run three times",
-                key=RECOMPUTE_MODULES,
-                way_out="Name one of them.",
+                f"'{inner}' lies inside '{outer}', which is computed again instead of keeping anything",
+                key=OFFLOAD_MODULES,
+                way_out=f"Name '{outer}': its input is then kept on the host.",
             )

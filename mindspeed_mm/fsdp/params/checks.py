@@ -9,6 +9,7 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
+from mindspeed_mm.fsdp.params.memory_checks import memory_problems
 from mindspeed_mm.fsdp.params.loss_checks import loss_problems
 from mindspeed_mm.fsdp.params.optimizer_checks import optimizer_problems
 from mindspeed_mm.fsdp.params.pipeline_checks import pipeline_problems
@@ -184,6 +185,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _profile_has_steps,
     _recompute_is_given_once,
     pipeline_problems,
+    memory_problems,
     optimizer_problems,
     loss_problems,
 )

@@ -22,9 +22,6 @@ _OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
 """Keys that data sets of conversations act on, and those of generators do not."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
-    "features.recompute_plan.mode": ("full",),
-    "features.enable_activation_offload": (False,),
-    "features.enable_chunk_mbs": (False,),
     "model.attn_implementation": (
         None,
         "eager",
@@ -39,9 +36,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "model.gdn_implementation": (None, "eager"),
     "model.causal_conv1d_implementation": (None, "eager"),
     "model.kda_implementation": (None, "eager"),
-    "model.skip_flash_attn_recompute": (False,),
-    "model.skip_gdn_recompute": (False,),
-    "model.skip_kda_recompute": (False,),
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
     **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},

@@ -118,7 +118,8 @@ def assemble(
     towers = IdleTowers(model, spec.towers) if spec.towers and pipeline is None else None
 
     plans = build_plans(arguments, spec, pipeline, is_generator=is_generator(model))
-    features = FeaturesApplier(arguments.features, spec.blocks)
+    towers_of_media = {tower.module for tower in spec.towers}
+    features = FeaturesApplier(arguments.features, spec.blocks, model_args=arguments.model, towers=towers_of_media)
     plans.pre_fully_shard_apply(model)
     if head is not None:
         head.vocabulary = split_vocabulary(model)

@@ -39,7 +39,7 @@ def applied(*blocks: str, recompute: bool = True, **plan: Any) -> list[str]:
 
 
 def test_off_changes_nothing() -> None:
-    assert applied(*BLOCKS, recompute=False, apply_modules=["nothing"], mode="selective") == []
+    assert applied(*BLOCKS, recompute=False, apply_modules=["nothing"]) == []
 
 
 def test_the_models_own_blocks_unless_patterns_name_others() -> None:
@@ -51,7 +51,7 @@ def test_the_models_own_blocks_unless_patterns_name_others() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({}, "Model names no blocks of its own to recompute"),
+        ({}, "Model names no blocks of its own"),
         ({"apply_modules": ["layer.{*}"]}, r"'layer\.\{\*\}' matches no module.*'layers\.0'"),
         ({"apply_modules": ["layers"]}, r"'layers' is a ModuleList, which is never called itself.*'layers\.\{\*\}'"),
         ({"apply_modules": ["layers.{*}", "layers.1.0"]}, r"'layers\.1\.0' lies inside 'layers\.1'"),
@@ -62,8 +62,3 @@ def test_refused_modules(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         applied(**plan)
     assert "features.recompute_plan.apply_modules" in str(caught.value)
-
-
-def test_refused_mode() -> None:
-    with pytest.raises(ConfigError, match="'selective' is not supported yet"):
-        applied(*BLOCKS, mode="selective")

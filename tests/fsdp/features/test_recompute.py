@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,12 +21,10 @@ from mindspeed_mm.fsdp.models.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from tests.fsdp.features.dropout_models import KINDS, build, differing, kept_bytes, loss_and_gradients
 from tests.helpers.distributed import run_ranks
-from tests.helpers.parity import full
-from tests.helpers.tiny_models import PATCH_SIZE, VOCAB_SIZE, make_tiny_qwen3_vl
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
-Step = Callable[[nn.Module], torch.Tensor]
-KINDS = ("qwen3_vl", "flux", "wan")
 SHARED = ("time_text_embed.", "condition_embedder.")
 """Parameters whose output all blocks take in: a re-entrant pass sums their gradients in another order."""
 
@@ -38,111 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3_vl(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3)
 
 
-# --- models, each with dropout, and a loss of each -------------------------------------------------------------------
-
-
-def build(kind: str, folder: Path) -> tuple[nn.Module, Step]:
-    model, step = {"qwen3_vl": partial(qwen3_vl, folder), "flux": flux, "wan": wan}[kind]()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.3
-    return model.train(), step
-
-
-def qwen3_vl(folder: Path) -> tuple[nn.Module, Step]:
-    from transformers import Qwen3VLForConditionalGeneration
-
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.3
-    generator = torch.Generator().manual_seed(1)
-    picture = torch.full((2, 4), model.config.image_token_id)
-    tokens = torch.randint(10, VOCAB_SIZE // 2, (2, 9), generator=generator)
-    batch = {
-        "input_ids": torch.cat([picture, tokens], 1),
-        "pixel_values": torch.randn(2 * 16, 3 * 2 * PATCH_SIZE**2, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
-        "mm_token_type_ids": torch.cat([torch.ones_like(picture), torch.zeros_like(tokens)], 1),
-        "use_cache": False,
-    }
-    return model, lambda model: model(**batch).logits.square().mean()
-
-
-def flux() -> tuple[nn.Module, Step]:
-    from diffusers import FluxTransformer2DModel
-
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=12,
-        pooled_projection_dim=6,
-        axes_dims_rope=(2, 2, 4),
-    )
-    noise = partial(torch.randn, generator=torch.Generator().manual_seed(1))
-    batch = {
-        "hidden_states": noise(2, 16, 4),
-        "encoder_hidden_states": noise(2, 5, 12),
-        "pooled_projections": noise(2, 6),
-        "timestep": torch.tensor([0.3, 0.7]),
-        "img_ids": torch.zeros(16, 3),
-        "txt_ids": torch.zeros(5, 3),
-    }
-    return model, lambda model: model(**batch, return_dict=False)[0].square().mean()
-
-
-def wan() -> tuple[nn.Module, Step]:
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=8,
-        freq_dim=8,
-        ffn_dim=16,
-        num_layers=3,
-        rope_max_seq_len=16,
-    )
-    noise = partial(torch.randn, generator=torch.Generator().manual_seed(1))
-    batch = {
-        "hidden_states": noise(2, 4, 3, 8, 8),
-        "encoder_hidden_states": noise(2, 5, 8),
-        "timestep": torch.tensor([300.0, 700.0]),
-    }
-    return model, lambda model: model(**batch, return_dict=False)[0].square().mean()
-
-
 def features(**plan: Any) -> FeatureArguments:
     return FeatureArguments.model_validate({"recompute": True, "recompute_plan": plan})
 
 
 def recomputed(model: nn.Module, **plan: Any) -> nn.Module:
     return FeaturesApplier(features(**plan), find_blocks(model))(model)
-
-
-def loss_and_gradients(model: nn.Module, step: Step) -> dict[str, torch.Tensor | None]:
-    """Dropout is drawn from the generator; its state afterwards counts as well."""
-    torch.manual_seed(7)
-    loss = step(model)
-    loss.backward()
-    gradients = {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
-    return {"loss": full(loss), "generator": torch.get_rng_state(), **gradients}
-
-
-def differing(one: dict[str, torch.Tensor | None], other: dict[str, torch.Tensor | None]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name, tensor in one.items() if not same(tensor, other[name])]
-
-
-def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
@@ -216,24 +113,6 @@ def test_a_cache_is_not_written_twice(folder: Path) -> None:
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
-
-
-def kept_bytes(model: nn.Module, step: Step) -> int:
-    """Of all that autograd holds between forward and backward, weights aside."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    sizes: dict[int, int] = {}
-    held = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)  # so that no address is used twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        step(model)
-    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "re-entrant"])

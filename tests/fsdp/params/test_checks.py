@@ -114,9 +114,6 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("features.recompute_plan.mode", "selective"),
-        ("features.enable_activation_offload", True),
-        ("features.enable_chunk_mbs", True),
         ("training.optimizer", "muon"),
         ("training.optimizer", "adamw_swap"),
         ("training.quantization_plan", {"recipe_name": "mxfp8"}),

@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from mindspeed_mm.fsdp.features.memory.kept_results import Contexts
 
 _CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 """A second forward pass would write into a cache a second time; training needs none."""
 
 
-def recompute_modules(model: nn.Module, names: Iterable[str], *, use_reentrant: bool = False) -> None:
+def recompute_modules(
+    model: nn.Module, names: Iterable[str], *, use_reentrant: bool = False, contexts: Contexts | None = None
+) -> None:
     """Recompute these modules in the backward pass; call it before sharding.
 
     Args:
@@ -26,24 +30,28 @@ def recompute_modules(model: nn.Module, names: Iterable[str], *, use_reentrant: 
         names: Modules, none inside another.
         use_reentrant: Run a backward pass inside the backward pass, autograd's older way. Gradients of what several
             modules take in, such as an embedding of the timestep, are then summed in another order.
+        contexts: What is kept of the first pass (`kept_results`); nothing when None. Not with `use_reentrant`.
     """
     for name in names:
         module = model.get_submodule(name)
-        module.forward = RecomputedForward(module, use_reentrant)
+        module.forward = RecomputedForward(module, use_reentrant, contexts)
 
 
 class RecomputedForward:
-    """A module's `forward` that keeps its inputs only. Random numbers are drawn again as they were the first time.
+    """A module's `forward` that keeps its inputs, and what `contexts` says. Random numbers are drawn again as they were
+    the first time.
 
     Args:
         module: Its own forward is called once more in the backward pass. Not in passes without gradients.
         use_reentrant: See `recompute_modules`.
+        contexts: See `recompute_modules`.
     """
 
-    def __init__(self, module: nn.Module, use_reentrant: bool) -> None:
+    def __init__(self, module: nn.Module, use_reentrant: bool, contexts: Contexts | None = None) -> None:
         self._forward: Callable[..., Any] = module.forward  # bound: a deep copy of the module takes its own along
         self._module = module
         self._use_reentrant = use_reentrant
+        self._contexts = contexts or noop_context_fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the module, of the same types as without recomputation."""
@@ -60,7 +68,7 @@ class RecomputedForward:
             args, kwargs = tree_unflatten(leaves, structure)
             return self._forward(*args, **kwargs)
 
-        return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True)
+        return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts)
 
     def _reentrant(self, leaves: list[Any], structure: Any) -> Any:
         """Autograd sees one function from tensors to tensors; it must have an input that needs a gradient."""

@@ -1,0 +1,224 @@
+"""Moves what modules save for the backward pass to the host, and brings it back one module ahead of its use.
+
+What autograd would keep alive are *storages*: each goes to the host once, whatever views of it are saved, and comes
+back with the same strides. A module's storages leave while the next module computes, and are let go of on the device
+when that one is done. In the backward pass, the first tensor that a module wants starts the copies for the module
+before it. With recomputation, what a module saves is its input. Parameters, buffers and small tensors stay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mindspeed_mm.fsdp.features.memory.host_copies import HostCopies
+from mindspeed_mm.fsdp.utils.device import get_device_type
+
+SMALLEST_BYTES = 16 * 1024
+"""Of a storage that is worth a copy."""
+
+
+def offload_activations(model: nn.Module, names: Iterable[str]) -> None:
+    """Keep on the host what these modules save; call it before sharding and after recomputation.
+
+    Args:
+        model: Parameters on meta or real.
+        names: Modules, none inside another.
+    """
+    traffic = Traffic()
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = OffloadedForward(module, traffic)
+
+
+class OffloadedForward:
+    """A module's `forward` whose saved tensors travel. Not in passes without gradients.
+
+    Args:
+        module: Nothing of its own parameters is moved.
+        traffic: What all modules of a model share.
+    """
+
+    def __init__(self, module: nn.Module, traffic: Traffic) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        self._module = module
+        self._traffic = traffic
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the module, the very same."""
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        stop = self._traffic.open(self._module)
+        with saved_tensors_hooks(lambda tensor: self._traffic.pack(stop, tensor), self._traffic.unpack):
+            outputs = self._forward(*args, **kwargs)
+        self._traffic.close(stop)
+        return outputs
+
+
+class Parcel:
+    """One storage on its way.
+
+    Args:
+        home: The storage on the device, in bytes; let go of once the copy is done.
+        on_host: The copy.
+    """
+
+    def __init__(self, home: torch.Tensor, on_host: torch.Tensor) -> None:
+        self.home: torch.Tensor | None = home
+        self.on_host = on_host
+        self.device = home.device
+
+
+class Stop:
+    """One call of one module: what it saved.
+
+    Args:
+        module: Which one.
+        before: The call before it, whose storages are wanted next in the backward pass.
+    """
+
+    def __init__(self, module: nn.Module, before: Stop | None) -> None:
+        self.parcels: list[weakref.ref[Parcel]] = []
+        self.sent: torch.Event | None = None
+        self._before = weakref.ref(before) if before is not None else None
+        self._own = {_address(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+    @property
+    def before(self) -> Stop | None:
+        """None when nothing of it is wanted any more."""
+        return self._before() if self._before is not None else None
+
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a parameter or buffer, or a view of one. Modules that are sharded inside this one gather their
+        parameters later: of them, autograd knows."""
+        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        return is_parameter or _address(tensor) in self._own
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What autograd keeps instead of a tensor."""
+
+    parcel: Parcel
+    stop: Stop
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Traffic:
+    """All parcels of a model."""
+
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+        self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Parcel]]] = {}
+        """(address, version) → storage, parcel: a storage that several modules save, and somebody keeps, goes once."""
+        self._coming: dict[Parcel, torch.Event | None] = {}
+        """On their way back and not read yet: their memory must not be given to others before they arrived."""
+        self._leaving: Stop | None = None
+        self._last: weakref.ref[Stop] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Traffic:
+        return memo.setdefault(id(self), Traffic())
+
+    def open(self, module: nn.Module) -> Stop:
+        """A module begins."""
+        stop = Stop(module, self._last() if self._last is not None else None)
+        self._last = weakref.ref(stop)
+        self._drop_unread()
+        return stop
+
+    def close(self, stop: Stop) -> None:
+        """A module is done: what the one before it saved has had its time to leave."""
+        stop.sent = self._copies.mark()
+        leaving, self._leaving = self._leaving, stop
+        if leaving is not None:
+            self._let_go(leaving)
+        self._forget_dead()
+
+    def pack(self, stop: Stop, tensor: torch.Tensor) -> Any:
+        """What autograd keeps: a ticket, or the tensor where it stays."""
+        if not _can_travel(tensor) or stop.is_own(tensor):
+            return tensor.detach()  # autograd must not keep what knows its own history: they would never be freed
+        parcel = self._parcel(stop, tensor)
+        return Ticket(parcel, stop, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def unpack(self, ticket: Any) -> torch.Tensor:
+        """The tensor; starts the copies for the module that comes next in the backward pass."""
+        if not isinstance(ticket, Ticket):
+            return ticket
+        self._leaving = None if self._leaving is ticket.stop else self._leaving
+        self._bring_back(ticket.stop)
+        if (before := ticket.stop.before) is not None:
+            self._bring_back(before)
+        parcel = ticket.parcel
+        assert parcel.home is not None
+        self._copies.wait(self._coming.pop(parcel, None))
+        empty = torch.empty(0, dtype=ticket.dtype, device=parcel.device)
+        return empty.set_(parcel.home.untyped_storage(), ticket.offset, ticket.size, ticket.stride)
+
+    def _parcel(self, stop: Stop, tensor: torch.Tensor) -> Parcel:
+        key = (_address(tensor), tensor._version)
+        storage, known = self._known.get(key, (None, None))
+        parcel = known() if known is not None and storage is not None and not storage.expired() else None
+        if parcel is None:
+            home = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            parcel = Parcel(home, self._copies.to_host(home))
+            self._known[key] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(parcel)
+        stop.parcels.append(weakref.ref(parcel))
+        return parcel
+
+    def _let_go(self, stop: Stop) -> None:
+        self._copies.wait(stop.sent)  # the memory is given to the computing stream again
+        for parcel in _alive(stop):
+            parcel.home = None
+
+    def _bring_back(self, stop: Stop) -> None:
+        missing = [parcel for parcel in _alive(stop) if parcel.home is None]
+        for parcel in missing:
+            parcel.home = self._copies.to_device(parcel.on_host, parcel.device)
+        if missing:
+            self._coming |= dict.fromkeys(missing, self._copies.mark())
+
+    def _drop_unread(self) -> None:
+        for mark in self._coming.values():
+            self._copies.wait(mark)
+        self._coming.clear()
+
+    def _forget_dead(self) -> None:
+        self._known = {
+            key: (storage, parcel)
+            for key, (storage, parcel) in self._known.items()
+            if parcel() is not None and not storage.expired()
+        }
+
+
+def _alive(stop: Stop) -> list[Parcel]:
+    return [parcel for ref in stop.parcels if (parcel := ref()) is not None]
+
+
+def _can_travel(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.device.type == get_device_type()
+        and tensor.layout == torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its storage on this rank; 0 where it has none."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()

@@ -1,0 +1,200 @@
+"""Runs modules on a few rows of the micro-batch at a time, inside one call.
+
+Sharding gathers a module's parameters once around the call, however many slices it makes; what the module holds while
+it computes is that of one slice. Outputs are put together again. Random numbers are drawn slice by slice: with dropout
+they are others than for all rows at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.feature_args import ChunkMbsPlan
+
+PLACES = "features.chunkmbs_plan.chunk_arg_indexs"
+NAMES = "features.chunkmbs_plan.chunk_kwarg_names"
+MODULES = "features.chunkmbs_plan.apply_modules"
+_BORDERS = ("cu_seq_lens_q", "cu_seqlens")
+"""Arguments that say that what looks like rows are pieces of one."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def run_in_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> None:
+    """Slice what these modules are called with; call it before sharding, after recomputation and offloading.
+
+    Args:
+        model: Parameters on meta or real.
+        names: Modules.
+        plan: Rows of a slice, and which arguments have rows.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = SlicedForward(module, name, plan)
+
+
+def check_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> None:
+    """Raise `ConfigError` for arguments that a module does not take."""
+    for name in names:
+        parameters = inspect.signature(type(model.get_submodule(name)).forward).parameters.values()
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+        kinds = {parameter.kind for parameter in parameters}
+        missing = [place for place in plan.chunk_arg_indexs if not 0 <= place < len(places)]
+        if missing and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            raise ConfigError(
+                f"{missing[0]} is no argument of '{name}', which takes {len(places)}",
+                key=PLACES,
+                way_out=f"They are counted from 0: {', '.join(f'{n} {p.name}' for n, p in enumerate(places))}.",
+            )
+        unknown = [given for given in plan.chunk_kwarg_names if given not in {p.name for p in parameters}]
+        if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ConfigError(
+                f"'{unknown[0]}' is no argument of '{name}'",
+                key=NAMES,
+                way_out=f"It takes {', '.join(p.name for p in places)}.",
+            )
+
+
+class SlicedForward:
+    """A module's `forward`, a few rows at a time.
+
+    Args:
+        module: Its own forward is called once a slice.
+        name: Of the module, for errors.
+        plan: See `run_in_slices`.
+    """
+
+    def __init__(self, module: nn.Module, name: str, plan: ChunkMbsPlan) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        self._name = name
+        self._plan = plan
+        parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._by_name = {parameters[place] for place in plan.chunk_arg_indexs if place < len(parameters)}
+        """Arguments given by place, should the caller give them by name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the module for all rows.
+
+        Raises:
+            ConfigError: An argument has as many rows but is not named, or is named and has not; the rows are pieces of
+                packed ones; an output has no rows.
+        """
+        if not torch.is_grad_enabled():  # nothing is kept; and at its end, a validation set has ranks with fewer rows
+            return self._forward(*args, **kwargs)
+        rows = self._rows(args, kwargs)
+        size, dim = self._plan.chunk_mbs, self._plan.batch_dim
+        if rows <= size:
+            return self._forward(*args, **kwargs)
+        self._check_borders(kwargs)
+        slices = list(self._slices(args, kwargs, rows))
+        outputs = [tree_flatten(self._forward(*args, **kwargs)) for args, kwargs in slices]
+        lengths = [min(size, rows - start) for start in range(0, rows, size)]
+        joined = [self._join(parts, lengths, dim) for parts in zip(*(leaves for leaves, _ in outputs), strict=True)]
+        return tree_unflatten(joined, outputs[0][1])
+
+    def _rows(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        dim = self._plan.batch_dim
+        for _, value in self._sliced(args, kwargs):
+            for leaf in tree_flatten(value)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
+                    return leaf.shape[dim]
+        raise ConfigError(
+            f"none of the arguments that '{self._name}' is called with is to be sliced",
+            key=f"{PLACES} · {NAMES}",
+            way_out=f"It gets {len(args)} by place and {', '.join(kwargs) or 'none'} by name: name those with rows.",
+        )
+
+    def _sliced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
+        """What is to be sliced, by place or name."""
+        yield from ((place, value) for place, value in enumerate(args) if place in self._plan.chunk_arg_indexs)
+        yield from ((name, value) for name, value in kwargs.items() if self._is_named(name))
+
+    def _is_named(self, name: str) -> bool:
+        return name in self._plan.chunk_kwarg_names or name in self._by_name
+
+    def _slices(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Iterator[Arguments]:
+        """Arguments of each slice."""
+        chosen = {key for key, _ in self._sliced(args, kwargs)}
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for key, value in given:
+            if key in chosen:
+                self._check_rows(key, value, rows)
+            else:
+                self._check_rowless(key, value, rows)
+        for start in range(0, rows, self._plan.chunk_mbs):
+            yield (
+                tuple(self._cut(value, start) if place in chosen else value for place, value in enumerate(args)),
+                {name: self._cut(value, start) if name in chosen else value for name, value in kwargs.items()},
+            )
+
+    def _cut(self, value: Any, start: int) -> Any:
+        dim, size = self._plan.batch_dim, self._plan.chunk_mbs
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() <= dim or tensor.shape[dim] == 1:
+                return tensor
+            return tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
+
+        return tree_map_only(torch.Tensor, cut, value)
+
+    def _join(self, parts: Sequence[Any], lengths: Sequence[int], dim: int) -> Any:
+        first = parts[0]
+        if not isinstance(first, torch.Tensor):
+            return first
+        found = [part.shape[dim] if part.dim() > dim else None for part in parts]
+        if found != list(lengths):
+            raise ConfigError(
+                f"'{self._name}' returns a tensor of shape {tuple(first.shape)}, which has no rows along "
+                f"{dim} (features.chunkmbs_plan.batch_dim) to be put together by",
+                key=MODULES,
+                way_out="Name other modules.",
+            )
+        return torch.cat(list(parts), dim)
+
+    # --- what would be wrong and not be seen --------------------------------------------------------------------------
+
+    def _check_borders(self, kwargs: dict[str, Any]) -> None:
+        given = next((name for name in _BORDERS if kwargs.get(name) is not None), None)
+        if given is not None:
+            raise ConfigError(
+                f"'{self._name}' is told of borders ({given}): what looks like rows are pieces that belong together",
+                key=MODULES,
+                way_out="Name modules that get whole rows, or set features.enable_chunk_mbs to false.",
+            )
+
+    def _check_rows(self, key: int | str, value: Any, rows: int) -> None:
+        """Raise for a tensor that is to be sliced and has another number of rows; one row goes to every slice."""
+        for shape in self._shapes(value):
+            if len(shape) > self._plan.batch_dim and shape[self._plan.batch_dim] not in (1, rows):
+                raise ConfigError(
+                    f"{_said(key)} of '{self._name}' has the shape {shape}, but there are {rows} rows",
+                    key=NAMES if isinstance(key, str) else PLACES,
+                    way_out="Take it out, or set features.chunkmbs_plan.batch_dim to the dimension of the rows.",
+                )
+
+    def _check_rowless(self, key: int | str, value: Any, rows: int) -> None:
+        """Raise for a tensor that is not to be sliced and has as many rows: every slice would get all of them."""
+        for shape in self._shapes(value):
+            if len(shape) > self._plan.batch_dim and shape[self._plan.batch_dim] == rows:
+                where = NAMES if isinstance(key, str) else PLACES
+                raise ConfigError(
+                    f"{_said(key)} of '{self._name}' has the shape {shape}, {rows} rows, and is not among those that "
+                    "are sliced",
+                    key=where,
+                    way_out=f"Add {key!r} to it.",
+                )
+
+    @staticmethod
+    def _shapes(value: Any) -> list[tuple[int, ...]]:
+        return [tuple(leaf.shape) for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _said(key: int | str) -> str:
+    return f"argument '{key}'" if isinstance(key, str) else f"argument {key}"

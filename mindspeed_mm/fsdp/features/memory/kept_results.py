@@ -1,0 +1,260 @@
+"""What a recomputed module keeps of its first pass, so that the second does not compute it again.
+
+Two ways, chosen together. Results of *operations* (matrix products, attention kernels) are kept by their names: torch's
+selective checkpoint sees each operation below autograd, its inputs are computed again. Results of *calls* are kept for
+layers whose kernel is many operations, or none that torch sees (delta nets): the call's own activations stay in memory
+and the second pass is handed what the first returned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.utils.device import rng_state, set_rng_state
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Makes what the first and the second pass of one module run under."""
+
+ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_cudnn_attention_forward",
+        "torch_attn::_varlen_attn",
+        "flex_attention",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "flash_attn_3::fwd",
+        "flash_attn_3::_flash_attn_forward",
+        "npu::npu_fusion_attention",
+        "npu::npu_fusion_attention_v2",
+    }
+)
+"""Kernels of attention, whoever calls them: transformers, diffusers, `mm_varlen` document by document, the rectangles
+of a sequence that is spread over ranks."""
+MATRIX_PRODUCTS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::linear",
+        "aten::_grouped_mm",
+        "aten::_scaled_mm",
+        "aten::_scaled_mm_v2",
+        "aten::_scaled_grouped_mm",
+        "aten::_scaled_grouped_mm_v2",
+        "npu::npu_grouped_matmul",
+    }
+)
+SELECTIVE = MATRIX_PRODUCTS | ATTENTION
+"""What `features.recompute_plan.mode: selective` keeps."""
+
+_CHANCES = {"dropout_p": 0.0, "p_dropout": 0.0, "dropout": 0.0, "keep_prob": 1.0}
+"""Argument of an attention kernel that makes it draw random numbers → its value without."""
+
+
+def is_kept(operations: frozenset[str], operation: Any, args: Any = (), kwargs: Any = None) -> bool:
+    """Whether the result of a call of an operation is kept.
+
+    Not what writes into its arguments: it has to write twice. Not what draws random numbers: all that draws after it
+    would draw something else the second time.
+    """
+    if _name_of(operation) not in operations:
+        return False
+    schema = getattr(operation, "_schema", None)
+    return schema is None or not (schema.is_mutable or _draws(schema, args, kwargs or {}))
+
+
+@functools.cache
+def _name_of(operation: Any) -> str:
+    return str(operation.name()).partition(".")[0]
+
+
+def _draws(schema: Any, args: Any, kwargs: Any) -> bool:
+    for place, argument in enumerate(schema.arguments):
+        if argument.name in _CHANCES:
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return given is not None and given != _CHANCES[argument.name]
+    return False
+
+
+def keep_results(operations: frozenset[str], *, calls: bool = False) -> Contexts | None:
+    """What `torch.utils.checkpoint` is to run its passes under; None when nothing is kept.
+
+    Args:
+        operations: Names of operations.
+        calls: Whether modules inside were told to keep what they return (`keep_calls_of`).
+    """
+    if calls:
+        return functools.partial(_contexts_of_calls, operations)
+    return functools.partial(_contexts_of_operations, operations) if operations else None
+
+
+def _contexts_of_operations(operations: frozenset[str]) -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(functools.partial(_policy, operations))
+
+
+def _policy(operations: frozenset[str], _context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = is_kept(operations, operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# --- results of calls -------------------------------------------------------------------------------------------------
+
+
+def keep_calls_of(module: nn.Module, key: str) -> None:
+    """Let a module keep what it returns whenever it lies in one that is recomputed; elsewhere nothing changes.
+
+    Args:
+        module: Its `forward` is replaced on the instance.
+        key: The configuration key that asked for it, for errors.
+    """
+    module.forward = KeptForward(module, key)
+
+
+class KeptForward:
+    """A module's `forward` that runs in the first pass of a recomputed module only."""
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        self._key = key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns, or returned."""
+        kept = _CURRENT.get()
+        return self._forward(*args, **kwargs) if kept is None else kept.call(self._forward, args, kwargs, self._key)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call left behind."""
+
+    result: Any
+    versions: tuple[int, ...]
+    """How often each tensor of the result had been written to."""
+    random: dict[str, torch.Tensor]
+    """State of the generators after it: what follows draws the same twice."""
+
+    def hand_out(self, key: str) -> Any:
+        """The result once more.
+
+        Raises:
+            ConfigError: Somebody wrote into it.
+        """
+        if _versions(self.result) != self.versions:
+            raise ConfigError(
+                "what a layer returned was written over, and cannot be kept for the backward pass",
+                key=key,
+                way_out="Set it to false.",
+            )
+        set_rng_state(self.random)
+        return self.result
+
+
+class _KeptCalls:
+    """Calls of one recomputed module, in their order.
+
+    Args:
+        operations: Whose results are kept outside of the calls.
+    """
+
+    def __init__(self, operations: frozenset[str]) -> None:
+        self._operations = operations
+        self._calls: list[_Call] = []
+        self._again: Iterator[_Call] | None = None
+        self._watch: Any = None
+        self._is_inside = False
+
+    def contexts(self) -> tuple[_Pass, _Pass]:
+        """Of the first and of the second pass."""
+        first = second = None
+        if self._operations:
+            first, second = create_selective_checkpoint_contexts(self._policy)
+            self._watch = first
+        return _Pass(self, first, is_again=False), _Pass(self, second, is_again=True)
+
+    def begin(self, *, is_again: bool) -> None:
+        """A pass; there may be several second ones."""
+        self._again = iter(self._calls) if is_again else None
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any, key: str) -> Any:
+        """Run and keep, or hand out what was kept."""
+        if self._again is not None:
+            return next(self._again).hand_out(key)
+        with saved_tensors_hooks(torch.Tensor.detach, _as_it_is), self._unseen():
+            result = forward(*args, **kwargs)
+        kept = tree_map_only(torch.Tensor, _alike, result)
+        self._calls.append(_Call(kept, _versions(kept), rng_state()))
+        return result
+
+    def _policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        operations = frozenset[str]() if self._is_inside else self._operations
+        return _policy(operations, context, operation, *args, **kwargs)
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Operations inside are not counted: the second pass, which finds results by their numbers, has none."""
+        counter = getattr(self._watch, "func_counter", {})
+        before, self._is_inside = dict(counter), True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            counter.clear()
+            counter.update(before)
+
+
+class _Pass:
+    """Context of one pass: its module's kept calls, and torch's own for operations."""
+
+    def __init__(self, calls: _KeptCalls, operations: Any, *, is_again: bool) -> None:
+        self._calls, self._operations, self._is_again = calls, operations, is_again
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._calls.begin(is_again=self._is_again)
+        token = _CURRENT.set(self._calls)
+        self._stack.callback(_CURRENT.reset, token)
+        if self._operations is not None:
+            self._stack.enter_context(self._operations)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
+
+
+_CURRENT: ContextVar[_KeptCalls | None] = ContextVar("kept_calls", default=None)
+
+
+def _contexts_of_calls(operations: frozenset[str]) -> tuple[Any, Any]:
+    return _KeptCalls(operations).contexts()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _alike(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without the history: autograd saves for it what it saved the first time."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _versions(result: Any) -> tuple[int, ...]:
+    return tuple(leaf._version for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,96 @@
+"""What the keys `model.skip_*_recompute` mean for a model: under full recomputation, results of attention, gated
+delta-net and Kimi delta-attention kernels are kept, and all else is computed again.
+
+An attention kernel is one operation of torch, whose result is kept by its name. A delta net is many operations, or a
+kernel that torch does not see: the layer keeps what it returned, and the activations that it saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.features.memory.kept_results import (
+    ATTENTION,
+    SELECTIVE,
+    Contexts,
+    KeptForward,
+    keep_calls_of,
+    keep_results,
+)
+from mindspeed_mm.fsdp.params.feature_args import RecomputePlan
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+
+SKIP_ATTENTION = "model.skip_flash_attn_recompute"
+DELTA_NETS = {
+    "model.skip_gdn_recompute": ("gated_delta_rule", "gated delta nets"),
+    "model.skip_kda_recompute": ("kda", "Kimi delta attention"),
+}
+"""Key → part of the name of the function that such a layer calls, and what people call the layer."""
+
+
+def apply_kept_results(model: nn.Module, plan: RecomputePlan, keys: ModelArguments) -> Contexts | None:
+    """Tell layers to keep what they return, in place, and give what recomputed modules run under.
+
+    Args:
+        model: Not sharded yet; one rank's part of it where it is cut into stages.
+        plan: Of recomputation, which is on.
+        keys: The `model` section.
+
+    Raises:
+        ConfigError: See `check_skipped_kernels`.
+    """
+    if keys.skip_flash_attn_recompute:
+        check_attention(model)
+    asked = [key for key in DELTA_NETS if getattr(keys, key.removeprefix("model."))]
+    for key in asked:
+        for layer in find_delta_nets(model, key):
+            if not isinstance(layer.forward, KeptForward):
+                keep_calls_of(layer, key)
+    selective = plan.mode == "selective"
+    operations = SELECTIVE if selective else ATTENTION if keys.skip_flash_attn_recompute else frozenset[str]()
+    return keep_results(operations, calls=bool(asked))
+
+
+def check_skipped_kernels(model: nn.Module, keys: ModelArguments) -> None:
+    """Raise `ConfigError` for a key that the whole model has no layers for, or whose results cannot be kept."""
+    if keys.skip_flash_attn_recompute:
+        check_attention(model)
+    for key, (_, layers) in DELTA_NETS.items():
+        if getattr(keys, key.removeprefix("model.")) and not find_delta_nets(model, key):
+            raise ConfigError(
+                f"true, but {type(model).__name__} has no layers of {layers}", key=key, way_out="Leave it out."
+            )
+
+
+def check_attention(model: nn.Module) -> None:
+    """Raise `ConfigError` unless attention is a kernel that computes the same twice."""
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if implementation == "eager":
+        raise ConfigError(
+            "true, but attention is computed by 'eager', which is no kernel whose result could be kept",
+            key=SKIP_ATTENTION,
+            way_out="Leave model.attn_implementation out, or this key.",
+        )
+    for name, module in model.named_modules():
+        chance = getattr(module, "attention_dropout", 0.0)
+        if isinstance(chance, float) and chance > 0:
+            raise ConfigError(
+                f"true, but '{name}' has a dropout of {chance} in its attention, whose random numbers are to be drawn "
+                "again",
+                key=SKIP_ATTENTION,
+                way_out="Leave it out, or set attention_dropout to 0 in the model's config.json.",
+            )
+
+
+def find_delta_nets(model: nn.Module, key: str) -> list[nn.Module]:
+    """Layers that call the kernel that a key is about."""
+    part, _ = DELTA_NETS[key]
+    return [module for module in model.modules() if any(part in name for name in _names_used_by(module))]
+
+
+def _names_used_by(module: nn.Module) -> tuple[str, ...]:
+    forward = inspect.unwrap(type(module).forward)
+    return forward.__code__.co_names if hasattr(forward, "__code__") else ()

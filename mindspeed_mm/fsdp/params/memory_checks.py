@@ -1,0 +1,71 @@
+"""What must hold between the keys of recomputation and of slices of a micro-batch, and all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+REENTRANT = "features.recompute_plan.use_reentrant"
+SLICES = "features.enable_chunk_mbs"
+SKIPS = ("skip_flash_attn_recompute", "skip_gdn_recompute", "skip_kda_recompute")
+
+
+def memory_problems(arguments: Arguments) -> Iterator[Problem]:
+    """What breaks a configuration that trades time for memory; nothing where it does not."""
+    if arguments.features.recompute:
+        yield from _results_can_be_kept(arguments)
+    if arguments.features.enable_chunk_mbs:
+        yield from _rows_can_be_sliced(arguments)
+
+
+def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
+    """Torch's re-entrant checkpoint runs its first pass without autograd: nothing that it computes can be kept."""
+    plan, model = arguments.features.recompute_plan, arguments.model
+    asked = ["features.recompute_plan.mode: selective"] if plan.mode == "selective" else []
+    asked += [f"model.{name}" for name in SKIPS if getattr(model, name)]
+    if plan.use_reentrant and asked:
+        yield Problem(
+            f"true, but {asked[0]} keeps results of the forward pass, which a re-entrant one does not have",
+            key=REENTRANT,
+            way_out="Set it to false.",
+        )
+    if model.skip_flash_attn_recompute and model.attn_implementation == "eager":
+        yield Problem(
+            "true, but 'eager' attention is no kernel whose result could be kept",
+            key="model.skip_flash_attn_recompute",
+            way_out="Leave model.attn_implementation out, or this key.",
+        )
+    delta_nets = [f"model.{name}" for name in SKIPS[1:] if getattr(model, name)]
+    if delta_nets and arguments.features.compile:
+        yield Problem(
+            "true, but features.compile makes one graph of a block, of which no layer can be left out",
+            key=delta_nets[0],
+            way_out="Set one of them to false.",
+        )
+
+
+def _rows_can_be_sliced(arguments: Arguments) -> Iterator[Problem]:
+    slice_rows, rows = arguments.features.chunkmbs_plan.chunk_mbs, arguments.training.micro_batch_size
+    loader = arguments.data.dataloader_param
+    is_filled_up = loader.dataloader_mode == "variable" or loader.sampler_type == "TokenBudgetSampler"
+    if getattr(arguments.data.dataset_param.basic_parameters, "packs", False):
+        yield Problem(
+            "true, but packing makes one row of a micro-batch: there is nothing to slice",
+            key=SLICES,
+            way_out="Set it to false, or data.dataset_param.basic_parameters.packing.",
+        )
+    elif slice_rows >= rows and not is_filled_up:
+        yield Problem(
+            f"{slice_rows} is not below training.micro_batch_size, {rows}: there would be one slice",
+            key="features.chunkmbs_plan.chunk_mbs",
+            way_out="Raise training.micro_batch_size, or set features.enable_chunk_mbs to false.",
+        )
+    if arguments.parallel.expert_parallel_size > 1 and is_filled_up:
+        yield Problem(
+            "true, but micro-batches that are filled up give ranks different numbers of rows, and so of slices, in "
+            "each of which they exchange tokens of experts",
+            key=SLICES,
+            way_out="Set it to false, or choose another data.dataloader_param.sampler_type.",
+        )
