@@ -187,7 +187,7 @@ def _metrics(run: Path) -> dict[str, Any]:
         "last_loss": lines[-1]["loss"],
         "step_ms": statistics.median(line["step_ms"] for line in half),
         "tokens_per_s": statistics.median(line["tokens_per_s"] for line in half),
-        "peak_memory_gib": lines[-1]["memory_gib"],
+        "peak_memory_gib": max(line["memory_gib"] for line in lines),
     }
 
 

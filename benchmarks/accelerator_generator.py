@@ -22,11 +22,16 @@ ensure_torchvision()  # transformers imports torchvision, whose compiled part a 
 import torch  # noqa: E402
 
 from benchmarks.accelerator_engine import build_engine, leave  # noqa: E402
-from benchmarks.accelerator_sizes import Clip, peak_tflops  # noqa: E402
+from benchmarks.accelerator_sizes import Clip  # noqa: E402
 from benchmarks.accelerator_step import clock  # noqa: E402
 from mindspeed_mm.core.batch import Batch  # noqa: E402
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class  # noqa: E402
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter  # noqa: E402
+from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta  # noqa: E402
 from mindspeed_mm.fsdp.params.argument import Arguments  # noqa: E402
+from mindspeed_mm.fsdp.tools.flops_tool import count_flops  # noqa: E402
+from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops  # noqa: E402
+from mindspeed_mm.fsdp.tools.flops_tool.units import CAPTION, LATENTS, SAMPLES  # noqa: E402
 from mindspeed_mm.fsdp.utils.device import (  # noqa: E402
     get_device_type,
     get_torch_device,
@@ -35,8 +40,8 @@ from mindspeed_mm.fsdp.utils.device import (  # noqa: E402
 )
 
 CONVENTION = (
-    "model FLOPs = 3 × one forward pass: matrix products, a multiplication and an addition being two, and attention in "
-    "full (non-causal); norms, activations and rotations left out; nothing that is recomputed counts"
+    "model FLOPs of the forward and the backward pass: matrix products, a multiplication and an addition being two, "
+    "and attention in full (non-causal); norms, activations and rotations left out; nothing that is recomputed counts"
 )
 LEARNING_RATE = 1e-5
 
@@ -72,7 +77,7 @@ def report(clip: Clip, folder: Path, step_s: float, peak: float | None) -> dict[
     """What a step of so many seconds amounts to."""
     adapter = find_adapter(folder)
     tokens = adapter.geometry.tokens(clip.latent_shape)
-    tflops = 3 * adapter.forward_flops(clip.latent_shape, clip.text_tokens) / step_s / 1e12
+    tflops = model_flops(clip, folder) / step_s / 1e12
     peak = peak or peak_tflops(get_torch_device().get_device_name(0) if get_device_type() != "cpu" else "cpu")
     return {
         "model": clip.name,
@@ -90,6 +95,18 @@ def report(clip: Clip, folder: Path, step_s: float, peak: float | None) -> dict[
         "convention": CONVENTION,
         "peak_memory_gib": peak_memory_bytes() / 2**30,
     }
+
+
+def model_flops(clip: Clip, folder: Path) -> float:
+    """Of a step on one clip, every weight being trained."""
+    adapter = find_adapter(folder)
+    with parameters_on_meta():
+        model = diffusers_class(adapter.transformer_class).from_config(adapter.transformer_config)
+    model._mm_adapter = adapter
+    count = count_flops(model)
+    assert count is not None
+    lengths = {LATENTS: [adapter.geometry.tokens(clip.latent_shape)], CAPTION: [clip.text_tokens], SAMPLES: [1]}
+    return count.of(lengths).full.model
 
 
 @contextmanager

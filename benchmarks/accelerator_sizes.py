@@ -108,22 +108,3 @@ TINY_CLIP = Clip(
     channels=4, warm_up_steps=1, measured_steps=2,
 )  # fmt: skip
 TINY_CLIPS = {name: [replace(TINY_CLIP, recompute=clips[0].recompute)] for name, clips in CLIPS.items()}
-
-PEAK_BF16_TFLOPS = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "B200": 2250.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.0,
-    "910B": 376.0,
-}
-"""Dense bf16 peaks by part of the device's name, from the vendors' data sheets; the first that fits counts."""
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """The peak of a device, or None when nobody here knows it."""
-    return next((peak for name, peak in PEAK_BF16_TFLOPS.items() if name in device_name), None)

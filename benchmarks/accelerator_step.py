@@ -19,9 +19,10 @@ ensure_torchvision()  # transformers imports torchvision, whose compiled part a 
 import torch  # noqa: E402
 
 from benchmarks.accelerator_engine import build_engine, leave  # noqa: E402
-from benchmarks.accelerator_sizes import Attempt, peak_tflops  # noqa: E402
+from benchmarks.accelerator_sizes import Attempt  # noqa: E402
 from mindspeed_mm.core.batch import Batch  # noqa: E402
 from mindspeed_mm.fsdp.params.argument import Arguments  # noqa: E402
+from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops  # noqa: E402
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine  # noqa: E402
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device, peak_memory_bytes  # noqa: E402
 

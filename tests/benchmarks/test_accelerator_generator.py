@@ -27,8 +27,7 @@ def test_a_tiny_step_runs_on_the_cpu(tmp_path: Path, who: str, recompute: bool) 
 
 
 def test_the_flops_of_a_long_clip_are_six_a_weight_and_full_attention(tmp_path: Path) -> None:
-    from benchmarks.accelerator_generator import write_model_folder
-    from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+    from benchmarks.accelerator_generator import model_flops, write_model_folder
 
     clip = CLIPS["recompute"][0]
     write_model_folder(clip, tmp_path)
@@ -36,7 +35,7 @@ def test_the_flops_of_a_long_clip_are_six_a_weight_and_full_attention(tmp_path: 
     attention = 3 * 4 * clip.layers * width * tokens * (tokens + clip.text_tokens)
     each_token = clip.layers * (6 * width**2 + 2 * width * clip.feed_forward)
     each_text_token = clip.layers * 2 * width**2
-    counted = 3 * find_adapter(tmp_path).forward_flops(clip.latent_shape, clip.text_tokens)
+    counted = model_flops(clip, tmp_path)
     # What stands before and after the blocks is a thousandth.
     products = 6 * (each_token * tokens + each_text_token * clip.text_tokens)
     assert counted - attention == pytest.approx(products, rel=2e-3)

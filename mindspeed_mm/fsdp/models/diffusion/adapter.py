@@ -61,6 +61,12 @@ class DiffusionAdapter(ABC):
     """Where the transformer is cut into stages; None: it cannot be."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Module patterns that LoRA adapts when the YAML names none."""
+    streams: ClassVar[Mapping[str, str]] = {}
+    """Module pattern → what its layers go over, for counting FLOPs: `latents` (what no pattern names), `caption`,
+    `picture`, `samples` (one row each), or two of them joined by `+`. The first that fits counts. Empty: nobody knows,
+    and the log has no MFU."""
+    memory_streams: ClassVar[tuple[str, ...]] = ()
+    """Those that blocks read and never change."""
     tokenizer: ClassVar[str]
     """The tokenizer whose tokens the transformer reads one by one."""
     most_text_tokens: ClassVar[int] = 512
@@ -218,16 +224,6 @@ class DiffusionAdapter(ABC):
         """From scratch: set a module's own parameters that torch's `reset_parameters` does not know. A module that has
         none of them is left alone. Most families have none."""
         return
-
-    @abstractmethod
-    def forward_flops(self, latent_shape: tuple[int, ...], text_tokens: int) -> float:
-        """Floating-point operations of one sample's forward pass: a multiplication and an addition are two; attention
-        counts in full (non-causal).
-
-        Args:
-            latent_shape: (C, H, W) or (C, T, H, W).
-            text_tokens: Length of the text features.
-        """
 
     def released_shift(self, tokens: int) -> float:
         """The shift of noise levels that the folder's scheduler uses for a sample of so many tokens: by resolution when

@@ -19,7 +19,6 @@ from mindspeed_mm.fsdp.utils.register import model_register
 
 PATCH = 2
 """Latent positions along a side of a token; not in any configuration."""
-_TIME_CHANNELS = 256
 
 
 @model_register.register("flux")
@@ -37,6 +36,16 @@ class FluxAdapter(DiffusionAdapter):
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
         *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
     )
+    streams = {
+        "time_text_embed*": "samples",
+        "*.norm*linear": "samples",
+        "norm_out.linear": "samples",
+        "context_embedder": "caption",
+        "transformer_blocks.{*}.attn.*add_*": "caption",
+        "transformer_blocks.{*}.ff_context*": "caption",
+        "single_transformer_blocks.*": "latents+caption",
+    }
+    memory_streams = ("samples",)
     tokenizer = "tokenizer_2"
 
     @cached_property
@@ -111,26 +120,6 @@ class FluxAdapter(DiffusionAdapter):
     def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
         """Unpacked."""
         return unpack(output[0], latent_shape)
-
-    def forward_flops(self, latent_shape: tuple[int, ...], text_tokens: int) -> float:
-        """Matrix products and attention. Left out: norms, activations, rotations."""
-        config = self.transformer_config
-        width = config["attention_head_dim"] * config["num_attention_heads"]
-        image_tokens = self.geometry.tokens(latent_shape)
-        tokens = image_tokens + text_tokens
-        attention = 4.0 * tokens**2 * width
-        double = 2.0 * width**2 * (12 * tokens + 12) + attention
-        single = 2.0 * width**2 * (12 * tokens + 3) + attention
-        channels = self._packed_channels
-        embedders = 1 + bool(config.get("guidance_embeds"))
-        ends = 2.0 * width * (
-            image_tokens * (channels + (config.get("out_channels") or channels))
-            + text_tokens * config["joint_attention_dim"]
-            + embedders * (_TIME_CHANNELS + width)
-            + (config["pooled_projection_dim"] + width)
-            + 2 * width
-        )  # fmt: skip
-        return config["num_layers"] * double + config["num_single_layers"] * single + ends
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 

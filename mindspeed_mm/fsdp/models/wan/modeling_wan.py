@@ -41,6 +41,15 @@ class WanAdapter(DiffusionAdapter):
         carried_outputs=4,
     )
     lora_targets = tuple(f"blocks.{{*}}.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
+    streams = {
+        "condition_embedder.text_embedder*": "caption",
+        "condition_embedder.image_embedder*": "picture",
+        "condition_embedder*": "samples",
+        "blocks.{*}.attn2.to_q": "latents",
+        "blocks.{*}.attn2.to_?": "caption",
+        "blocks.{*}.attn2.add_*": "picture",
+    }
+    memory_streams = ("caption", "picture", "samples")
     tokenizer = "tokenizer"
 
     @cached_property
@@ -181,33 +190,6 @@ class WanAdapter(DiffusionAdapter):
         positions = module._parameters.get("pos_embed")
         if positions is not None:
             positions.zero_()
-
-    def forward_flops(self, latent_shape: tuple[int, ...], text_tokens: int) -> float:
-        """Matrix products, convolution and attention. Left out: norms, activations, rotations."""
-        config = self.transformer_config
-        width = config["attention_head_dim"] * config["num_attention_heads"]
-        tokens, patch = self.geometry.tokens(latent_shape), math.prod(self.geometry.patch)
-        image_tokens = self._image_tokens if self._takes_image_embeds else 0
-        read = text_tokens + image_tokens  # what cross-attention reads
-        block = (
-            2.0 * width**2 * (6 * tokens + 2 * text_tokens)
-            + 4.0 * image_tokens * width * (config.get("added_kv_proj_dim") or 0)
-            + 4.0 * width * tokens * (tokens + read)
-            + 4.0 * width * tokens * config["ffn_dim"]
-        )
-        image_dim = config.get("image_dim") or 0
-        ends = 2.0 * (
-            tokens * patch * width * (self._input_channels + self.geometry.latent_channels)
-            + text_tokens * width * (config["text_dim"] + width)
-            + image_tokens * image_dim * (image_dim + width)
-            + width * (config.get("freq_dim", 256) + 7 * width)
-        )
-        return config["num_layers"] * block + ends
-
-    @property
-    def _image_tokens(self) -> int:
-        vision = self.component_config("image_encoder")
-        return (vision.get("image_size", 224) // vision.get("patch_size", 14)) ** 2 + 1
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,99 @@
+"""Positions of sounds in a batch, as the audio encoders of transformers cut them up."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.tools.flops_tool import units
+
+_MASKS = ("feature_attention_mask", "input_features_mask")
+
+
+@dataclass(frozen=True)
+class SoundLengths:
+    """An audio encoder: convolutions over frames of a spectrum, then layers."""
+
+    strides: tuple[int, ...]
+    """Of its convolutions along time, in order."""
+    names: tuple[str, ...]
+    """Of its convolutions."""
+    bins: tuple[int, ...]
+    """Rows of a spectrum that are left behind each convolution; 1 for those that go over time alone."""
+    chunk: int
+    """Frames that are encoded by themselves; 0: all of them, padding included."""
+    window: int
+    """Frames that attention stays in; 0: a chunk, or everything."""
+    pool: int
+    """Positions that become one token."""
+
+    @classmethod
+    def of(cls, encoder: nn.Module) -> SoundLengths | None:
+        """Read an encoder; None when it has no convolutions over a spectrum."""
+        config: Any = getattr(encoder, "config", None)
+        convolutions = [(n, m) for n, m in encoder.named_modules() if isinstance(m, (nn.Conv1d, nn.Conv2d))]
+        if not convolutions or not hasattr(config, "num_mel_bins"):
+            return None
+        left, bins = config.num_mel_bins, []
+        for _, conv in convolutions:
+            if isinstance(conv, nn.Conv2d):
+                left = (left + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
+            bins.append(left if isinstance(conv, nn.Conv2d) else 1)
+        return cls(
+            strides=tuple(conv.stride[-1] for _, conv in convolutions),
+            names=tuple(name for name, _ in convolutions),
+            bins=tuple(bins),
+            chunk=2 * getattr(config, "n_window", 0),
+            window=getattr(config, "n_window_infer", 0) or 0,
+            pool=2 if any(isinstance(module, nn.AvgPool1d) for module in encoder.modules()) else 1,
+        )
+
+    def positions_of(self, name: str) -> float:
+        """Places where a convolution is computed, for each position behind the last one."""
+        place = self.names.index(name)
+        return math.prod(self.strides[place + 1 :]) * self.bins[place]
+
+    def is_behind(self, name: str) -> bool:
+        """Whether a module of the encoder goes over tokens: its last projection, behind the pooling."""
+        return self.pool > 1 and re.fullmatch(r"proj\d?(\..*)?", name) is not None
+
+    def __call__(self, batch: Batch) -> dict[str, list[int]]:
+        """Positions by windows of attention, and tokens."""
+        if "input_features" not in batch:
+            return {}
+        features = batch["input_features"]
+        mask = next((batch[name] for name in _MASKS if name in batch), None)
+        if mask is None or not self.chunk:
+            sounds = features.shape[0] if features.dim() > 2 else 1
+            frames = [features.shape[-1]] * sounds
+        else:
+            frames = mask.sum(dim=-1).tolist()
+        pieces = [length for each in frames for length in self._windows(each)]
+        tokens = sum(self._pooled(each) for each in frames)
+        return {units.SOUND: pieces, units.SOUND_TOKENS: [tokens]}
+
+    def _windows(self, frames: int) -> list[int]:
+        chunks = self._chunks(frames)
+        if not self.window or not self.chunk:
+            return chunks
+        most = max(1, self.window // self.chunk)
+        return [sum(chunks[start : start + most]) for start in range(0, len(chunks), most)]
+
+    def _chunks(self, frames: int) -> list[int]:
+        """Positions of each chunk."""
+        size = self.chunk or frames
+        return [self._behind(min(size, frames - start)) for start in range(0, frames, size)]
+
+    def _behind(self, frames: int) -> int:
+        for stride in self.strides:
+            frames = (frames - 1) // stride + 1
+        return frames
+
+    def _pooled(self, frames: int) -> int:
+        positions = sum(self._chunks(frames))
+        return positions if self.pool == 1 else (positions - self.pool) // self.pool + 1

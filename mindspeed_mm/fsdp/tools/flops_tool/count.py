@@ -1,0 +1,130 @@
+"""FLOPs of a training step by module, as coefficients of what a batch is made of.
+
+A multiplication and an addition are two. Counted are matrix products, convolutions and attention; norms, activations,
+rotations, softmax and the optimizer are not. Work on padding, on zeros for an absent modality, and what an attention
+kernel computes twice by itself is not counted either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.tools.flops_tool.units import Lengths, Unit
+
+
+class Work(NamedTuple):
+    """One kind of product of one module."""
+
+    module: str
+    """Its name; those of a step's table have `*` for the number of a block."""
+    kind: str
+    """linear, convolution, experts, attention, linear attention."""
+    unit: Unit
+    forward: float
+    """FLOPs for each unit."""
+    gradients: float
+    """Of the size of the forward product: up to 2 where inputs and weights have a gradient."""
+    again: bool = False
+    """Whether the forward product is done again in the backward pass."""
+
+
+class Flops(NamedTuple):
+    """Of one step."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+
+    @property
+    def model(self) -> float:
+        """What the step needs: the numerator of MFU."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> float:
+        """What is done, recomputation counted: the numerator of HFU."""
+        return self.model + self.recompute
+
+    def __add__(self, other: object) -> Flops:
+        assert isinstance(other, Flops)
+        return Flops(*(own + more for own, more in zip(self, other, strict=True)))
+
+
+class ByConvention(NamedTuple):
+    """The same step by the two conventions of attention."""
+
+    causal: Flops
+    full: Flops
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of a model's training step."""
+
+    works: tuple[Work, ...]
+    lengths: Callable[[Batch], Lengths]
+    """What a batch on the host is made of."""
+    uncounted: tuple[str, ...] = ()
+    """Modules whose work nobody here knows."""
+
+    def of(self, lengths: Lengths) -> ByConvention:
+        """Of a batch of these lengths."""
+        return _sum(self.works, lengths)
+
+    def by_module(self, lengths: Lengths) -> dict[tuple[str, str], ByConvention]:
+        """(module with `*` for numbers of blocks, kind) → its part, in the order of the model."""
+        groups: dict[tuple[str, str], list[Work]] = {}
+        for work in self.works:
+            groups.setdefault((collapsed(work.module), work.kind), []).append(work)
+        return {group: _sum(works, lengths) for group, works in groups.items()}
+
+    def meter(self) -> Callable[[Sequence[Batch]], dict[str, float]]:
+        """A function for the training loop: FLOPs of its micro-batches by name, from host numbers alone. Works of one
+        unit are added up beforehand, so that a call costs microseconds."""
+        forward, all_of_it = _by_unit(self.works, lambda w: 1 + w.gradients), _by_unit(self.works, lambda w: w.again)
+
+        def measure(batches: Sequence[Batch]) -> dict[str, float]:
+            found = dict.fromkeys(METERED, 0.0)
+            for batch in batches:
+                lengths = self.lengths(batch)
+                for unit, flops in forward.items():
+                    amount, again = unit.amount(lengths), all_of_it.get(unit, 0.0)
+                    found["causal"] += flops * amount.causal
+                    found["full"] += flops * amount.full
+                    found["recompute"] += again * amount.causal
+                    found["recompute_full"] += again * amount.full
+            return found
+
+        return measure
+
+
+METERED = ("causal", "full", "recompute", "recompute_full")
+"""What a meter tells of a step."""
+
+
+def collapsed(name: str) -> str:
+    """A module's name with `*` for the numbers of blocks."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _sum(works: Iterable[Work], lengths: Lengths) -> ByConvention:
+    totals = [[0.0] * 3, [0.0] * 3]
+    for work in works:
+        amount = work.unit.amount(lengths)
+        for total, units in zip(totals, (amount.causal, amount.full), strict=True):
+            total[0] += work.forward * units
+            total[1] += work.forward * work.gradients * units
+            total[2] += work.forward * units if work.again else 0.0
+    causal, full = (Flops(*total) for total in totals)
+    return ByConvention(causal, full)
+
+
+def _by_unit(works: Iterable[Work], share: Callable[[Work], float]) -> dict[Unit, float]:
+    found: dict[Unit, float] = {}
+    for work in works:
+        found[work.unit] = found.get(work.unit, 0.0) + work.forward * share(work)
+    return found
