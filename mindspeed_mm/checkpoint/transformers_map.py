@@ -201,11 +201,22 @@ def _chunk(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> C
 def _split(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
     base, targets = _one(columns), group.converter.target_patterns
     names = [group.first_target.replace(targets[0], target) for target in targets]
-    sizes = [model.get_parameter(name).shape[op.dim] for name in names]
+    sizes = [_shape(model, name)[op.dim] for name in names]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return {
         target: [Sliced(base, op.dim, start, size)] for target, start, size in zip(targets, starts, sizes, strict=True)
     }
+
+
+def _shape(model: PreTrainedModel, name: str) -> tuple[int, ...]:
+    """Of a parameter, through the levels that adapters put between a module and what it was."""
+    *path, last = name.split(".")
+    module: Any = model
+    for part in path:
+        module = getattr(module, part)
+        while last not in module._parameters and hasattr(module, "base_layer"):
+            module = module.base_layer
+    return tuple(module.get_parameter(last).shape)
 
 
 def _transpose(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:
@@ -214,7 +225,7 @@ def _transpose(op: Any, columns: Columns, group: Group, model: PreTrainedModel) 
     swapped = Transposed(base, op.dim0, op.dim1)
     if not op.check_dims:
         return {name: [swapped]}
-    wanted = tuple(model.get_parameter(group.first_target).shape)
+    wanted = _shape(model, group.first_target)
     if base.shape == wanted == swapped.shape:
         raise ValueError(
             f"'{group.first_target}' is square {wanted}: whether it is stored transposed cannot be told from its shape"

@@ -30,6 +30,7 @@ VERBS = {
     "verify": "Show that a plan computes what one process computes.",
     "extract": "Encode media and captions once, for training a generator.",
     "export": "Write a run as a Hugging Face folder.",
+    "merge": "Add adapters to a model's weights.",
     "infer": "Let a model answer.",
     "evaluate": "Score a model on held-out rows.",
     "report": "Make one HTML page of a run.",

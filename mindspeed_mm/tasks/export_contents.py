@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
-from mindspeed_mm.fsdp.checkpoint.adapters import write_adapters
+from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
@@ -26,8 +26,11 @@ from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, copy_assets, write
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.lora import apply_lora
-from mindspeed_mm.fsdp.models.lora_names import LoraReport, adapter_weight, is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.lora_files import AdapterFile
+from mindspeed_mm.fsdp.models.lora_merge import deltas_of_files, deltas_of_run, merge_into
+from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight, lora_of
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.models.quantized_linear import Packing, packings_of, rounded
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.export_source import ExportSource
@@ -91,40 +94,61 @@ def open_contents(
     with _merged(source, reader, outline, dtype) if has_adapters else _as_trained(source, reader, outline) as tensors:
         rule = DtypeRule.of_source(weights, dtype)
         if is_generator:
-            yield _generator_contents(source, outline, tensors, rule, transformer_only, max_shard_bytes)
+            yield generator_contents(source.model_folder, outline, tensors, rule, max_shard_bytes, transformer_only)
         else:
-            yield _model_contents(source, tensors, rule, dtype, max_shard_bytes)
+            yield model_contents(source.model_folder, tensors, rule, max_shard_bytes, dtype)
 
 
-def _model_contents(
-    source: ExportSource,
+def model_contents(
+    model_folder: Path,
     tensors: Mapping[str, LazyTensor],
     rule: DtypeRule,
-    dtype: torch.dtype | None,
     max_shard_bytes: int,
+    dtype: torch.dtype | None,
 ) -> Contents:
+    """A whole model of transformers.
+
+    Args:
+        model_folder: Configuration, tokenizer and processor.
+        tensors: By keys of the folder.
+        rule: The dtype of each.
+        max_shard_bytes: Largest size of one file.
+        dtype: The dtype of all, for the configuration; None: as it is there.
+    """
+
     def write(draft: Path) -> None:
-        copy_assets(source.model_folder, draft, dtype)
+        copy_assets(model_folder, draft, dtype)
         write_weights(tensors, draft, rule, max_shard_bytes)
 
     return Contents("model", len(tensors), _size_bytes(tensors, rule), 0, write)
 
 
-def _generator_contents(
-    source: ExportSource,
+def generator_contents(
+    model_folder: Path,
     outline: Any,
     tensors: Mapping[str, LazyTensor],
     rule: DtypeRule,
-    transformer_only: bool,
     max_shard_bytes: int,
+    transformer_only: bool = False,
 ) -> Contents:
+    """A generator, or its transformer alone.
+
+    Args:
+        model_folder: The other components.
+        outline: The transformer without weights.
+        tensors: Its, by keys of the folder.
+        rule: The dtype of each.
+        max_shard_bytes: Largest size of one file.
+        transformer_only: Leave the other components out.
+    """
+
     def write(draft: Path) -> None:
         if not transformer_only:
-            copy_components(source.model_folder, draft)
+            copy_components(model_folder, draft)
         write_transformer(outline._mm_adapter, tensors, draft, rule, max_shard_bytes)
 
     kind: ContentKind = "transformer" if transformer_only else "generator"
-    others = 0 if transformer_only else components_bytes(source.model_folder)
+    others = 0 if transformer_only else components_bytes(model_folder)
     return Contents(kind, len(tensors), _size_bytes(tensors, rule), others, write)
 
 
@@ -154,16 +178,17 @@ def _as_trained(source: ExportSource, reader: DcpTensors, outline: nn.Module) ->
     """The checkpoint's tensors under the keys of the folder that the run started from, compared with the model."""
     weights = transformer_weights(source.model_folder)
     stored = reader.matched_to(outline)
-    yield _complete(outline, dict(stored), remember_layout(outline, weights), weights)
+    yield complete(outline, dict(stored), remember_layout(outline, weights), weights)
 
 
 @contextmanager
 def _merged(
     source: ExportSource, reader: DcpTensors, outline: nn.Module, dtype: torch.dtype | None
 ) -> Iterator[dict[str, LazyTensor]]:
-    """The base model's tensors with the adapters added: W + alpha / rank · B·A."""
+    """The base model's tensors with the adapters added, those that lay frozen under the trained one too. A base that
+    was kept in few bits is written as the numbers that it stood for: the adapters were trained on these."""
     adapted = _adapted_outline(source)
-    trained = reader.matched_to(adapted)
+    trained = of_untouched_base(reader.matched_to(adapted))
     base = base_weights_folder(source)
     recorded = source.checkpoint.context.get("base_weights")
     if recorded is not None and recorded != base_weights_mark(base):
@@ -174,33 +199,32 @@ def _merged(
         )
     lora = lora_of(adapted)
     assert lora is not None
+    frozen = [AdapterFile.find(Path(folder), "training.lora.frozen_adapters").adapter() for folder in lora.frozen]
     weights = transformer_weights(base)
-    with open_weights(weights) as stored:
+    with open_weights(weights) as stored, deltas_of_files(frozen, outline) as under:
         tensors = folder_tensors(outline, stored)
         expected = remember_layout(outline, weights)
-        for layer in lora.targets:
-            tensors[f"{layer}.weight"] = _merge(tensors[f"{layer}.weight"], trained, layer, lora, dtype)
+        for name, packing in packings_of(adapted).items():
+            kept = tensors[name]
+            tensors[name] = Computed([kept], partial(_rounded, packing), kept.shape, kept.dtype)
+        own = deltas_of_run(lora, trained, outline)
+        merge_into(tensors, [*((deltas, 1.0) for deltas, _ in under), (own, 1.0)], dtype)
         tensors |= {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
-        yield _complete(outline, tensors, expected, weights)
+        yield complete(outline, tensors, expected, weights)
 
 
-def _merge(
-    base: LazyTensor, trained: Mapping[str, LazyTensor], layer: str, lora: LoraReport, dtype: torch.dtype | None
-) -> LazyTensor:
-    """Added up in the widest of the dtypes that are read and written: what is written is rounded once."""
-    sides = [trained[adapter_weight(layer, side)] for side in ("A", "B")]
-    widest = reduce(torch.promote_types, (base.dtype, *(side.dtype for side in sides), dtype or base.dtype))
-
-    def added(read: list[torch.Tensor]) -> torch.Tensor:
-        weight, a, b = (tensor.to(widest) for tensor in read)
-        return weight + lora.scale * (b @ a)
-
-    return Computed([base, *sides], added, base.shape, widest)
+def _rounded(packing: Packing, read: list[torch.Tensor]) -> torch.Tensor:
+    return rounded(read[0], packing)
 
 
-def _complete(
+def complete(
     outline: nn.Module, tensors: Mapping[str, LazyTensor], expected: set[str], weights: Path
 ) -> dict[str, LazyTensor]:
+    """A model's tensors under the keys of the folder that they came from; `expected` are all of these.
+
+    Raises:
+        ModelFolderError: Some would be missing.
+    """
     made = hub_tensors(outline, tensors)
     if lacking := sorted(expected - made.keys(), key=natural_order):
         raise ModelFolderError(

@@ -108,11 +108,11 @@ def test_a_wrong_merge_would_show(
     if fault == "alpha ignored":
         monkeypatch.setattr(LoraReport, "scale", 1.0)
     else:
-        merge = export_contents._merge
+        whole = export_contents.deltas_of_run
         monkeypatch.setattr(
             export_contents,
-            "_merge",
-            lambda base, tensors, layer, *others: base if ".1." in layer else merge(base, tensors, layer, *others),
+            "deltas_of_run",
+            lambda *given: {name: delta for name, delta in whole(*given).items() if ".1." not in name},
         )
     merged = AutoModelForCausalLM.from_pretrained(
         export.run(run, tmp_path / "out", merge=True, dtype="fp64").folder, dtype=torch.float64

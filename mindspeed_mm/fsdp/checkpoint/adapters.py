@@ -21,11 +21,9 @@ from mindspeed_mm.fsdp.models.lora_files import (
     PEFT_CONFIG,
     PEFT_PREFIX,
     PEFT_WEIGHTS,
-    diffusers_metadata,
-    file_key,
-    peft_settings,
 )
-from mindspeed_mm.fsdp.models.lora_names import lora_of
+from mindspeed_mm.fsdp.models.lora_names import INITIAL, adapter_weight, initial_weights, lora_of
+from mindspeed_mm.fsdp.models.lora_settings import diffusers_metadata, file_key, peft_settings
 from mindspeed_mm.fsdp.models.share import whole_of
 
 
@@ -78,6 +76,7 @@ def write_adapters(
     assert lora is not None, "the model has no adapters"
     ranks = ranks or Ranks()
     rule = DtypeRule({}, dtype)
+    tensors = of_untouched_base(tensors)
     if hasattr(model, "_mm_adapter"):
         made = {file_key(name, DIFFUSERS_PREFIX): tensor for name, tensor in tensors.items()}
         stem, metadata = DIFFUSERS_WEIGHTS.removesuffix(".safetensors"), diffusers_metadata(lora)
@@ -88,6 +87,28 @@ def write_adapters(
     settings = peft_settings(lora, str(base), _task_type(model))
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     ranks.first("writing the settings", lambda: (draft / PEFT_CONFIG).write_text(text, encoding="utf-8"))
+
+
+def of_untouched_base(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Adapters whose base gave away what they started with, as adapters of the base as it was, with twice the rank:
+    W' + s·B·A = W + s·(B·A − B0·A0) = W + s·[B | −B0]·[A ; A0], as PEFT's `subtract_mutated_init` has it.
+
+    Args:
+        tensors: What is trained, by its names in the model.
+    """
+    made = {name: tensor for name, tensor in tensors.items() if not name.endswith(INITIAL)}
+    for name in tensors:
+        if name.endswith(INITIAL[0]):
+            layer = name.removesuffix(f".{INITIAL[0]}")
+            first_a, first_b = (tensors[each] for each in initial_weights(layer))
+            a, b = (tensors[adapter_weight(layer, side)] for side in "AB")
+            (rank, inputs), outputs = a.shape, b.shape[0]
+            rows = Computed([a, first_a], lambda read: torch.cat(read), (2 * rank, inputs), a.dtype)
+            columns = Computed(
+                [b, first_b], lambda read: torch.cat([read[0], -read[1]], dim=1), (outputs, 2 * rank), b.dtype
+            )
+            made |= {adapter_weight(layer, "A"): rows, adapter_weight(layer, "B"): columns}
+    return made
 
 
 def _with_aliases(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.checkpoint.keymap import KeyMap, Step, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
@@ -27,6 +25,7 @@ from mindspeed_mm.fsdp.checkpoint.hf_folder import (
 )
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
+from mindspeed_mm.fsdp.models.local_shard import whole_tensor
 from mindspeed_mm.fsdp.models.share import Share, share_of, whole_of
 from mindspeed_mm.fsdp.utils.device import current_device
 
@@ -83,22 +82,11 @@ class _Gathering:
         tensor = self._own.get(key)
         if tensor is None:  # another stage has it
             tensor = torch.empty_like(self._everything[key], device=current_device())
-        whole = gathered(tensor) if isinstance(tensor, DTensor) else tensor
+        whole = whole_tensor(tensor)
         if self._share is not None:
             whole = whole.to(current_device()).contiguous()
             dist.broadcast(whole, group=self._share.group, group_src=self._share.owners[key])
         return whole.cpu()
-
-
-def gathered(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor. Cut along two axes it is gathered twice, and torch would say for each that this takes time."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return tensor.full_tensor()
-    finally:
-        logger.setLevel(level)
 
 
 def hub_tensors(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +16,26 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The plain tensor with this rank's part, for writing in place."""
     with torch.no_grad():
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+
+
+def whole_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """All of it, detached; a collective when it is sharded. Cut along two axes it is gathered twice, and torch would
+    say for each that this takes time."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return parameter.detach().full_tensor()
+    finally:
+        logger.setLevel(level)
+
+
+def copy_whole(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Write this rank's part of the full tensor `values` into a parameter."""
+    for piece, region in local_pieces(parameter):
+        piece.copy_(values[tuple(slice(start, start + length) for start, length in region)])
 
 
 def local_pieces(parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, Region]]:

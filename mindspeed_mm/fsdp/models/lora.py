@@ -1,33 +1,31 @@
 """Low-rank adapters by PEFT (Hu et al. 2021: y = W·x + alpha / rank · B·A·x) on a model that has no weights yet.
 
 `apply_lora` stands right behind `ModelHub.build`, before any plan and before sharding; `initialize_lora` behind the
-loading of the base model's weights.
+loading of the base model's weights. First values are in `lora_first_values`, those that need data in
+`lora_calibration`, names in `lora_names`, files in `lora_files`.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
-from mindspeed_mm.core.patterns import resolve_patterns
-from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.models.construction import set_dtypes
-from mindspeed_mm.fsdp.models.local_shard import local_pieces
+from mindspeed_mm.fsdp.models.lora_experts import adapt_experts
 from mindspeed_mm.fsdp.models.lora_files import load_adapters
-from mindspeed_mm.fsdp.models.lora_names import ADAPTER, LoraReport, is_adapter_weight, lora_of, split_adapter_weight
-from mindspeed_mm.fsdp.models.ties import shared_parameters
+from mindspeed_mm.fsdp.models.lora_first_values import check_rank, set_first_values, take_from_base
+from mindspeed_mm.fsdp.models.lora_frozen import inject_frozen, load_frozen
+from mindspeed_mm.fsdp.models.lora_injection import inject, peft_names
+from mindspeed_mm.fsdp.models.lora_names import LoraReport, is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.lora_targets import LoraTargets, is_below, resolve_targets
+from mindspeed_mm.fsdp.models.quantized_linear import quantize_linears
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 
-__all__ = ["LoraReport", "apply_lora", "initialize_lora", "lora_of"]
-
-_TARGETS = "training.lora.target_modules"
-_WHOLE = "training.lora.modules_to_save"
+__all__ = ["LoraReport", "apply_lora", "initialize_lora", "lora_of", "take_from_base"]
 
 
 def apply_lora(
@@ -37,8 +35,8 @@ def apply_lora(
     default_targets: Sequence[str] = (),
     param_dtype: torch.dtype | None = None,
 ) -> LoraReport:
-    """Give linear layers an adapter and freeze everything else, in place. Layers that are frozen already
-    (`model.freeze`) get none.
+    """Give layers an adapter and freeze everything else, in place. Layers that are frozen already (`model.freeze`) get
+    none.
 
     Args:
         model: From `ModelHub.build`. The adapters' parameters are on the meta device.
@@ -48,34 +46,38 @@ def apply_lora(
         param_dtype: What the plan computes in. The base model is kept in it, what is trained in fp32.
 
     Raises:
-        ConfigError: A pattern matches nothing, or no linear layer that may be trained; or a layer shares its weight
-            with another one.
+        ConfigError: A pattern matches nothing, or nothing that may be trained; a layer shares its weight with another
+            one; or the section asks for what its targets cannot have.
     """
     if any(name.endswith(".base_layer") for name, _ in model.named_modules()):
         raise ConfigError("the model has adapters already, or layers of that name", key="training.lora.enable")
-    whole = _modules_to_save(model, lora.modules_to_save)
-    if whole and hasattr(model, "_mm_adapter"):
-        raise ConfigError(
-            f"{', '.join(whole)}: diffusers' pipelines load adapters only",
-            key=_WHOLE,
-            way_out="Name linear layers of it in target_modules instead.",
-        )
-    targets = _target_layers(model, _patterns(lora, default_targets), whole)
-    _check_ties(model, targets, whole)
-    peft_targets = _for_peft(targets, [name for name, _ in model.named_modules() if name])
-    _inject(model, lora, targets)
-    for name in whole:
+    targets = resolve_targets(model, lora, default_targets)
+    _check_kind(lora, targets)
+    check_rank(lora.init_lora_weights, {n: model.get_submodule(n).weight.shape for n in targets.layers}, lora.rank)  # type: ignore[misc, union-attr]
+    names = [name for name, _ in model.named_modules() if name]
+    frozen = inject_frozen(model, lora.frozen_adapters)
+    inject(model, lora, targets)
+    adapt_experts(model)
+    for name in targets.whole:
         model.get_submodule(name).requires_grad_(True)
     set_dtypes(model, param_dtype)
+    if lora.quantize is not None:
+        quantize_linears(model, lora.quantize)
     report = LoraReport(
         rank=lora.rank,
         alpha=lora.alpha,
         dropout=lora.dropout,
         initialisation=lora.init_lora_weights,
-        targets=tuple(targets),
-        peft_targets=peft_targets,
-        modules_to_save=tuple(whole),
-        trained=frozenset(_trained_names(model, whole)),
+        targets=tuple(targets.layers),
+        peft_targets=peft_names(targets.layers, names),
+        parameters_targeted=tuple(targets.parameters),
+        peft_parameters=tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in targets.parameters)),
+        strengths=targets.strengths,
+        use_dora=lora.use_dora,
+        modules_to_save=tuple(targets.whole),
+        frozen=frozen,
+        quantize=lora.quantize,
+        trained=frozenset(_trained_names(model, targets.whole)),
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
     model._mm_lora = report  # type: ignore[assignment]
@@ -83,150 +85,49 @@ def apply_lora(
 
 
 @torch.no_grad()
-def initialize_lora(model: nn.Module, lora: LoraArguments, seed: int) -> None:
-    """Give the adapters their first values, the same under every plan: those of a file, or new ones as PEFT draws them
-    (A uniform in ±1/√inputs, or normal with deviation 1/rank for `gaussian`; B zero, unless `init_lora_weights` is
-    false). The parameters have memory; the base model's weights may be loaded or not.
+def initialize_lora(model: nn.Module, lora: LoraArguments, seed: int, *, fresh: bool = True, folder: str = "") -> None:
+    """Give the adapters their first values, the same under every plan: those of a file, or new ones as PEFT makes them.
+    The parameters have memory and the base model's weights are loaded.
+
+    Args:
+        model: Sharded or not.
+        lora: The `training.lora` section.
+        seed: Of the run.
+        fresh: False: a checkpoint will fill what is trained; only what lies frozen under it is loaded.
+        folder: Where the base model's weights came from.
 
     Raises:
-        ModelFolderError: The files of `pretrained_lora_path` are missing, damaged, or of other adapters.
+        ModelFolderError: The files of `pretrained_lora_path` or `frozen_adapters` are missing, damaged, or of other
+            adapters.
     """
-    for name, parameter in model.named_parameters():
-        if is_adapter_weight(name):
-            values = _first_values(name, parameter, lora.init_lora_weights, seed)
-            for piece, region in local_pieces(parameter):
-                piece.copy_(values[tuple(slice(start, start + length) for start, length in region)])
-    if lora.pretrained_lora_path is not None:
+    load_frozen(model)
+    if fresh and lora.pretrained_lora_path is not None:
         load_adapters(model, lora.pretrained_lora_path)
+    elif fresh:
+        set_first_values(model, lora.init_lora_weights, seed, Path(folder) if folder else None)
 
 
-def _first_values(name: str, parameter: torch.Tensor, initialisation: bool | str, seed: int) -> torch.Tensor:
-    _, side = split_adapter_weight(name) or ("", "")
-    values = torch.zeros(parameter.shape)
-    generator = torch.Generator().manual_seed(derive_seed(seed, name))
-    if side == "B" and initialisation is not False:
-        return values
-    if initialisation == "gaussian":
-        return values.normal_(std=1 / parameter.shape[0], generator=generator)
-    return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-
-
-# --- which modules ----------------------------------------------------------------------------------------------------
-
-
-def _patterns(lora: LoraArguments, default_targets: Sequence[str]) -> Sequence[str]:
-    """A resolved configuration spells defaults out: that nothing was named shows in the value alone."""
-    is_default = lora.target_modules == LoraArguments.model_fields["target_modules"].default
-    return default_targets if default_targets and is_default else lora.target_modules
-
-
-def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The outermost of the modules that the patterns name."""
-    if not patterns:
-        return []
-    names = resolve_patterns(patterns, [n for n, _ in model.named_modules()], key=_WHOLE, allow_suffix=True)
-    return [name for name in names if not _is_inside(name, names)]
-
-
-def _target_layers(model: nn.Module, patterns: Sequence[str], whole: Sequence[str]) -> list[str]:
-    modules = dict(model.named_modules())
-    layers = [name for name, module in modules.items() if name and _is_linear(module)]
-    frozen = {name for name in layers if not modules[name].weight.requires_grad}  # type: ignore[union-attr]
-    resolve_patterns(patterns, modules, key=_TARGETS, allow_suffix=True)
-    chosen: set[str] = set()
+def _check_kind(lora: LoraArguments, targets: LoraTargets) -> None:
+    """Raise `ConfigError` for what fused experts cannot have: their adapter is added to the weight, not to the output,
+    and PEFT has these for layers only."""
+    if not targets.parameters:
+        return
+    on = f"target_modules names fused experts ({targets.parameters[0]} …)"
     problems: list[Problem] = []
-    for pattern in patterns:
-        matched = resolve_patterns([pattern], modules, key=_TARGETS, allow_suffix=True)
-        found = {name for name in matched if name in layers}
-        chosen |= found - frozen
-        if not found - frozen:
-            problems.append(_no_layer(pattern, matched, sorted(found), layers))
-    problems += [
-        Problem(f"'{name}' is trained whole, as {_WHOLE} says", key=_TARGETS, way_out="Name it in one of them only.")
-        for name in sorted(chosen)
-        if name in whole or _is_inside(name, whole)
-    ]
-    if problems:
-        raise ConfigError(f"{_TARGETS}: {len(problems)} problem(s)", problems=problems)
-    return [name for name in layers if name in chosen]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    # torch's attention reads the weight of its output layer without calling it: an adapter there would do nothing.
-    return isinstance(module, nn.Linear) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
-
-def _no_layer(pattern: str, matched: Sequence[str], frozen: Sequence[str], layers: Sequence[str]) -> Problem:
-    if frozen:
-        return Problem(
-            f"'{pattern}' matches only layers that model.freeze freezes ({frozen[0]} …)",
-            key=_TARGETS,
-            way_out="Take it out, or free them in model.freeze.",
+    if lora.dropout:
+        problems.append(Problem(f"{lora.dropout}, but {on}", key="training.lora.dropout", way_out="Set it to 0."))
+    if lora.use_dora:
+        problems.append(Problem(f"true, but {on}", key="training.lora.use_dora", way_out="Set it to false."))
+    if lora.init_lora_weights not in (True, False, "gaussian"):
+        way_out = "Take true, false or gaussian."
+        problems.append(
+            Problem(f"'{lora.init_lora_weights}', but {on}", key="training.lora.init_lora_weights", way_out=way_out)
         )
-    near = [name for name in layers if _is_inside(name, matched)] or nearest(matched[0], layers, most=3)
-    return Problem(
-        f"'{pattern}' matches {len(matched)} module(s), none of them a linear layer ({matched[0]} …)",
-        key=_TARGETS,
-        way_out=f"Linear layers there: {', '.join(near[:3])}." if near else "",
-    )
+    if problems:
+        raise ConfigError("adapters on fused experts cannot have all that linear layers can", problems=problems)
 
 
-def _check_ties(model: nn.Module, targets: Sequence[str], whole: Sequence[str]) -> None:
-    """A shared weight with an adapter at one of its places could not be merged; one that is trained whole at one place
-    only would be another one there for whoever reads the files."""
-    for group in shared_parameters(model):
-        homes = [name.rpartition(".")[0] for name in group]
-        if adapted := [home for home in homes if home in targets]:
-            others = ", ".join(f"'{home}'" for home in homes if home != adapted[0])
-            raise ConfigError(
-                f"'{adapted[0]}' shares its weight with {others}",
-                key=_TARGETS,
-                way_out="Leave it out: its adapter could not be merged.",
-            )
-        trained = [home for home in homes if home in whole or _is_inside(home, whole)]
-        if trained and len(trained) < len(homes):
-            others = ", ".join(f"'{home}'" for home in homes if home not in trained)
-            raise ConfigError(
-                f"'{trained[0]}' shares its weight with {others}", key=_WHOLE, way_out="Name all of them, or none."
-            )
-
-
-def _is_inside(name: str, parents: Collection[str]) -> bool:
-    return any(name.startswith(f"{parent}.") for parent in parents)
-
-
-def _trained_names(model: nn.Module, whole: Sequence[str]) -> list[str]:
-    kept = dict(model.named_buffers())
-    state = model.state_dict(keep_vars=True)
-    return [
-        *(name for name, parameter in model.named_parameters() if parameter.requires_grad),
-        *(name for name in state if name in kept and _is_inside(name, whole)),
-    ]
-
-
-# --- PEFT -------------------------------------------------------------------------------------------------------------
-
-
-def _inject(model: nn.Module, lora: LoraArguments, targets: Sequence[str]) -> None:
-    from peft import LoraConfig, inject_adapter_in_model  # half a second to import
-
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number will do
-        lora_dropout=lora.dropout,
-        # An expression and no list: in a list a name also stands for every name that ends in it.
-        target_modules="|".join(re.escape(name) for name in targets),
-    )
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
-
-
-def _for_peft(targets: Sequence[str], names: Sequence[str]) -> tuple[str, ...] | str:
-    """The shortest ends of names that stand for the targets and for nothing else; an expression where a target's whole
-    name is the end of another one."""
-    longest = max(name.count(".") for name in targets) + 1
-    for parts in range(1, longest + 1):
-        ends = {".".join(name.split(".")[-parts:]) for name in targets}
-        suffixes = tuple(f".{end}" for end in ends)
-        if {name for name in names if name in ends or name.endswith(suffixes)} == set(targets):
-            return tuple(sorted(ends))
-    return "|".join(re.escape(name) for name in targets)
+def _trained_names(model: nn.Module, whole: Sequence[str]) -> Iterator[str]:
+    yield from (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    kept, state = dict(model.named_buffers()), model.state_dict(keep_vars=True)
+    yield from (name for name in state if name in kept and (is_below(name, whole) or is_adapter_weight(name)))

@@ -7,6 +7,8 @@ diffusers   pytorch_lora_weights.safetensors, settings in it      transformer.<l
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from mindspeed_mm.checkpoint.lazy_tensor import Stored
+from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.models.local_shard import local_pieces
-from mindspeed_mm.fsdp.models.lora_names import (
-    LoraReport,
-    adapter_weight,
-    base_name,
-    lora_of,
-    split_adapter_weight,
-)
+from mindspeed_mm.fsdp.models.lora_names import INITIAL, MAGNITUDE, LoraReport, adapter_weight, lora_of
 from mindspeed_mm.fsdp.models.ties import shared_parameters
 
 PEFT_CONFIG = "adapter_config.json"
@@ -34,61 +30,22 @@ PEFT_WEIGHTS = "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 PEFT_PREFIX = "base_model.model."
 DIFFUSERS_PREFIX = "transformer."
-_METADATA = "lora_adapter_metadata"
+METADATA = "lora_adapter_metadata"
 _KEY = "training.lora.pretrained_lora_path"
 _MOST = 5
-_VARIANTS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication")
-"""Settings of PEFT that give an adapter another meaning."""
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-def file_key(name: str, prefix: str) -> str:
-    """The key in a file of a trained parameter.
-
-    Args:
-        name: In the model with adapters.
-        prefix: `PEFT_PREFIX` or `DIFFUSERS_PREFIX`.
-    """
-    found = split_adapter_weight(name)
-    return f"{prefix}{found[0]}.lora_{found[1]}.weight" if found else prefix + base_name(name)
-
-
-def peft_settings(lora: LoraReport, base: str, task_type: str | None) -> dict[str, Any]:
-    """Content of `adapter_config.json`.
-
-    Args:
-        lora: The model's adapters.
-        base: Name or folder of the base model.
-        task_type: PEFT's, `CAUSAL_LM` for models that write text.
-    """
-    return {
-        "peft_type": "LORA",
-        "task_type": task_type,
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        **_settings(lora),
-        "bias": "none",
-        "init_lora_weights": lora.initialisation,
-        "modules_to_save": list(lora.modules_to_save) or None,
-    }
-
-
-def diffusers_metadata(lora: LoraReport) -> dict[str, str]:
-    """Metadata of `pytorch_lora_weights.safetensors`. Without it a pipeline would take alpha for equal to the rank."""
-    settings = {f"{DIFFUSERS_PREFIX}{key}": value for key, value in _settings(lora).items()}
-    return {_METADATA: json.dumps(settings, indent=2, sort_keys=True)}
-
-
-def _settings(lora: LoraReport) -> dict[str, Any]:
-    targets = lora.peft_targets
-    return {
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": targets if isinstance(targets, str) else list(targets),
-    }
+_UNKNOWN = (
+    "lora_bias",
+    "layer_replication",
+    "fan_in_fan_out",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "use_qalora",
+    "velora_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Settings of PEFT that give an adapter a meaning that nothing here computes."""
+_SIDES = re.compile(rf"(?P<layer>.+)\.lora_(?:(?P<side>[AB])\.weight|(?P<length>{MAGNITUDE})(?:\.weight)?)")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -101,42 +58,155 @@ class AdapterFile:
     weights: Path
     settings: Mapping[str, Any]
     """PEFT's settings; empty when the file has none."""
+    key: str = _KEY
+    """What named it, for messages."""
 
     @classmethod
-    def find(cls, path: Path) -> AdapterFile:
+    def find(cls, path: Path, key: str = _KEY) -> AdapterFile:
         """The adapters in a folder, or a safetensors file of them.
 
         Raises:
             ModelFolderError: There are none, or they are pickled or damaged.
         """
-        weights = _weights_file(path)
+        weights = _weights_file(path, key)
         read_header(weights)
         config = weights.parent / PEFT_CONFIG
-        return cls(weights, _peft_settings_of(config) if config.is_file() else _metadata_of(weights))
+        return cls(weights, _peft_settings_of(config) if config.is_file() else _metadata_of(weights), key)
+
+    def plain_keys(self) -> dict[str, str]:
+        """Key without the prefix that all keys have → key in the file."""
+        keys = list(read_header(self.weights))
+        prefix = next((p for p in (PEFT_PREFIX, DIFFUSERS_PREFIX) if all(key.startswith(p) for key in keys)), "")
+        return {key.removeprefix(prefix): key for key in keys}
 
     def names(self) -> dict[str, str]:
         """Name of the parameter in a model with adapters → key in the file."""
-        keys = list(read_header(self.weights))
-        prefix = next((p for p in (PEFT_PREFIX, DIFFUSERS_PREFIX) if all(key.startswith(p) for key in keys)), "")
-        return {_parameter_name(key.removeprefix(prefix)): key for key in keys}
+        return {_parameter_name(plain): key for plain, key in self.plain_keys().items()}
+
+    def adapter(self) -> StoredAdapter:
+        """What the file holds, layer by layer.
+
+        Raises:
+            ModelFolderError: Its settings give it a meaning that nothing here computes.
+        """
+        self.check_known()
+        layers: dict[str, dict[str, str]] = {}
+        fused: dict[str, dict[str, str]] = {}
+        whole: list[str] = []
+        for plain, key in self.plain_keys().items():
+            match = _SIDES.fullmatch(plain)
+            if match is None:
+                whole.append(plain)
+                continue
+            sides = fused if self._is_fused(match["layer"]) else layers
+            sides.setdefault(match["layer"], {})[match["side"] or match["length"]] = key
+        if broken := [layer for layer, sides in {**layers, **fused}.items() if not {"A", "B"} <= sides.keys()]:
+            raise ModelFolderError("has only one half of the adapter", where=str(self.weights), key=broken[0])
+        if unknown := [name for name in whole if ".lora_" in name]:
+            raise ModelFolderError("is no adapter of a linear layer", where=str(self.weights), key=unknown[0])
+        return StoredAdapter(self.weights, self.settings, layers, fused, whole, self.plain_keys())
+
+    def check_known(self) -> None:
+        """Raise `ModelFolderError` for settings that nothing here computes."""
+        for name in _UNKNOWN:
+            if self.settings.get(name):
+                raise ModelFolderError(
+                    f"'{name}' is set, which this version does not have", where=str(self.weights), key=self.key
+                )
 
     def check_fits(self, lora: LoraReport) -> None:
         """Raise `ModelFolderError` when the adapters are of another kind or strength than the model's."""
         where = str(self.weights)
-        for name in _VARIANTS:
-            if self.settings.get(name):
-                raise ModelFolderError(f"'{name}' is set, which this version does not have", where=where, key=_KEY)
+        self.check_known()
+        for name in ("rank_pattern", "alpha_pattern"):
+            if self.settings.get(name) and not lora.strengths:
+                raise ModelFolderError(f"'{name}' is set, and a run has one rank and alpha", where=where, key=self.key)
+        if bool(self.settings.get("use_dora")) != lora.use_dora and self.settings:
+            held = bool(self.settings.get("use_dora"))
+            raise ModelFolderError(
+                f"'use_dora' is {str(held).lower()} in it",
+                where=where,
+                key=self.key,
+                way_out=f"Set training.lora.use_dora: {str(held).lower()}.",
+            )
         rank = self.settings.get("r", lora.rank)
         # A file that says nothing means alpha = rank, for PEFT and diffusers alike.
         alpha = self.settings.get("lora_alpha", rank)
+        if self.settings.get("use_rslora") and isinstance(rank, int):
+            alpha = alpha * math.sqrt(rank)  # scale = alpha / √rank
         for name, held, wanted in (("rank", rank, lora.rank), ("alpha", alpha, lora.alpha)):
             if held != wanted:
                 raise ModelFolderError(
                     f"has {name} {held}, this run {wanted:g}",
                     where=where,
-                    key=_KEY,
+                    key=self.key,
                     way_out=f"Set training.lora.{name}={held}.",
                 )
+
+    def _is_fused(self, layer: str) -> bool:
+        """Whether a layer is a module of experts: `target_parameters` names parameters of it."""
+        plain = layer.replace(".base_layer", "")
+        heads = {name.rpartition(".")[0] for name in self.settings.get("target_parameters") or ()}
+        return any(plain == head or plain.endswith(f".{head}") for head in heads)
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """What a file of adapters holds, nothing read yet. Layers are named as in the model without adapters."""
+
+    weights: Path
+    settings: Mapping[str, Any]
+    layers: dict[str, dict[str, str]]
+    """Linear layer → `A`, `B`, with DoRA `magnitude_vector` → key in the file."""
+    fused: dict[str, dict[str, str]]
+    """Module of experts, with one `.base_layer` for each further parameter inside → the same."""
+    whole: list[str]
+    """Parameters that were trained whole."""
+    keys: dict[str, str]
+    """Key without prefix → key in the file."""
+
+    @property
+    def rank(self) -> int:
+        """Of most layers; a file without settings says it by its shapes."""
+        first = next(iter({**self.layers, **self.fused}.values()), None)
+        held = read_header(self.weights)[first["A"]].shape[0] if first else 1
+        return int(self.settings.get("r", held))
+
+    @property
+    def alpha(self) -> float:
+        """Of most layers; one that is not told equals the rank."""
+        return self.settings.get("lora_alpha", self.rank)
+
+    @property
+    def use_rslora(self) -> bool:
+        """Scale alpha / √rank instead of alpha / rank (Kalajdzievski 2023)."""
+        return bool(self.settings.get("use_rslora"))
+
+    @property
+    def rank_pattern(self) -> Mapping[str, int]:
+        """Ends of names, or expressions → another rank."""
+        return self.settings.get("rank_pattern") or {}
+
+    @property
+    def alpha_pattern(self) -> Mapping[str, float]:
+        """Ends of names, or expressions → another alpha."""
+        return self.settings.get("alpha_pattern") or {}
+
+    def scale(self, name: str) -> float:
+        """What B·A is multiplied by for a layer or a fused parameter."""
+        rank = _by_pattern(self.rank_pattern, name, self.rank)
+        alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def stored(self, key: str, reader: TensorReader) -> Stored:
+        """One tensor of the file."""
+        entry = read_header(self.weights)[key]
+        return Stored(key, entry.shape, entry.dtype, lambda: reader)
+
+
+def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """As PEFT reads them: the first whose expression matches the end of the name."""
+    return next((v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), default)
 
 
 def load_adapters(model: nn.Module, path: str | Path) -> None:
@@ -149,7 +219,11 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
     assert lora is not None, "the model has no adapters"
     file = AdapterFile.find(Path(path))
     file.check_fits(lora)
-    targets = {name: tensor for name, tensor in _tensors(model).items() if name in lora.trained}
+    targets = {
+        name: tensor
+        for name, tensor in _tensors(model).items()
+        if name in lora.trained and not name.endswith(INITIAL)  # of an untouched base
+    }
     names = file.names()
     for name, others in _aliases(model).items():
         if name in targets:
@@ -191,11 +265,11 @@ def _check_same(targets: Mapping[str, torch.Tensor], held: Mapping[str, tuple[in
 
 
 def _parameter_name(key: str) -> str:
-    layer, found, _ = key.rpartition(".lora_")
-    return adapter_weight(layer, key.removesuffix(".weight")[-1]) if found else key
+    match = _SIDES.fullmatch(key)
+    return adapter_weight(match["layer"], match["side"] or match["length"]) if match else key
 
 
-def _weights_file(path: Path) -> Path:
+def _weights_file(path: Path, key: str) -> Path:
     if path.is_file() and path.suffix == ".safetensors":
         return path
     for name in (PEFT_WEIGHTS, DIFFUSERS_WEIGHTS):
@@ -206,7 +280,7 @@ def _weights_file(path: Path) -> Path:
     raise ModelFolderError(
         f"{what}: no adapters",
         where=str(path),
-        key=_KEY,
+        key=key,
         way_out=f"Name a folder with {PEFT_WEIGHTS} or {DIFFUSERS_WEIGHTS}, or the file itself.",
     )
 
@@ -223,7 +297,7 @@ def _peft_settings_of(config: Path) -> dict[str, Any]:
 def _metadata_of(weights: Path) -> dict[str, Any]:
     try:
         with safe_open(weights, framework="pt") as reader:
-            text = (reader.metadata() or {}).get(_METADATA)
+            text = (reader.metadata() or {}).get(METADATA)
     except SafetensorError as error:
         raise ModelFolderError(f"is damaged: {error}", where=str(weights), key=_KEY) from error
     settings = _parsed(text, weights) if text else {}

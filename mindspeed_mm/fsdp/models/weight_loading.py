@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.initialization import initialize
 from mindspeed_mm.fsdp.models.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight, naming_of
+from mindspeed_mm.fsdp.models.quantized_linear import Packing, packings_of
 from mindspeed_mm.fsdp.models.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.ties import shared_parameters
 
@@ -106,10 +108,11 @@ def stream_weights(
     }
     with open_weights(folder) as stored:
         steps = _steps(whole, stored, {*targets, *aliases})
-        diff, initialized, ignored = _compare(whole, targets, aliases, steps, allow_missing, allow_unexpected)
+        shapes, packings = _shapes(whole, targets), packings_of(model)
+        diff, initialized, ignored = _compare(whole, shapes, aliases, steps, allow_missing, allow_unexpected)
         diff.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
-        nonfinite = _copy(_own_targets(model), aliases, steps, folder)
+        nonfinite = _copy(_own_targets(model), aliases, steps, folder, packings)
         size_bytes = sum(tensor.size_bytes for tensor in stored.values())
     unfilled = set(initialized)
     if fresh := {name for name, _ in model.named_parameters() if stored_name(name) in unfilled}:
@@ -143,9 +146,27 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                targets[stored_name(f"{module_name}.{name}" if module_name else name)] = buffer
+            full_name = f"{module_name}.{name}" if module_name else name
+            is_kept = name not in module._non_persistent_buffers_set and not is_adapter_weight(full_name)
+            if buffer is not None and is_kept:
+                targets[stored_name(full_name)] = buffer
     return targets
+
+
+def _shapes(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The targets as a folder has them: what is kept in bytes as the weight that it stands for, without memory."""
+    shapes = dict(targets)
+    for name, packing in packings_of(model).items():
+        shapes[name] = torch.empty(targets[name].shape[0], packing.inputs, device="meta")
+    return shapes
+
+
+@contextmanager
+def stored_weights(model: nn.Module, folder: Path) -> Iterator[dict[str, LazyTensor]]:
+    """Inside, a folder's tensors can be read under the names of the model without adapters."""
+    with open_weights(folder) as stored:
+        wanted = set(_targets(whole_of(model)))
+        yield {name: tensor for step in _steps(model, stored, wanted) for name, tensor in step.targets.items()}
 
 
 def _steps(model: nn.Module, stored: Mapping[str, Stored], wanted: Collection[str]) -> list[Step]:
@@ -219,7 +240,11 @@ def _check_ledger(
 
 
 def _copy(
-    targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str], steps: Sequence[Step], folder: Path
+    targets: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    steps: Sequence[Step],
+    folder: Path,
+    packings: Mapping[str, Packing],
 ) -> list[str]:
     """Read every target's local part. Returns the names with NaN or infinity in it."""
     nonfinite: list[str] = []
@@ -233,7 +258,9 @@ def _copy(
                 _check_equal(key, tensor, filled[name], targets[name], folder)
                 continue
             filled[name] = key
-            if not _copy_local(tensor, targets[name]):
+            packing = packings.get(name)
+            is_finite = _pack_local(tensor, targets[name], packing) if packing else _copy_local(tensor, targets[name])
+            if not is_finite:
                 nonfinite.append(name)
     return nonfinite
 
@@ -246,6 +273,19 @@ def _copy_local(tensor: LazyTensor, target: torch.Tensor) -> bool:
         if piece.numel():
             tensor.copy_to(piece, region)
             finite = finite and _is_finite(piece)
+    return finite
+
+
+@torch.no_grad()
+def _pack_local(tensor: LazyTensor, target: torch.Tensor, packing: Packing) -> bool:
+    """As `_copy_local`, for a weight that is kept in bytes: one layer's rows are in memory as numbers at a time."""
+    finite = True
+    for piece, (rows, _) in local_pieces(target):
+        numbers = torch.empty(rows[1], packing.inputs, device=piece.device)
+        tensor.copy_to(numbers, (rows, (0, packing.inputs)))
+        if numbers.numel():
+            finite = finite and _is_finite(numbers)
+            piece.copy_(packing.pack(numbers))
     return finite
 
 

@@ -40,10 +40,16 @@ class LoraArguments(Section):
     lora_target_modules_support: Any = None
     """Accepted from older files; the model's own modules are what counts."""
     disable_peft_moe_conversion: Flag = True
-    """Leave expert modules as the model has them."""
+    """Names in `target_modules` are those of the model as it is: fused experts are `experts.gate_up_proj`,
+    `experts.down_proj`, or `experts` for both. False: names of the layers of single experts (`gate_proj`, `up_proj`,
+    `down_proj`) stand for the fused ones too, as PEFT reads them: gate and up together, with twice the rank."""
     modules_to_save: Names = ()
     """Module patterns: what is trained whole beside the adapters."""
     use_dora: Flag = False
-    """Weight-decomposed adapters."""
+    """Weight-decomposed adapters (DoRA): a trained length for each row of the weight, beside the adapter."""
     quantize: Literal["nf4", "int8"] | None = None
-    """Keep the frozen weights quantised."""
+    """Keep the weights of the frozen linear layers in 4 or 8 bits (QLoRA)."""
+    frozen_adapters: Names = ()
+    """Ours: folders of adapters that are applied and stay frozen under the trained one."""
+    init_batches: Positive = 16
+    """Ours: micro-batches that `init_lora_weights: eva` and `corda` look at before the first step."""

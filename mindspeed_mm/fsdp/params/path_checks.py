@@ -16,6 +16,7 @@ _INPUTS: dict[str, type[MMError]] = {
     "data.dataset_param.basic_parameters.chat_template": DataError,
     "training.load": CheckpointError,
     "training.lora.pretrained_lora_path": CheckpointError,
+    "training.lora.frozen_adapters": CheckpointError,
 }
 
 
@@ -56,9 +57,9 @@ def check_save_folder(folder: Path) -> None:
 
 def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MMError]:
     value = value_at(arguments, key)
-    if not isinstance(value, str) or Path(value).expanduser().exists():
-        return []
-    return [kind(f"'{value}' does not exist", key=key, way_out=_where_else(Path(value)))]
+    paths = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
+    missing = [path for path in paths if not Path(path).expanduser().exists()]
+    return [kind(f"'{path}' does not exist", key=key, way_out=_where_else(Path(path))) for path in missing]
 
 
 def _where_else(path: Path) -> str:

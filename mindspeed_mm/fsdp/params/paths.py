@@ -27,6 +27,7 @@ INPUT_PATHS = (
     ),
     "training.load",
     "training.lora.pretrained_lora_path",
+    "training.lora.frozen_adapters",
     "training.sampling.prompts_file",
     "inference.sampling.prompts_file",
     "inference.load",

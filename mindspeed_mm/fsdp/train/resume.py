@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
+from mindspeed_mm.fsdp.models.lora import take_from_base
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 
@@ -56,6 +57,7 @@ class ResumePoint:
         if self.checkpoint is None or self.reader is None:
             return None
         state = self.reader.load(self.checkpoint, model, optimizer if self.with_optimizer else None, ema)
+        take_from_base(model)
         return None if self.weights_only else state
 
 

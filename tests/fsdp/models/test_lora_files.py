@@ -146,7 +146,7 @@ def test_a_run_starts_from_files(
         (None, {"target_modules": ["q_proj"]}, r"0 missing, 8 unexpected"),
         (None, {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}, r"4 missing, 0 unexpected"),
         (with_another_prefix, {}, r"12 missing, 12 unexpected"),
-        (lambda folder: change_settings(folder, use_dora=True), {}, r"'use_dora' is set"),
+        (lambda folder: change_settings(folder, use_dora=True), {}, r"'use_dora' is true in it.*use_dora: true"),
         (lambda folder: change_settings(folder, peft_type="IA3"), {}, r"'IA3' adapters"),
         (lambda folder: (folder / PEFT_CONFIG).write_text("{"), {}, r"is not valid JSON"),
         (lambda folder: (folder / PEFT_WEIGHTS).unlink(), {}, r"holds adapter_config\.json: no adapters"),

@@ -72,6 +72,7 @@ DEFAULTS = {f"parallel.{key}": value for key, value in DEFAULTS.items()} | {
     "features.chunkloss_plan.apply_module": "lm_head",
     "features.chunkloss_plan.chunk_size": 1024,
     "features.chunkloss_plan.total_chunk_size": 4096,
+    "features.enable_gradient_offload": False,
     "features.chunkmbs_plan.chunk_mbs": 1,
     "features.chunkmbs_plan.batch_dim": 0,
     "features.chunkmbs_plan.chunk_arg_indexs": (0,),
@@ -86,6 +87,7 @@ DEFAULTS = {f"parallel.{key}": value for key, value in DEFAULTS.items()} | {
     "training.lr_warmup_ratio": 0,
     "training.weight_decay": 0,
     "training.optimizer": "adamw",
+    "training.optimizer_state_dtype": None,
     "training.adam_fused": True,
     "training.adam_beta1": 0.9,
     "training.adam_beta2": 0.999,
@@ -180,7 +182,8 @@ KEYS = {
         "enable_fsdp_low_precision_all_gather fsdp_low_precision_all_gather_mode"
     ),
     "training.lora": (
-        "init_lora_weights pretrained_lora_path lora_target_modules_support modules_to_save use_dora quantize"
+        "init_lora_weights pretrained_lora_path lora_target_modules_support modules_to_save use_dora quantize "
+        "frozen_adapters init_batches"
     ),
     "tools.profile": "profile_type",
     "tools.profile.static_param": (

@@ -1,0 +1,63 @@
+"""`mm merge`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+EXAMPLES = """
+\b
+Examples:
+  mm merge models/Qwen3-VL-2B-Instruct runs/digits-lora/hf/iter_0000400 --out models/digits
+  mm merge models/wan style.safetensors motion/ --scale 0.8 --scale 1 --out models/wan-styled --dtype bf16
+  mm merge runs/digits-lora --out models/digits
+"""
+PATH = click.Path(path_type=Path)
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("base", metavar="BASE_OR_RUN", type=PATH)
+@click.argument("adapters", metavar="[ADAPTER]...", nargs=-1, type=PATH)
+@click.option("--out", type=PATH, required=True, help="Folder to write.")
+@click.option(
+    "--scale",
+    "scales",
+    type=float,
+    multiple=True,
+    help="How many times an adapter is added; once for all, or once for each. -1 takes a merged one out again.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
+    help="Of the weights; otherwise as the base has them.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the folder when it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def command(
+    base: Path,
+    adapters: tuple[Path, ...],
+    out: Path,
+    scales: tuple[float, ...],
+    dtype: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Add adapters to the weights of a model and write it as a folder that loads without them.
+
+    BASE is a model folder of transformers, or a generator in diffusers' layout; an ADAPTER is a folder or a file as
+    PEFT, diffusers or mm train writes it: LoRA, rsLoRA, DoRA, with ranks by layer, on experts, with modules trained
+    whole. A RUN alone is merged with what it started from.
+    """
+    from mindspeed_mm.tasks import merge  # torch: not for --help
+
+    merged = merge.run(base, adapters, out, scales=scales, dtype=dtype, overwrite=overwrite)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(merged), default=str))
+        return
+    click.echo(
+        f"{merged.folder}: {merged.tensors:,} tensors, {merged.size_bytes / 2**20:,.1f} MiB, with "
+        f"{', '.join(merged.merged)}"
+    )
