@@ -36,10 +36,10 @@ BUILT = (
     "mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset",
     "mindspeed_mm.fsdp.utils.device.get_device_type",
     "mindspeed_mm.fsdp.utils.device.get_torch_device",
+    "mindspeed_mm.fsdp.tools.profiler",
 )
 
 PLANNED = (
-    "mindspeed_mm.fsdp.tools.profiler",
     "mindspeed_mm.training.pretrain",
     "mindspeed_mm.training.train",
     "mindspeed_mm.training.train_step",

@@ -33,6 +33,7 @@ VERBS = {
     "merge": "Add adapters to a model's weights.",
     "infer": "Let a model answer.",
     "evaluate": "Score a model on held-out rows.",
+    "profile": "Say where the time of training steps goes, and what holds them up.",
     "report": "Make one HTML page of a run.",
 }
 """Verb → help line. `mindspeed_mm.cli.<verb>.command` is imported when the verb is called."""

@@ -59,10 +59,8 @@ class MemoryReport:
         if not found:
             return []
         source = "the allocator" if self.allocated_peaks else "tensors"
-        lines = [
-            f"  most held in all while a module was at work (MiB, by {source}):",
-            f"  {'forward':>10}{'backward':>10}",
-        ]
+        lines = [f"  most held in all while a module was at work (MiB, by {source}):"]
+        lines.append(f"  {'forward':>10}{'backward':>10}")
         ranked = sorted(found.items(), key=lambda item: -max(item[1].values()))
         for name, peaks in ranked[: 2 * ROWS]:
             cells = "".join(_mib(peaks.get(direction)) for direction in ("forward", "backward"))

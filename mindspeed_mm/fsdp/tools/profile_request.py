@@ -60,7 +60,6 @@ def read_request(path: Path, defaults: StaticProfile) -> ProfileRequest:
         settings = StaticProfile.model_validate({**defaults.model_dump(), **given})
     except ValidationError as error:
         found = error.errors()[0]
-        raise DataError(
-            f"{'.'.join(map(str, found['loc']))}: {found['msg']}", where=where, way_out="Change it."
-        ) from None
+        what = f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+        raise DataError(what, where=where, way_out="Change it.") from None
     return ProfileRequest(settings, steps, first, asked.get("start", True) is not False)

@@ -5,7 +5,6 @@ Both hooks begin when the step before the first one has ended, so that the wait 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -210,7 +209,7 @@ class DynamicProfileHook(_TimeHook):
 
     def _stamp(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._request)
+            found = self._request.stat()
         except OSError:
             return None
         return found.st_mtime_ns, found.st_ino, found.st_size

@@ -1,0 +1,207 @@
+"""A trace as columns of numbers: what its analysis needs of every event, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.tools.trace_reader import TraceFile
+
+MICROSECOND = 1e-6
+
+
+class Kind(IntEnum):
+    """What an event is."""
+
+    OTHER = 0
+    OPERATOR = 1
+    """On the host: an operator, or what autograd puts around one."""
+    RANGE = 2
+    """On the host: a named stretch."""
+    COMPUTE = 3
+    """On a device: a kernel, a copy within the device, a memset."""
+    COMMUNICATION = 4
+    """On a device: a collective; on the host: what carries one out."""
+    TO_DEVICE = 5
+    FROM_DEVICE = 6
+
+
+_CATEGORIES = {
+    "cpu_op": Kind.OPERATOR,
+    "operator": Kind.OPERATOR,
+    "user_annotation": Kind.RANGE,
+    "kernel": Kind.COMPUTE,
+    "gpu_memset": Kind.COMPUTE,
+    "gpu_memcpy": Kind.COMPUTE,
+}
+_NPU_PROCESSES = {"python": Kind.OPERATOR, "ascend hardware": Kind.COMPUTE, "communication": Kind.COMMUNICATION}
+_NPU_PROCESSES |= {"hccl": Kind.COMMUNICATION}
+"""Processes of an NPU's trace, which has no categories; those not listed repeat or only describe what these hold."""
+_COLLECTIVE_KERNEL = re.compile(r"nccl|rccl|mccl|hccl|hcom_|xccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.I)
+_COLLECTIVE_ON_HOST = re.compile(r"(gloo|mpi|ucc|nccl|hccl|xccl):|c10d::|_c10d_functional::|record_param_comms")
+_WAITING_TASK = re.compile(r"^(event_|notify_|wait)", re.I)
+"""Tasks in a stream of an NPU that only wait for another one."""
+
+
+@dataclass
+class Columns:
+    """One file's events that last, in the order of the file. Times are in seconds."""
+
+    path: Path
+    rank: int | None = None
+    names: list[str] = field(default_factory=list)
+    lanes: list[tuple[str, str]] = field(default_factory=list)
+    """(process, thread) of the lane of each number."""
+    begin: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    end: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    kind: NDArray[np.int8] = field(default_factory=lambda: np.empty(0, np.int8))
+    name: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    lane: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    external: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Links what runs on a device to the operator on the host; -1: to none."""
+    sequence: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Links an operator's backward pass to its forward pass; -1: to none."""
+
+    @property
+    def has_device(self) -> bool:
+        """Whether work of an accelerator is in the trace; otherwise the host's operators are the work."""
+        return bool(np.any(self.kind == Kind.COMPUTE))
+
+
+class _Numbers:
+    """Words and the numbers they got."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, int] = {}
+
+    def __call__(self, word: Any) -> int:
+        return self.of.setdefault(word, len(self.of))
+
+
+class _Reading:
+    """What is kept of the events while they go by."""
+
+    def __init__(self) -> None:
+        self.begin, self.length = array("d"), array("d")
+        self.kind, self.name, self.lane = array("b"), array("l"), array("l")
+        self.external, self.sequence = array("q"), array("q")
+        self.names, self.lanes = _Numbers(), _Numbers()
+        self.processes: dict[str, str] = {}
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Keep an event, if it matters."""
+        phase, category = event.get("ph"), event.get("cat")
+        if phase == "M":
+            if event.get("name") == "process_name":
+                self.processes[str(event.get("pid"))] = str(event.get("args", {}).get("name", ""))
+            return
+        if phase != "X" or (category is not None and category not in _CATEGORIES):
+            return
+        name = str(event.get("name", ""))
+        kind = _kind(name, category)
+        details = event.get("args")
+        details = details if isinstance(details, dict) else {}
+        self.begin.append(float(event["ts"]))
+        self.length.append(float(event.get("dur", 0)))
+        self.kind.append(kind)
+        self.name.append(self.names(name))
+        self.lane.append(self.lanes((str(event.get("pid")), str(event.get("tid")))))
+        self.external.append(_number(details, "External id", "external id"))
+        self.sequence.append(_number(details, "Sequence number"))
+
+
+def _kind(name: str, category: str | None) -> Kind:
+    if category is None:
+        return Kind.OTHER  # its process says what it is, once all names of processes are known
+    kind = _CATEGORIES[category]
+    if category == "gpu_memcpy":
+        return Kind.TO_DEVICE if "HtoD" in name else Kind.FROM_DEVICE if "DtoH" in name else kind
+    if kind == Kind.COMPUTE and _COLLECTIVE_KERNEL.search(name):
+        return Kind.COMMUNICATION
+    if kind in (Kind.OPERATOR, Kind.RANGE) and _COLLECTIVE_ON_HOST.match(name):
+        return Kind.COMMUNICATION
+    return kind
+
+
+def _number(details: dict[str, Any], *keys: str) -> int:
+    for key in keys:
+        value = details.get(key)
+        if isinstance(value, int):
+            return value
+    return -1
+
+
+def read_columns(path: Path) -> Columns:
+    """Read one trace.
+
+    Raises:
+        DataError: It is none, or is cut short, or nothing of it can be analysed.
+    """
+    file, reading = TraceFile(path), _Reading()
+    for event in file.events():
+        try:
+            reading.take(event)
+        except (KeyError, TypeError, ValueError):
+            raise DataError(
+                f"holds an event without a time: {str(event)[:60]}", where=str(path), way_out="Record it again."
+            ) from None
+    begin = np.frombuffer(reading.begin, dtype=np.float64) * MICROSECOND
+    columns = Columns(
+        path=path,
+        rank=file.rank if file.rank is not None else _rank_in(path.name),
+        names=list(reading.names.of),
+        lanes=list(reading.lanes.of),
+        begin=begin,
+        end=begin + np.frombuffer(reading.length, dtype=np.float64) * MICROSECOND,
+        kind=np.array(reading.kind, dtype=np.int8),
+        name=np.array(reading.name, dtype=np.int32),
+        lane=np.array(reading.lane, dtype=np.int32),
+        external=np.array(reading.external, dtype=np.int64),
+        sequence=np.array(reading.sequence, dtype=np.int64),
+    )
+    _settle_processes(columns, reading.processes)
+    if not np.any(columns.kind != Kind.OTHER):
+        raise DataError(
+            "holds no operators, kernels or named stretches",
+            where=str(path),
+            way_out="Give a trace that torch's profiler or an NPU's wrote.",
+        )
+    return columns
+
+
+def _settle_processes(columns: Columns, processes: dict[str, str]) -> None:
+    """Events without a category, those of NPUs: by the process that they stand under."""
+    of_lane = np.array([_NPU_PROCESSES.get(processes.get(pid, "").lower(), Kind.OTHER) for pid, _ in columns.lanes])
+    unknown = np.flatnonzero(columns.kind == Kind.OTHER)
+    if not len(unknown) or not len(of_lane):
+        return
+    columns.kind[unknown] = of_lane[columns.lane[unknown]]
+    of_name = np.array([_npu_kind(name) for name in columns.names])
+    on_device = unknown[columns.kind[unknown] == Kind.COMPUTE]
+    columns.kind[on_device] = of_name[columns.name[on_device]]
+    is_range = np.array([name.startswith("mm.") for name in columns.names])
+    on_host = unknown[columns.kind[unknown] == Kind.OPERATOR]
+    columns.kind[on_host[is_range[columns.name[on_host]]]] = Kind.RANGE
+
+
+def _npu_kind(name: str) -> Kind:
+    if _WAITING_TASK.search(name):
+        return Kind.OTHER
+    lowered = name.lower()
+    if "memcpy" in lowered:
+        back = "d2h" in lowered or "device_to_host" in lowered
+        return Kind.FROM_DEVICE if back else Kind.TO_DEVICE if "h2d" in lowered else Kind.COMPUTE
+    return Kind.COMMUNICATION if _COLLECTIVE_KERNEL.search(name) else Kind.COMPUTE
+
+
+def _rank_in(name: str) -> int | None:
+    found = re.search(r"rank[_-]?(\d+)", name)
+    return int(found.group(1)) if found else None
