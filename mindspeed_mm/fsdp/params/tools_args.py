@@ -1,12 +1,12 @@
-"""The `tools` section: profilers."""
+"""The `tools` section: profilers, and what speed is measured by."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mindspeed_mm.fsdp.params.value_types import Flag, Level, Natural, PathText, Positive, Section, Whole
+from mindspeed_mm.fsdp.params.value_types import Flag, Level, Natural, Number, PathText, Positive, Section, Whole
 
 
 class StaticProfile(Section):
@@ -80,9 +80,12 @@ class MemoryProfile(Section):
 
 
 class ToolsArguments(Section):
-    """Profilers."""
+    """Profilers, and what speed is measured by."""
 
     profile: Profile = Field(default_factory=Profile)
     """Time (older name `profiler`)."""
     memory_profile: MemoryProfile = Field(default_factory=MemoryProfile)
     """Memory."""
+    peak_tflops: Annotated[Number, Field(gt=0)] | None = None
+    """TFLOP/s of one device that MFU in the log is a share of; null: the vendor's figure by the device's name, and no
+    MFU on a CPU."""

@@ -38,6 +38,7 @@ from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.train.utilisation import Utilisation
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Assembled:
     """How towers share media."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user about what the plan costs."""
+    utilisation: Utilisation | None = None
+    """What the log says of FLOPs."""
 
     @property
     def adapter(self) -> DiffusionAdapter | None:
@@ -110,6 +113,7 @@ def assemble(
     if packs or packs_rows(arguments):
         apply_packed_rows(model, attention=arguments.model.attn_implementation)
     spec = resolve_spec(model)
+    utilisation = Utilisation.of(model, arguments)
     is_cut = arguments.parallel.pipeline_parallel_size > 1
     pipeline = split_into_stages(model, arguments.parallel, get_parallel_state()) if is_cut else None
 
@@ -149,6 +153,7 @@ def assemble(
         pipeline,
         plans.media,
         tuple(plans.warnings),
+        utilisation,
     )
 
 

@@ -63,6 +63,7 @@ def _parts(assembled: Assembled) -> dict[str, str]:
         "lora": str(assembled.lora) if assembled.lora is not None else "",
         "split": "; ".join(split.describe() for split in splits if split is not None),
         "media": assembled.media.describe() if assembled.media is not None else "",
+        "flops": assembled.utilisation.describe() if assembled.utilisation is not None else "",
     }
     return {word: text for word, text in described.items() if text}
 

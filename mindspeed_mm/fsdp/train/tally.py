@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ class Tally:
     stop_requested: bool
     towers: dict[str, int]
     """Modality → how many ranks hold it in this step."""
+    flops: dict[str, float] = field(default_factory=dict)
+    """What the step costs, by the names of `flops_tool`; empty where nobody counts."""
 
     @property
     def denominators(self) -> dict[str, float]:
@@ -43,6 +45,7 @@ class Tally:
         stop_requested: bool,
         towers: Mapping[str, bool],
         bad_samples: int = 0,
+        meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None,
     ) -> Tally:
         """Tally of this rank's prepared micro-batches."""
         tokens = [objective.tokens(batch) for batch in batches]
@@ -55,6 +58,7 @@ class Tally:
             bad_samples=bad_samples,
             stop_requested=stop_requested,
             towers={name: int(present) for name, present in towers.items()},
+            flops=meter(batches) if meter is not None else {},
         )
 
     def summed_over(self, group: dist.ProcessGroup, counts_samples: bool = True) -> Tally:
@@ -64,8 +68,8 @@ class Tally:
             group: All ranks.
             counts_samples: False when another rank counts these samples: then only the wish to stop is this rank's.
         """
-        names, towers = sorted(self.counts), sorted(self.towers)
-        counted = [*(self.counts[n] for n in names), *(self.towers[t] for t in towers)]
+        names, towers, flops = sorted(self.counts), sorted(self.towers), sorted(self.flops)
+        counted = [self.counts[n] for n in names] + [self.towers[t] for t in towers] + [self.flops[f] for f in flops]
         counted += [self.samples, self.tokens, self.slots, self.label_tokens, self.bad_samples]
         numbers = [*(number * counts_samples for number in counted), int(self.stop_requested)]
         vector = torch.tensor(numbers, dtype=torch.float64)  # whole numbers are exact in it, and so are their sums
@@ -79,5 +83,6 @@ class Tally:
             label_tokens=int(label_tokens),
             bad_samples=int(bad_samples),
             stop_requested=bool(stop),
-            towers={name: int(ranks) for name, ranks in zip(towers, varying[len(names) :], strict=True)},
+            towers={name: int(ranks) for name, ranks in zip(towers, varying[len(names) :], strict=False)},
+            flops=dict(zip(flops, varying[len(names) + len(towers) :], strict=True)),
         )

@@ -118,6 +118,7 @@ class TrainEngine:
         stop_after: Stop after this many steps of this start, as if the schedule ended there.
         rank: Global rank, for messages.
         phase: Limits how long a step may take.
+        meter: Counts the FLOPs of micro-batches.
     """
 
     model: nn.Module
@@ -138,6 +139,7 @@ class TrainEngine:
     stop_after: int | None = None
     rank: int = 0
     phase: Phase = without_limit
+    meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None
     hooks: list[Hook] = field(default_factory=list)
     iteration: int = 0
     consumed_samples: int = 0
@@ -271,7 +273,7 @@ class TrainEngine:
         stop = self.stop_signal is not None and self.stop_signal.requested
         towers = self.towers.present(prepared) if self.towers else {}
         bad = getattr(getattr(self, "loader", None), "untold_bad_samples", 0)
-        local = Tally.of(self.objective, prepared, stop, towers, bad)
+        local = Tally.of(self.objective, prepared, stop, towers, bad, self.meter)
         tally = local if self.all_ranks is None else local.summed_over(self.all_ranks, self.counts_samples)
         if self.towers is not None:
             self.towers.set_active([name for name, ranks in tally.towers.items() if ranks])

@@ -49,9 +49,10 @@ from mindspeed_mm.fsdp.train.failures import PeersLost, ending_of, explained, ha
 from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward, PlainForwardBackward, PregatheredForwardBackward
 from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
-from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, LogHook, ValidationHook
+from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, ValidationHook
 from mindspeed_mm.fsdp.train.introduction import global_batch, introduce
 from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
+from mindspeed_mm.fsdp.train.log_hook import LogHook
 from mindspeed_mm.fsdp.train.pipeline_forward_backward import PipelineForwardBackward
 from mindspeed_mm.fsdp.train.profile_hooks import build_profile_hooks
 from mindspeed_mm.fsdp.train.progress import Progress
@@ -318,6 +319,7 @@ class Trainer:
             stop_after=self.options.steps,
             rank=self.rank,
             phase=self.phase,
+            meter=assembled.utilisation.meter if assembled.utilisation is not None else None,
         )
         if state is not None:
             engine.load_state(state)
@@ -342,7 +344,8 @@ class Trainer:
     ) -> list[Hook]:
         """In the order in which they come to their turn after a step."""
         training = self.arguments.training
-        hooks: list[Hook] = [LogHook(record, self.progress, training.log_interval, assembled.media, loader)]
+        log = (training.log_interval, assembled.utilisation, assembled.media, loader)
+        hooks: list[Hook] = [LogHook(record, self.progress, *log)]
         if resume.manager is not None:
             hooks.append(CheckpointHook(resume.manager, training, record, self.progress, self._hugging_face_saves()))
         if validation_set is not None and training.val_interval > 0:
