@@ -17,6 +17,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.models import multi_token
 from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementation
 from mindspeed_mm.fsdp.models.construction import (
     construct,
@@ -69,6 +70,7 @@ class ModelHub:
         """
         ensure_torchvision()
         if is_generator(model_args):
+            _check_no_further_tokens(model_args)
             model = build_transformer(model_args, overrides or {}, param_dtype)
         elif model_args.transformer:
             raise ConfigError(
@@ -82,7 +84,8 @@ class ModelHub:
         _freeze(model, model_args.freeze)
         set_dtypes(model, param_dtype)
         if is_transformers(type(model)):
-            model._mm_conversion_rules = conversion_rules(model)  # type: ignore[assignment, arg-type]
+            own_rules = conversion_rules(model)  # type: ignore[arg-type]
+            model._mm_conversion_rules = [*multi_token.renamings(model), *own_rules]  # type: ignore[assignment]
         return model
 
     @staticmethod
@@ -130,6 +133,15 @@ class ModelHub:
         return replace(report, warnings=(*notes, *report.warnings))
 
 
+def _check_no_further_tokens(model_args: ModelArguments) -> None:
+    if model_args.mtp_num_layers:
+        raise ConfigError(
+            f"{model_args.mtp_num_layers}, but a generator predicts no tokens",
+            key=multi_token.KEY,
+            way_out="Set it to 0.",
+        )
+
+
 def _build_by_class(
     model_args: ModelArguments,
     overrides: Mapping[str, Any],
@@ -140,7 +152,10 @@ def _build_by_class(
     override_config(config, overrides)
     if hasattr(model_class, "overwrite_transformer_config"):
         config = model_class.overwrite_transformer_config(config, model_args, feature_args) or config
-    return construct(model_class, config, model_args, param_dtype)
+    model = construct(model_class, config, model_args, param_dtype)
+    if model_args.mtp_num_layers:
+        multi_token.attach_multi_token(model, model_args.mtp_num_layers)
+    return model
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:

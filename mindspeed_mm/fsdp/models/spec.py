@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.models import multi_token
 from mindspeed_mm.fsdp.models.ties import tie_groups
 from mindspeed_mm.fsdp.models.towers import Tower, find_towers
 
@@ -42,8 +43,9 @@ def resolve_spec(model: nn.Module) -> ModelSpec:
     tied = {name for group in groups for name in group}
     towers = find_towers(model)
     ends = [name for name in (embedding, head) if name and name not in tied and name not in blocks]
+    further = [multi_token.NAME] if hasattr(model, multi_token.NAME) else []
     return ModelSpec(
-        shard_modules=_with_towers(blocks, towers) + ends,
+        shard_modules=_with_towers(blocks, towers) + further + ends,
         tie_groups=groups,
         towers=towers,
         head=head,

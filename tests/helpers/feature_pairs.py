@@ -1,0 +1,116 @@
+"""Features that change nothing of what is computed, those that do, and which two do not go together.
+
+Every pair must equal the run without the first kind, in loss, every gradient, clip norm and every weight after two
+steps; a pair that is refused must be refused before the first step, by a `ConfigError`. There are no holes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.errors import ConfigError
+from tests.helpers.plan_matrix import EP, RING, TP, ULYSSES, in_fp64
+from tests.helpers.planned_steps import overrides, train_steps
+
+TOLERANCE = 1e-11
+"""Relative. Rounding of fp64 through two steps of AdamW; what a planted fault does is a thousand million times that."""
+
+NEUTRAL: dict[str, tuple[str, ...]] = {
+    "recompute": ("features.recompute=true",),
+    "selective": ("features.recompute=true", "features.recompute_plan.mode=selective"),
+    "reentrant": ("features.recompute=true", "features.recompute_plan.use_reentrant=true"),
+    "attention kept": ("features.recompute=true", "model.skip_flash_attn_recompute=true"),
+    "activation offload": ("features.enable_activation_offload=true",),
+    "chunk_mbs": ("features.enable_chunk_mbs=true", "features.chunkmbs_plan.apply_modules={chunked}",
+                  "features.chunkmbs_plan.chunk_kwarg_names={kwargs}"),
+    "compile": ("features.compile=true", "features.compile_plan.backend=aot_eager"),
+    "chunk loss": ("features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=3"),
+    "dynamic chunk loss": ("features.enable_dynamic_chunk_loss=true", "features.chunkloss_plan.total_chunk_size=8"),
+    "gradient offload": ("features.enable_gradient_offload=true",),
+    "swap": ("training.optimizer=adamw_swap",),
+    "zero-2": ("parallel.fsdp_plan.reshard_after_forward=false",),
+    "cpu_offload": ("parallel.fsdp_plan.cpu_offload=true",),
+    "prefetch": ("parallel.fsdp_plan.num_to_forward_prefetch=1", "parallel.fsdp_plan.num_to_backward_prefetch=1"),
+    "pregather": ("parallel.fsdp_plan.pregather=true",),
+    "memory profile": ("tools.memory_profile.enable=true", "tools.memory_profile.save_path={folder}"),
+}  # fmt: skip
+"""On and off give the same numbers."""
+
+CHANGING: dict[str, tuple[str, ...]] = {
+    "by sample": ("features.loss_cfg.loss_type=per_sample_loss",),
+    "z-loss": ("features.loss_cfg.z_loss_coef=0.01",),
+    "muon": ("training.optimizer=muon",),
+    "lora": ("training.lora.enable=true",),
+    "dora": ("training.lora.enable=true", "training.lora.use_dora=true"),
+    "projector whole": ("training.lora.enable=true", "training.lora.modules_to_save=['{projector}']"),
+    "frozen tower": ("model.freeze=['{tower}']",),
+    "ema": ("training.ema.enable=true",),
+}
+"""What is computed is another thing, with which the neutral ones must go all the same."""
+
+FAMILY_WORDS = {
+    "vlm": {
+        "chunked": "['model.visual.merger']", "kwargs": "[]", "projector": "model.visual.merger",
+        "tower": "model.visual",
+    },
+    "wan": {
+        "chunked": "['blocks.{*}']", "kwargs": "[]", "projector": "proj_out", "tower": "condition_embedder",
+    },
+}  # fmt: skip
+
+OF_LANGUAGE = {"chunk loss", "dynamic chunk loss", "by sample", "z-loss"}
+"""What a generator has nothing of."""
+
+PLANS: dict[str, tuple[int, list[str]]] = {
+    "fsdp2": (2, overrides(2, 2)),
+    "tp2": (2, overrides(1, 2, TP)),
+    "ulysses2": (2, overrides(1, 2, ULYSSES)),
+    "ring2": (2, overrides(1, 2, RING)),
+    "ep2": (2, overrides(2, 2, EP)),
+}
+
+
+def words_of(family: str, names: tuple[str, ...], folder: str) -> list[str]:
+    """The overrides that switch these features on."""
+    told = FAMILY_WORDS[family.partition(" ")[0]] | {"folder": folder}
+    words = [word for name in names for word in (NEUTRAL | CHANGING)[name]]
+    for key, value in told.items():
+        words = [word.replace(f"{{{key}}}", value) for word in words]
+    return list(dict.fromkeys(words))
+
+
+def conflicts(one: str, other: str, family: str, refused: dict[Any, str]) -> str | None:
+    """Words of the refusal of a pair in either order, or None."""
+    return refused.get((family, one, other), refused.get((family, other, one)))
+
+
+def same_section(one: str, other: str) -> bool:
+    """Whether two features set the same key to different values: they are one choice, not two."""
+    first, second = (dict(word.split("=", 1) for word in (NEUTRAL | CHANGING)[name]) for name in (one, other))
+    return any(second.get(key, value) != value for key, value in first.items())
+
+
+def pairs_of(family: str) -> list[tuple[str, str]]:
+    """Every pair with a neutral feature that is no choice between the two."""
+    neutral = [name for name in NEUTRAL if family != "wan" or name not in OF_LANGUAGE]
+    changing = [name for name in CHANGING if family != "wan" or name not in OF_LANGUAGE]
+    found = [*itertools.combinations(neutral, 2), *itertools.product(neutral, changing)]
+    return [pair for pair in found if not same_section(*pair)]
+
+
+def outcome(yaml: str, words: list[str]) -> Any:
+    """The recorded steps of a run, or the words of its refusal."""
+    torch._dynamo.reset()
+    try:
+        with in_fp64():
+            return train_steps(yaml, words)
+    except ConfigError as error:
+        return str(error)
+
+
+def outcomes(yaml: str, cases: dict[str, list[str]]) -> dict[str, Any]:
+    """The outcome of each case, on this rank."""
+    return {name: outcome(yaml, words) for name, words in cases.items()}
