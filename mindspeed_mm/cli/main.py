@@ -35,6 +35,7 @@ VERBS = {
     "evaluate": "Score a model on held-out rows.",
     "profile": "Say where the time of training steps goes, and what holds them up.",
     "report": "Make one HTML page of a run.",
+    "flops": "Count the FLOPs of a training step by module.",
 }
 """Verb → help line. `mindspeed_mm.cli.<verb>.command` is imported when the verb is called."""
 

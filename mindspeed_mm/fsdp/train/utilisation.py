@@ -46,7 +46,9 @@ class Utilisation:
             return cls(count_step(model, arguments), devices, told, "tools.peak_tflops")
         precision = arithmetic(arguments)
         device = get_torch_device().get_device_name() if get_device_type() != "cpu" else "a CPU"
-        return cls(count_step(model, arguments), devices, peak_tflops(device, precision), f"{device}, {precision} dense")
+        return cls(
+            count_step(model, arguments), devices, peak_tflops(device, precision), f"{device}, {precision} dense"
+        )
 
     @property
     def meter(self) -> Callable[[Sequence[Batch]], dict[str, float]] | None:

@@ -36,9 +36,10 @@ def count_flops(
     reader = Reader(model, sequences)
     products = list(reader.read())
     passes = Differentiation(model, sequences, products, spec.blocks, reader.attentions)
-    again = frozenset(recompute)
+    again, gradients_of = frozenset(recompute), {id(product): number for product, number in passes.gradients()}
     works = []
-    for product, gradients in passes.gradients():
+    for product in products:
+        gradients = gradients_of[id(product)]
         is_again = gradients > 0 and product.kind not in keeps and _is_inside(product, again)
         works.append(Work(_shown(product), product.kind, product.unit, product.flops, gradients, is_again))
     return FlopCount(tuple(works), sequences.lengths, tuple(dict.fromkeys(reader.uncounted)))

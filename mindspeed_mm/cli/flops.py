@@ -1,0 +1,141 @@
+"""`mm flops`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mindspeed_mm.fsdp.tools.flops_tool.peaks import PRECISIONS
+
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.flops import FlopsReport
+
+EXAMPLES = """
+\b
+Examples:
+  mm flops Qwen3-VL-8B-Instruct --seq 4096 --images 2 --image-size 768x1024
+  mm flops Llama-3.1-8B --seq 8192 --tokens-per-s 6667 --device H100
+  mm flops Wan2.1-T2V-14B --frames 81 --image-size 480x832 --recompute full
+  mm flops run.yaml training.lora.enable=true --seq 2048 --json
+
+\b
+Conventions: a multiplication and an addition are two; norms, activations and the
+optimizer are left out. causal: attention by the pairs that its mask leaves; full:
+by all pairs. MFU leaves out what is computed again, HFU counts it.
+"""
+
+
+class Size(click.ParamType):
+    """HEIGHTxWIDTH in pixels."""
+
+    name = "HxW"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """(height, width)."""
+        if isinstance(value, tuple):
+            return value
+        found = re.fullmatch(r"(\d+)[x×](\d+)", value)
+        if found is None:
+            self.fail(f"'{value}' is no size; write HEIGHTxWIDTH, such as 480x832.", param, ctx)
+        return int(found[1]), int(found[2])
+
+
+_COUNT = click.IntRange(min=1)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("target", metavar="MODEL_FOLDER|CONFIG", type=click.Path(path_type=Path, exists=True))
+@click.argument("overrides", nargs=-1)
+@click.option("--seq", type=_COUNT, help="Tokens of a sample, media included; of a generator: its caption's.")
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Samples of a step.")
+@click.option("--labels", type=click.IntRange(min=0), help="Tokens with a label; default: all that are not media.")
+@click.option("--images", type=click.IntRange(min=0), default=0, help="Images, or videos, of a sample.")
+@click.option("--image-size", type=Size(), default=None, help="Of each, in pixels; of what a generator denoises.")
+@click.option("--frames", type=_COUNT, default=1, show_default=True, help="Of each: more than one is a video.")
+@click.option("--audio", "sound_s", type=_POSITIVE, default=None, help="Seconds of sound of a sample.")
+@click.option("--lora", is_flag=True, help="Train adapters on the default layers, nothing else.")
+@click.option("--recompute", type=click.Choice(["full", "selective"]), help="Compute blocks again.")
+@click.option("--tokens-per-s", type=_POSITIVE, help="Judge this speed of one device.")
+@click.option("--device", help="Whose peak it is a share of: H100, H200, A100, 910B …")
+@click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True, help="Of the peak.")
+@click.option("--peak-tflops", type=_POSITIVE, help="The peak itself, of a device that nobody here knows.")
+@click.option("--json", "as_json", is_flag=True, help="Print the count as JSON.")
+def command(
+    target: Path, overrides: tuple[str, ...], seq: int | None, batch: int, labels: int | None, images: int,
+    image_size: tuple[int, int] | None, frames: int, sound_s: float | None, lora: bool, recompute: str | None,
+    tokens_per_s: float | None, device: str | None, precision: str, peak_tflops: float | None, as_json: bool,
+) -> None:  # fmt: skip
+    """FLOPs of a training step of MODEL_FOLDER, or of the model of CONFIG, by module.
+
+    Needs the folder's config.json, no weights. OVERRIDES are section.key=value, for CONFIG.
+    """
+    from mindspeed_mm.fsdp.tools.flops_tool.imagined import Sample  # torch: the help does without
+    from mindspeed_mm.tasks import flops as task
+
+    height, width = image_size or (0, 0)
+    sample = Sample(seq or 0, labels, images, height, width, frames, sound_s or 0.0)
+    found = task.run(
+        target, overrides, sample, samples=batch, lora=lora, recompute=recompute, tokens_per_s=tokens_per_s,
+        device=device, precision=precision, peak_tflops=peak_tflops,
+    )  # fmt: skip
+    click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if as_json else as_text(found))
+
+
+def as_text(found: FlopsReport) -> str:
+    """A table and what it adds up to."""
+    what = ", ".join(f"{rows:,.0f} {name}" for name, rows in found.lengths.items())
+    lines = [
+        f"{found.model}: {found.parameters / 1e9:.3f} B parameters, {found.trained / 1e9:.3f} B trained",
+        f"a step of {found.samples:,} sample{'s' if found.samples > 1 else ''}: {what}",
+        "",
+        *_table(found),
+        "",
+        f"a step, causal attention: {_short(_model(found.causal))}; full: {_short(_model(found.full))}",
+        f"a token: {_short(_model(found.causal) / found.tokens)}; a sample: "
+        f"{_short(_model(found.causal) / found.samples)}",
+    ]
+    if found.uncounted:
+        lines.append(f"not counted, as nobody here knows its work: {', '.join(found.uncounted)}")
+    if (speed := found.speed) is not None:
+        lines.append(
+            f"{speed.tokens_per_s:,.0f} tokens/s of {speed.device} ({speed.peak_tflops:g} TFLOP/s dense): "
+            f"MFU {speed.mfu:.1%} causal, {speed.mfu_full:.1%} full; HFU {speed.hfu:.1%} causal"
+        )
+    return "\n".join(lines)
+
+
+def _table(found: FlopsReport) -> list[str]:
+    header = ("module", "kind", "forward", "backward", "again", "share")
+    total = {"module": "total", "kind": "", **found.causal, "share": 1.0}
+    rows = [
+        (
+            str(row["module"]),
+            str(row["kind"]),
+            *(_short(row[name]) if row[name] else "-" for name in ("forward", "backward", "recompute")),
+            f"{row['share']:.1%}",
+        )
+        for row in [*found.rows, total]
+    ]
+    widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
+    return ["  ".join(_cell(cell, place, widths[place]) for place, cell in enumerate(row)) for row in [header, *rows]]
+
+
+def _cell(text: str, place: int, width: int) -> str:
+    return text.ljust(width) if place < 2 else text.rjust(width)
+
+
+def _model(flops: dict[str, float]) -> float:
+    return flops["forward"] + flops["backward"]
+
+
+def _short(flops: float) -> str:
+    """1.2e12 → `1.20 TFLOP`."""
+    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if flops >= scale:
+            return f"{flops / scale:.2f} {unit}FLOP"
+    return f"{flops:.0f} FLOP"
