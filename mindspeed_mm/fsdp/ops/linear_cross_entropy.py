@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_WIDE_NUMBERS = {"cpu": 2**22}
+_WIDE_NUMBERS = {"cpu": 2**20}
 """Logits that are held in fp32 at a time, by device: on a host about what its caches hold."""
 _WIDE_NUMBERS_ELSEWHERE = 2**26
-_WEIGHT_ROWS = 2**14
+_WEIGHT_ROWS = 2**12
 """Rows of the weight's gradient that are multiplied at a time where it is summed in a wider type."""
 
 
@@ -207,7 +207,7 @@ def _pass(inputs: _Inputs, wanted: tuple[bool, ...]) -> tuple[LossSums, _Gradien
             _add_product(of_weight, logits_SV, hidden_SH)
         if of_bias is not None:
             of_bias += logits_SV.sum(dim=0, dtype=wide)
-    del room_SV, work
+    del room_SV, logits_SV, work  # before the gradients are cast: both together would be the peak
     own_weights = None if weights_N is None else weights_N.to(wide)
     sums = LossSums(_weighed(losses_N, own_weights), plan.z_loss_coef * _weighed(logsums_N.square(), own_weights))
     gradients = of_hidden, _as(of_weight, weight_VH), _as(of_bias, bias_V)
@@ -268,16 +268,13 @@ class _Softmax:
 
     def _whole(self, final_RV: Tensor, targets_R: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
         own = targets_R.unsqueeze(1)
-        logs_RV = self._log_softmax(final_RV, wide)
-        losses_R = -logs_RV.gather(1, own).squeeze(1)
-        logsums_R = final_RV.gather(1, own).squeeze(1).to(wide) + losses_R
-        probabilities_RV = logs_RV.exp_() if self._forms_gradient else logs_RV
-        return losses_R, logsums_R, own, torch.ones_like(own, dtype=wide), probabilities_RV
-
-    def _log_softmax(self, final_RV: Tensor, wide: torch.dtype) -> Tensor:
         if self._room is None or self._room.shape[0] < len(final_RV):
             self._room = final_RV.new_empty(final_RV.shape, dtype=wide)
-        return torch.log_softmax(final_RV, 1, dtype=wide, out=self._room[: len(final_RV)])  # type: ignore[call-overload]
+        probabilities_RV = torch.softmax(final_RV, 1, dtype=wide, out=self._room[: len(final_RV)])
+        # One pass for exponentials: the largest probability, which is never small, tells their sum.
+        logsums_R = final_RV.amax(dim=1).to(wide) - probabilities_RV.amax(dim=1).log()
+        losses_R = logsums_R - final_RV.gather(1, own).squeeze(1).to(wide)
+        return losses_R, logsums_R, own, torch.ones_like(own, dtype=wide), probabilities_RV
 
     def _shared(self, final_RV: Tensor, targets_R: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
         vocabulary = self._plan.vocabulary
