@@ -1,0 +1,278 @@
+"""The prediction: what one rank holds when it holds most, by category and by module. Pure: no device, no weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.fsdp.models.spec import ModelSpec
+from mindspeed_mm.fsdp.optimizer.matrices import matrices
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUnit
+from mindspeed_mm.fsdp.tools.memory_model.ledger import ACTIVATIONS, GRADIENTS, RECOMPUTED, TEMPORARY, Label, Ledger
+from mindspeed_mm.fsdp.tools.memory_model.offload import SimulatedOffload
+from mindspeed_mm.fsdp.tools.memory_model.optimizer_part import state_bytes, step_bytes
+from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, pattern_of, watch_modules
+from mindspeed_mm.fsdp.tools.memory_model.static_part import (
+    Held,
+    HeldUnit,
+    StaticPart,
+    held_units,
+    precision,
+    static_part,
+    tensor_plan_of,
+    trained_of,
+)
+
+Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+"""Model and batch → the sum that is minimised."""
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Bytes of one rank of the device; the largest, where ranks differ."""
+
+    static: StaticPart
+    """What stays from step to step."""
+    at_peak: Mapping[Label, int]
+    """What a step adds, at its fullest moment."""
+    kept: Mapping[str, int]
+    """Activations kept for the backward pass at the end of the forward pass, by module pattern."""
+    phase: str
+    """When the peak is."""
+    buffers: int = 0
+    on_host: int = 0
+    """What lies on the host instead of on the device."""
+    device_static: int = 0
+    """Of `static` and `buffers`, what lies on the device."""
+    approximations: tuple[str, ...] = ()
+    """What is not exact in it, in words."""
+
+    @property
+    def peak(self) -> int:
+        """Most bytes held at once."""
+        return self.device_static + sum(self.at_peak.values())
+
+    @property
+    def parameters(self) -> int:
+        """Of the shards."""
+        return self.static.parameters
+
+    @property
+    def gradients(self) -> int:
+        """Of the shards, when backward is done."""
+        return self.static.gradients
+
+    @property
+    def optimizer(self) -> int:
+        """State of the optimizer."""
+        return self.static.optimizer
+
+    @property
+    def activations(self) -> int:
+        """Kept for the backward pass at its start."""
+        return sum(self.kept.values())
+
+    @property
+    def temporary(self) -> int:
+        """What the peak holds only for a moment: temporaries and what is computed again."""
+        return self.category(TEMPORARY) + self.category(RECOMPUTED)
+
+    def category(self, name: str) -> int:
+        """What a category has of the peak."""
+        return sum(size for label, size in self.at_peak.items() if label.category == name)
+
+    def categories(self) -> dict[str, int]:
+        """The peak by category, the largest first."""
+        sizes: Counter[str] = Counter(
+            {
+                "parameters": self.static.parameters + self.buffers,
+                "optimizer": self.static.optimizer,
+                "weight average": self.static.average,
+            }
+        )
+        for label, size in self.at_peak.items():
+            sizes[label.category] += size
+        return {name: size for name, size in sizes.most_common() if size}
+
+    def modules(self) -> dict[str, int]:
+        """Activations, temporaries and what is computed again at the peak, by module pattern, the largest first."""
+        sizes: Counter[str] = Counter()
+        for label, size in self.at_peak.items():
+            if label.category in (ACTIVATIONS, RECOMPUTED, TEMPORARY):
+                sizes[label.module or "loss and others"] += size
+        return dict(sizes.most_common())
+
+
+def predict_memory(
+    arguments: Arguments,
+    model: nn.Module,
+    spec: ModelSpec,
+    batch: Mapping[str, Any],
+    loss: Loss,
+    sizes: ParallelSizes,
+    *,
+    device_type: str = "cpu",
+    casts_inputs: bool = True,
+    offloaded: Sequence[str] = (),
+) -> MemoryPrediction:
+    """Predict the memory of a training step from the second one on.
+
+    Args:
+        arguments: The configuration.
+        model: Parameters on meta, real buffers, adapters and features (recompute …) applied, not sharded. It is
+            changed: it is of no use afterwards.
+        spec: Of the model.
+        batch: One micro-batch, prepared by the objective; real, or fake floats of the same shapes.
+        loss: What is minimised.
+        sizes: Of the parallel groups.
+        device_type: Where it will run: on a CPU what is "on the host" is no other memory.
+        casts_inputs: Whether `cast_forward_inputs` applies.
+        offloaded: Modules whose activations travel to the host; that feature alone must not be applied.
+    """
+    training = arguments.training
+    units = held_units(model, spec, arguments, sizes)
+    trained = trained_of(units)
+    taken = matrices(model, {parameter.name for parameter in trained}) if training.optimizer == "muon" else ()
+    state = partial(state_bytes, training=training, matrices=taken)
+    static = static_part(units, state, averages=training.ema.enable)
+    simulated = _Step(arguments, model, units, sizes, device_type)
+    kept = simulated.run(batch, loss, casts_inputs=casts_inputs, offloaded=offloaded)
+    simulated.optimize(step_bytes(trained, training, device_type))
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    on_host = _host_bytes(static, arguments, device_type)
+    moment = simulated.ledger.peak()
+    return MemoryPrediction(
+        static,
+        simulated.ledger.alive_at(moment),
+        kept,
+        simulated.ledger.phase_at(moment),
+        buffers,
+        on_host,
+        static.parameters + static.optimizer + static.average + buffers - on_host,
+        tuple(simulated.approximations),
+    )
+
+
+class _Step:
+    """The simulated step of one rank."""
+
+    def __init__(
+        self, arguments: Arguments, model: nn.Module, units: Sequence[HeldUnit], sizes: ParallelSizes, device_type: str
+    ) -> None:
+        self.ledger = Ledger()
+        self.approximations: list[str] = []
+        self._arguments, self._model, self._sizes = arguments, model, sizes
+        self._is_host = device_type == "cpu"
+        self._simulation = Simulation(self.ledger)
+        self._compute, self._reduce = precision(arguments)
+        held = {parameter.name: (parameter, unit.shards) for unit in units for parameter in unit.parameters}
+        shrinks = tensor_plan_of(model, arguments.parallel) is not None
+
+        def as_computed(name: str, parameter: nn.Parameter) -> tuple[Sequence[int], torch.dtype]:
+            own, shards = held.get(name, (None, 0))
+            dtype = self._compute if shards and self._compute else parameter.dtype
+            return (own.shape if own is not None and shrinks else parameter.shape), dtype
+
+        self._simulation.fake_parameters(model, as_computed)
+        self._parts = {name: _part(held[name][0], p) for name, p in model.named_parameters() if name in held}
+        self._gathering = Gathering(self._simulation, [self._sharded(unit) for unit in units if unit.shards])
+
+    def _sharded(self, unit: HeldUnit) -> ShardedUnit:
+        plan = self._arguments.parallel.fsdp_plan
+        parameters = dict(self._model.named_parameters())
+        master = next((p.dtype for p in unit.parameters if p.is_trained), torch.float32)
+        compute = self._compute or master
+        reshards = plan.reshard_after_forward is not False and len(unit.names) == 1 and unit.names[0] != ""
+        return ShardedUnit(
+            names=unit.names,
+            parameters=tuple(parameters[p.name] for p in unit.parameters),
+            whole_bytes=sum(p.padded_numel * (self._compute or p.dtype).itemsize for p in unit.parameters),
+            trained_numel=sum(p.padded_numel for p in unit.parameters if p.is_trained),
+            shards=unit.shards,
+            compute=compute,
+            reduce=self._reduce or compute,
+            master=master,
+            frees_after_forward=reshards,
+            on_host=(plan.cpu_offload or self._arguments.features.enable_gradient_offload) and not self._is_host,
+        )
+
+    def run(
+        self, batch: Mapping[str, Any], loss: Loss, *, casts_inputs: bool, offloaded: Sequence[str]
+    ) -> dict[str, int]:
+        """All micro-batches that differ in memory: the first of several, and the last. Returns the activations that
+        the last one keeps, by module."""
+        plan, accumulation = self._arguments.parallel.fsdp_plan, self._arguments.training.gradient_accumulation_steps
+        dtype = self._compute if self._gathering.units and casts_inputs and plan.cast_forward_inputs else None
+        SimulatedOffload(self._simulation, is_same_memory=self._is_host).attach(self._model, offloaded)
+        watch_modules(self._model, self._simulation)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_Gradient(self._simulation, name, self._parts.get(name)))
+        self._gathering.attach(self._model)  # behind the hooks above: it takes gradients away
+        kept: dict[str, int] = {}
+        with torch.random.fork_rng(devices=[]), self._simulation:
+            for index in range(min(accumulation, 2)):
+                self._gathering.reduces = index == min(accumulation, 2) - 1
+                own = self._simulation.fake_batch(batch, dtype)
+                with self._simulation.phase("forward"):
+                    value = loss(self._model, own)
+                kept = self._kept()
+                with self._simulation.phase("backward", TEMPORARY):
+                    value.backward()  # type: ignore[no-untyped-call]
+                self._gathering.finish()
+                del own, value
+        return kept
+
+    def optimize(self, size: int) -> None:
+        """The optimizer's own step."""
+        self.ledger.begin("optimizer")
+        self.ledger.give_back(self.ledger.take(Label(TEMPORARY, "optimizer"), size))
+
+    def _kept(self) -> dict[str, int]:
+        sizes: Counter[str] = Counter()
+        for label, size in self.ledger.alive_at(self.ledger.now).items():
+            if label.category == ACTIVATIONS:
+                sizes[label.module or "loss and others"] += size
+        return dict(sizes.most_common())
+
+
+class _Gradient:
+    """Hook on a parameter: what was accumulated is a gradient, of which this rank has a part."""
+
+    def __init__(self, simulation: Simulation, name: str, part: float | None) -> None:
+        self._simulation, self._part = simulation, part
+        self._label = Label(GRADIENTS, pattern_of(name.rpartition(".")[0]))
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        entry = self._simulation.entry_of(parameter.grad)
+        if entry is not None:
+            self._simulation.ledger.relabel(entry, self._label)
+            if self._part not in (None, 1.0):
+                size = parameter.grad.numel() * parameter.grad.element_size()
+                self._simulation.ledger.resize(entry, round(size * self._part))  # type: ignore[operator]
+
+
+def _part(held: Held, simulated: nn.Parameter) -> float:
+    """Share of a simulated parameter that this rank computes with: experts are simulated whole."""
+    whole = simulated.numel()
+    own = 1
+    for size in held.shape:
+        own *= size
+    return own / whole if whole else 1.0
+
+
+def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str) -> int:
+    if device_type == "cpu":
+        return 0
+    if arguments.parallel.fsdp_plan.cpu_offload:
+        return static.parameters + static.optimizer + static.average
+    return static.optimizer if arguments.training.optimizer == "adamw_swap" else 0

@@ -1,0 +1,111 @@
+"""What a configuration would hold on one rank: the model is put together as for training and its step is simulated.
+
+Nothing is loaded, nothing runs on a device, and no process group is needed: any number of ranks can be asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.features.apply_features import OFFLOAD_MODULES, FeaturesApplier
+from mindspeed_mm.fsdp.features.memory.selection import select_modules
+from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
+from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.fsdp.models.modelhub import LoadReport
+from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction, predict_memory
+from mindspeed_mm.fsdp.train.assemble import Assembled, build_model, is_generator, packs_rows
+from mindspeed_mm.fsdp.train.objective import build_language_objective
+from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+
+def forecast(
+    arguments: Arguments, batch: Batch, world_size: int = 1, device_type: str | None = None
+) -> MemoryPrediction:
+    """The memory of a training step, from the second one on.
+
+    Args:
+        arguments: The configuration.
+        batch: One micro-batch, as collated or as prepared by the objective.
+        world_size: Ranks.
+        device_type: Of the ranks; None: of this machine.
+
+    Raises:
+        ConfigError: The model cannot be built, or the sizes do not fit.
+    """
+    sizes = resolve_parallel_sizes(arguments.parallel, world_size)
+    assembled = _assembled(_as_simulated(arguments))
+    model = assembled.model
+    objective = _objective(assembled, arguments)
+    is_prepared = any(key.startswith("_") for key in batch)
+    return predict_memory(
+        arguments,
+        model,
+        assembled.spec,
+        batch if is_prepared else objective.prepare(batch),
+        partial(_loss, objective),
+        sizes,
+        device_type=device_type or get_device_type(),
+        casts_inputs=not is_generator(model),
+        offloaded=_offloaded(assembled, arguments),
+    )
+
+
+def _as_simulated(arguments: Arguments) -> Arguments:
+    """Graphs are left out: they hold about what single operations hold, and compiling takes longer than anything.
+    Offloading is simulated: it copies what is there."""
+    update = {"compile": False, "enable_activation_offload": False}
+    return arguments.model_copy(update={"features": arguments.features.model_copy(update=update)})
+
+
+def _offloaded(assembled: Assembled, arguments: Arguments) -> list[str]:
+    features = arguments.features
+    if not features.enable_activation_offload:
+        return []
+    patterns = features.activation_offload_plan.apply_modules
+    return select_modules(assembled.model, patterns, assembled.spec.blocks, OFFLOAD_MODULES)
+
+
+def _assembled(arguments: Arguments) -> Assembled:
+    """The steps of `assemble` that stand before sharding, on one rank."""
+    model = build_model(arguments)
+    if packs_rows(arguments):
+        apply_packed_rows(model, attention=arguments.model.attn_implementation)
+    spec = resolve_spec(model)
+    head = build_head_loss(model, spec.head, arguments.features)
+    towers = {tower.module for tower in spec.towers}
+    features = FeaturesApplier(arguments.features, spec.blocks, model_args=arguments.model, towers=towers)
+    features.pre_fully_shard_apply(model)
+    model.train()
+    return Assembled(model, spec, head, None, LoadReport())
+
+
+def _objective(assembled: Assembled, arguments: Arguments) -> Objective:
+    if is_generator(assembled.model):
+        dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+        diffusion = arguments.training.diffusion.model_copy(update={"caption_dropout": 0.0})
+        adapter: Any = assembled.adapter
+        return FlowMatching(adapter, diffusion, seed=arguments.training.seed, compute_dtype=dtype)
+    alone: Any = SimpleNamespace(token_groups=_no_groups)
+    return build_language_objective(arguments, assembled, alone, lambda _: None)
+
+
+def _no_groups() -> Sequence[Any]:
+    """Statistics of routers are summed over no ranks."""
+    return ()
+
+
+def _loss(objective: Objective, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return torch.stack(list(objective.terms(model, batch).values())).sum()
