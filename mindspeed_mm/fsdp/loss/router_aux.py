@@ -13,7 +13,7 @@ they go over ranks; p_e carries the gradient and stays local, and the sum over r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Objective, Terms
+from mindspeed_mm.fsdp.loss.saved_on_host import SavedOnHost
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 
 TERM = "router_aux"
@@ -42,12 +43,14 @@ class RouterLogits:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept: list[torch.Tensor] | None = None
+        self._kept: dict[int, list[torch.Tensor]] | None = None
         self.choices: list[int] = []
         """How many experts a token has, by layer."""
-        for module, index in find_routers(model):
+        for number, (module, index) in enumerate(find_routers(model)):
             self.choices.append(_choices(module))
-            module.register_forward_hook(lambda _module, _inputs, output, index=index: self._keep(output, index))
+            module.register_forward_hook(
+                lambda _module, _inputs, output, number=number, index=index: self._keep(number, output, index)
+            )
         if not self.choices:
             raise ConfigError(
                 f"{type(model).__name__} names no router", key=KEY, way_out="Set it to 0 for models without experts."
@@ -55,17 +58,20 @@ class RouterLogits:
 
     @contextmanager
     def kept(self) -> Iterator[list[torch.Tensor]]:
-        """Filled, while inside, with one (T, E) tensor a layer, in the order in which they run."""
+        """Filled, when left, with one (T, E) tensor a layer, in the order in which they run; what a layer that takes a
+        few rows at a time said of each is one behind the other."""
         found: list[torch.Tensor] = []
-        self._kept = found
+        self._kept = kept = {}
         try:
             yield found
+            found += [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept.values()]
         finally:
             self._kept = None
 
-    def _keep(self, output: Any, index: int) -> None:
+    def _keep(self, number: int, output: Any, index: int) -> None:
         if self._kept is not None:
-            self._kept.append(output[index] if isinstance(output, tuple | list) else output)
+            logits = output[index] if isinstance(output, tuple | list) else output
+            self._kept.setdefault(number, []).append(logits)
 
 
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
@@ -104,16 +110,25 @@ class WithRouterAux:
         model: Sharded or not.
         coefficient: `features.loss_cfg.router_aux_loss_coef`; in the term already, as it is logged.
         groups: Over which one micro-batch is spread: data ranks, context ranks.
+        offload: `features.loss_cfg.router_aux_loss_offload`.
 
     Raises:
         ConfigError: The model has no routers.
     """
 
     def __init__(
-        self, objective: Objective, model: nn.Module, coefficient: float, groups: Sequence[dist.ProcessGroup] = ()
+        self,
+        objective: Objective,
+        model: nn.Module,
+        coefficient: float,
+        groups: Sequence[dist.ProcessGroup] = (),
+        *,
+        offload: bool = False,
     ) -> None:
         self._objective, self._coefficient, self._groups = objective, coefficient, groups
         self._routers, self._real_tokens = RouterLogits(model), RealTokens(model)
+        self._saving = SavedOnHost() if offload else nullcontext
+        self._where = ", its statistics on the host" if offload else ""
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """As the objective does."""
@@ -132,12 +147,13 @@ class WithRouterAux:
         with self._routers.kept() as logits:
             terms = self._objective.terms(model, batch)
         real_T = self._real_tokens.mask(len(logits[0].reshape(-1, logits[0].shape[-1])))
-        share = balance_share(logits, self._routers.choices, real_T, self._groups)
+        with self._saving():
+            share = balance_share(logits, self._routers.choices, real_T, self._groups)
         return terms | {TERM: self._coefficient * share}
 
     def describe(self) -> str:
         """For the log."""
-        return f"{self._objective.describe()}; router balance {self._coefficient:g}"
+        return f"{self._objective.describe()}; router balance {self._coefficient:g}{self._where}"
 
 
 def balance_share(

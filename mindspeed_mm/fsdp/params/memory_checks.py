@@ -69,3 +69,9 @@ def _rows_can_be_sliced(arguments: Arguments) -> Iterator[Problem]:
             key=SLICES,
             way_out="Set it to false, or choose another data.dataloader_param.sampler_type.",
         )
+    if arguments.features.skip_moe_pad_tokens:
+        yield Problem(
+            "true, but features.skip_moe_pad_tokens finds padding by the mask of the whole micro-batch",
+            key=SLICES,
+            way_out="Set one of them to false.",
+        )

@@ -89,7 +89,9 @@ class Stop:
         self.parcels: list[weakref.ref[Parcel]] = []
         self.sent: torch.Event | None = None
         self._before = weakref.ref(before) if before is not None else None
-        self._own = {_address(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._module = module
+        self._seen: set[int] = set()
+        self._own: set[int] = set()
 
     @property
     def before(self) -> Stop | None:
@@ -97,10 +99,13 @@ class Stop:
         return self._before() if self._before is not None else None
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a parameter or buffer, or a view of one. Modules that are sharded inside this one gather their
-        parameters later: of them, autograd knows."""
-        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        return is_parameter or _address(tensor) in self._own
+        """Whether it is a parameter or buffer, or a view of one. Modules that are sharded inside this one have other
+        parameters while they run."""
+        for own in (*self._module.parameters(), *self._module.buffers()):
+            if id(own) not in self._seen:
+                self._seen.add(id(own))
+                self._own.add(_address(own))
+        return _address(tensor) in self._own
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self._copies = HostCopies()
-        self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Parcel]]] = {}
-        """(address, version) → storage, parcel: a storage that several modules save, and somebody keeps, goes once."""
+        self._known: dict[tuple[StorageWeakRef, int], weakref.ref[Parcel]] = {}
+        """(storage, version) → parcel: a storage that several modules save, and somebody keeps, goes once."""
         self._coming: dict[Parcel, torch.Event | None] = {}
         """On their way back and not read yet: their memory must not be given to others before they arrived."""
         self._leaving: Stop | None = None
@@ -147,9 +152,10 @@ class Traffic:
 
     def pack(self, stop: Stop, tensor: torch.Tensor) -> Any:
         """What autograd keeps: a ticket, or the tensor where it stays."""
-        if not _can_travel(tensor) or stop.is_own(tensor):
+        parcel = self._parcel(stop, tensor) if _can_travel(tensor) else None
+        if parcel is None:
             return tensor.detach()  # autograd must not keep what knows its own history: they would never be freed
-        parcel = self._parcel(stop, tensor)
+        stop.parcels.append(weakref.ref(parcel))
         return Ticket(parcel, stop, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def unpack(self, ticket: Any) -> torch.Tensor:
@@ -166,15 +172,16 @@ class Traffic:
         empty = torch.empty(0, dtype=ticket.dtype, device=parcel.device)
         return empty.set_(parcel.home.untyped_storage(), ticket.offset, ticket.size, ticket.stride)
 
-    def _parcel(self, stop: Stop, tensor: torch.Tensor) -> Parcel:
-        key = (_address(tensor), tensor._version)
-        storage, known = self._known.get(key, (None, None))
-        parcel = known() if known is not None and storage is not None and not storage.expired() else None
-        if parcel is None:
-            home = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    def _parcel(self, stop: Stop, tensor: torch.Tensor) -> Parcel | None:
+        """None for what stays."""
+        storage = tensor.untyped_storage()
+        key = (StorageWeakRef(storage), tensor._version)
+        known = self._known.get(key)
+        parcel = known() if known is not None else None
+        if parcel is None and not stop.is_own(tensor):
+            home = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             parcel = Parcel(home, self._copies.to_host(home))
-            self._known[key] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(parcel)
-        stop.parcels.append(weakref.ref(parcel))
+            self._known[key] = weakref.ref(parcel)
         return parcel
 
     def _let_go(self, stop: Stop) -> None:
@@ -196,8 +203,8 @@ class Traffic:
 
     def _forget_dead(self) -> None:
         self._known = {
-            key: (storage, parcel)
-            for key, (storage, parcel) in self._known.items()
+            (storage, version): parcel
+            for (storage, version), parcel in self._known.items()
             if parcel() is not None and not storage.expired()
         }
 

@@ -1,0 +1,120 @@
+"""Recomputation, offloading and slices through the real trainer, under every plan: two steps equal those without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from mindspeed_mm.fsdp.features.memory import activation_offload
+from tests.helpers.distributed import run_ranks
+from tests.helpers.parity import ParityError, compare_steps
+from tests.helpers.plan_matrix import EP, FAMILIES, ONE_F_ONE_B, PP, RING, TP, ULYSSES, in_fp64
+from tests.helpers.planned_steps import train_steps
+
+RECOMPUTE = "features.recompute=true"
+SELECTIVE = "features.recompute_plan.mode=selective"
+SKIP = "model.skip_flash_attn_recompute=true"
+OFFLOAD = "features.enable_activation_offload=true"
+ON: dict[str, tuple[str, ...]] = {
+    "full": (RECOMPUTE,),
+    "selective": (RECOMPUTE, SELECTIVE),
+    "attention kept": (RECOMPUTE, SKIP),
+    "offload": (OFFLOAD,),
+    "offload, full": (OFFLOAD, RECOMPUTE),
+    "offload, selective": (OFFLOAD, RECOMPUTE, SELECTIVE),
+}
+"""Equal to the bit."""
+SLICES = ("features.enable_chunk_mbs=true", "features.chunkmbs_plan.chunk_mbs=1")
+OF_TEXT = "features.chunkmbs_plan.chunk_kwarg_names=[attention_mask, position_ids, position_embeddings]"
+OF_GENERATORS = "features.chunkmbs_plan.chunk_arg_indexs=[0, 1, 2]"
+ROUNDED = 1e-12
+"""Of sums over rows in another order, relative as in `Deviation`."""
+
+FSDP = ("training.micro_batch_size=2", "training.gradient_accumulation_steps=2")
+ONE = ("training.micro_batch_size=4", "training.gradient_accumulation_steps=2")
+PACKED = "data.dataset_param.basic_parameters.packing=true"
+LORA = ("training.lora.enable=true", "training.lora.rank=4", "training.lora.target_modules=[q_proj, v_proj, down_proj]")
+PLANS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("text", "fsdp2"): FSDP,
+    ("text", "tp2"): (*ONE, TP),
+    ("text", "ulysses2"): (*ONE, ULYSSES),
+    ("text", "ring2"): (*ONE, RING),
+    ("text", "pp2"): (*FSDP[:1], "training.gradient_accumulation_steps=4", PP, ONE_F_ONE_B),
+    ("text", "packed"): (*FSDP, PACKED),
+    ("text", "packed ulysses2"): (*ONE, ULYSSES, PACKED),
+    ("text", "lora"): (*FSDP, *LORA),
+    ("text moe", "ep2"): (*FSDP, EP, "features.loss_cfg.router_aux_loss_coef=0.1"),
+    ("text moe", "packed ep2"): (*FSDP, EP, PACKED),
+    ("vlm", "fsdp2"): FSDP,
+    ("vlm", "packed"): (*FSDP, PACKED),
+    ("vlm moe", "ep2"): (*FSDP, EP),
+    ("wan", "fsdp2"): FSDP,
+    ("wan", "pp2"): (*FSDP[:1], "training.gradient_accumulation_steps=4", PP, ONE_F_ONE_B),
+    ("flux", "fsdp2"): FSDP,
+    ("flux", "ring2"): (*ONE, RING),
+}
+QUICK = {("text", "fsdp2"), ("text moe", "ep2")}
+
+
+def differing(yaml: str, plan: tuple[str, ...], features: dict[str, tuple[float, tuple[str, ...]]]) -> dict[str, str]:
+    """On each rank: features whose steps differ from those without, with what differs."""
+    found = {}
+    with in_fp64(), mock.patch.object(activation_offload, "SMALLEST_BYTES", 1):
+        off = train_steps(yaml, list(plan))
+        for name, (tolerance, words) in features.items():
+            try:
+                compare_steps(off, train_steps(yaml, [*plan, *words]), tolerance)
+            except ParityError as error:
+                found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def yamls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return _Made(tmp_path_factory.mktemp("runs"))
+
+
+class _Made(dict[str, str]):
+    """Family → its run, made when asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, family: str) -> str:
+        folder = self._root / family.replace(" ", "_")
+        folder.mkdir()
+        self[family] = str(FAMILIES[family].make(folder))
+        return self[family]
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in PLANS],
+)
+def test_features_equal_none(family: str, plan: str, yamls: dict[str, str]) -> None:
+    features = {name: (0.0, words) for name, words in ON.items()}
+    if "packed" not in plan:
+        rows = OF_GENERATORS if family in ("wan", "flux") else OF_TEXT
+        features["slices"] = (ROUNDED, (*SLICES, rows))
+        features["slices, offload, full"] = (ROUNDED, (*SLICES, rows, *ON["offload, full"]))
+    for found in run_ranks(2, differing, yamls[family], PLANS[family, plan], features, timeout_s=300):
+        assert found == {}
+
+
+def test_a_fault_is_seen(yamls: dict[str, str]) -> None:
+    for found in run_ranks(2, faulty, yamls["text"], timeout_s=120):
+        assert found.keys() == {"offload"}
+
+
+def faulty(yaml: str) -> dict[str, str]:
+    """What comes back is of another module."""
+    real = activation_offload.Traffic.unpack
+
+    def rounded(self: activation_offload.Traffic, ticket: object) -> object:
+        return real(self, ticket) * (1 + 1e-9) if isinstance(ticket, activation_offload.Ticket) else real(self, ticket)
+
+    with mock.patch.object(activation_offload.Traffic, "unpack", rounded):
+        return differing(yaml, FSDP, {"offload": (1e-12, ON["offload"])})
