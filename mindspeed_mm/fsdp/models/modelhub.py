@@ -99,6 +99,7 @@ class ModelHub:
         buffer_device: torch.device | None = None,
         allow_missing: Sequence[str] = (),
         allow_unexpected: Sequence[str] = (),
+        from_first_rank: bool = False,
     ) -> LoadReport:
         """Give the model memory and values: a folder's weights straight into the shards, or new ones.
 
@@ -112,6 +113,7 @@ class ModelHub:
             buffer_device: Of the buffers, when parameters are offloaded to the host.
             allow_missing: Patterns of names that the folder may lack; those are initialised.
             allow_unexpected: Patterns of stored names that the model may lack.
+            from_first_rank: Rank 0 reads the weights and sends them.
 
         Raises:
             ModelFolderError: The weights are damaged or do not fit, with a diff.
@@ -127,7 +129,13 @@ class ModelHub:
         if hasattr(model, "_mm_adapter"):
             source = transformer_weights(source)
         report = stream_weights(
-            model, source, seed=seed, units=units, allow_missing=allow_missing, allow_unexpected=allow_unexpected
+            model,
+            source,
+            seed=seed,
+            units=units,
+            allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected,
+            from_first_rank=from_first_rank,
         )
         notes = folder_warnings(source, trust_remote_code=model_args.trust_remote_code)
         return replace(report, warnings=(*notes, *report.warnings))

@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight, naming_of
 from mindspeed_mm.fsdp.models.quantized_linear import Packing, packings_of
 from mindspeed_mm.fsdp.models.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.ties import shared_parameters
+from mindspeed_mm.fsdp.models.weight_source import Fetch, open_source
 
 _MOST = 5
 """How many keys of each kind a message lists."""
@@ -85,8 +86,10 @@ def stream_weights(
     units: Sequence[str],
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
+    from_first_rank: bool = False,
 ) -> LoadReport:
-    """Fill parameters and persistent buffers, which have memory already. No communication: each rank reads its part.
+    """Fill parameters and persistent buffers, which have memory already. Each rank reads its part, without
+    communication, or rank 0 reads for all.
 
     Args:
         model: Built by `ModelHub.build`, sharded or not.
@@ -95,6 +98,7 @@ def stream_weights(
         units: As in `initialize`.
         allow_missing: Patterns of the model's names that the folder may lack.
         allow_unexpected: Patterns of stored names that the model may lack.
+        from_first_rank: See `open_source`.
 
     Raises:
         ModelFolderError: Damaged files; keys missing, left over or of another shape; quantised weights; tied weights
@@ -106,13 +110,15 @@ def stream_weights(
     aliases = {
         stored_name(alias): stored_name(first) for first, *others in shared_parameters(whole) for alias in others
     }
-    with open_weights(folder) as stored:
+    with open_source(folder, from_first_rank=from_first_rank) as (stored, fetch):
         steps = _steps(whole, stored, {*targets, *aliases})
         shapes, packings = _shapes(whole, targets), packings_of(model)
         diff, initialized, ignored = _compare(whole, shapes, aliases, steps, allow_missing, allow_unexpected)
         diff.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
-        nonfinite = _copy(_own_targets(model), aliases, steps, folder, packings)
+        made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+        wanted = {key: tensor for key, tensor in made.items() if aliases.get(key, key) in targets}
+        nonfinite = _copy(_own_targets(model), aliases, wanted, folder, packings, fetch)
         size_bytes = sum(tensor.size_bytes for tensor in stored.values())
     unfilled = set(initialized)
     if fresh := {name for name, _ in model.named_parameters() if stored_name(name) in unfilled}:
@@ -242,26 +248,26 @@ def _check_ledger(
 def _copy(
     targets: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
-    steps: Sequence[Step],
+    tensors: Mapping[str, LazyTensor],
     folder: Path,
     packings: Mapping[str, Packing],
+    fetch: Fetch,
 ) -> list[str]:
     """Read every target's local part. Returns the names with NaN or infinity in it."""
     nonfinite: list[str] = []
     filled: dict[str, str] = {}
-    for step in steps:
-        for key, tensor in step.targets.items():
-            name = aliases.get(key, key)
-            if name not in targets:
-                continue
-            if name in filled:
-                _check_equal(key, tensor, filled[name], targets[name], folder)
-                continue
-            filled[name] = key
-            packing = packings.get(name)
-            is_finite = _pack_local(tensor, targets[name], packing) if packing else _copy_local(tensor, targets[name])
-            if not is_finite:
-                nonfinite.append(name)
+    for key, described in tensors.items():
+        name, tensor = aliases.get(key, key), fetch(described)
+        if name not in targets:
+            continue
+        if name in filled:
+            _check_equal(key, tensor, filled[name], targets[name], folder)
+            continue
+        filled[name] = key
+        packing = packings.get(name)
+        is_finite = _pack_local(tensor, targets[name], packing) if packing else _copy_local(tensor, targets[name])
+        if not is_finite:
+            nonfinite.append(name)
     return nonfinite
 
 

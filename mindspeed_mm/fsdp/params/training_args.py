@@ -134,7 +134,9 @@ class TrainingArguments(Section):
     load_strict: Flag = True
     """Weight keys must fit exactly; false: missing ones are initialised, spare ones ignored, with a warning."""
     load_rank0_and_broadcast: Flag = False
-    """Rank 0 reads and sends, for folders that other hosts cannot see."""
+    """Rank 0 alone reads the weights and sends them, one tensor at a time: for files that other hosts do not have, or
+    a shared disk that many readers would choke. The small files beside them (config.json, the tokenizer's) are needed
+    on every host."""
     no_load_optim: Flag = False
     """Start with fresh optimizer state."""
     no_load_rng: Flag = False

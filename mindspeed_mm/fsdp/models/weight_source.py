@@ -1,0 +1,103 @@
+"""Where the tensors of a folder come from: this rank's own reading, or rank 0, which alone has the files.
+
+Sent is one tensor at a time, whole: no rank ever holds more of the model than that beside its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region, Stored
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.utils.device import current_device
+
+Fetch = Callable[[LazyTensor], LazyTensor]
+"""Makes a tensor readable on this rank; every rank calls it for the same tensors in the same order."""
+
+
+class Source(NamedTuple):
+    """A folder's tensors, and how to get at one."""
+
+    stored: dict[str, Stored]
+    fetch: Fetch
+
+
+@contextmanager
+def open_source(folder: Path, *, from_first_rank: bool = False) -> Iterator[Source]:
+    """A folder's tensors, open for the length of the `with` block.
+
+    Args:
+        folder: With safetensors.
+        from_first_rank: Rank 0 reads and sends; the files need to be there for no other rank. Collective then.
+
+    Raises:
+        ModelFolderError: As `open_weights`; what rank 0 finds wrong, all ranks raise.
+    """
+    if not from_first_rank or not dist.is_initialized() or dist.get_world_size() == 1:
+        with open_weights(folder) as stored:
+            yield Source(stored, lambda tensor: tensor)
+    elif dist.get_rank() == 0:
+        with _opened_for_all(folder) as stored:
+            yield Source(stored, _send)
+    else:
+        told = _told(None)
+        yield Source({key: Stored(key, shape, dtype, _no_file) for key, shape, dtype in told}, _receive)
+
+
+@contextmanager
+def _opened_for_all(folder: Path) -> Iterator[dict[str, Stored]]:
+    """Rank 0's tensors; the others are told what there is, or what is wrong."""
+    with ExitStack() as opened:
+        try:
+            stored = opened.enter_context(open_weights(folder))
+        except MMError as error:
+            _told(error)
+            raise
+        _told([(key, tensor.shape, tensor.dtype) for key, tensor in stored.items()])
+        yield stored
+
+
+def _told(what: Any) -> Any:
+    """What rank 0 says; an error is raised where it is heard."""
+    said = [what]
+    dist.broadcast_object_list(said, src=0)
+    if isinstance(said[0], MMError) and dist.get_rank() != 0:
+        raise said[0]
+    return said[0]
+
+
+def _send(tensor: LazyTensor) -> LazyTensor:
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=current_device())
+    tensor.copy_to(values, tuple((0, length) for length in tensor.shape))
+    return _Whole(_broadcast(values))
+
+
+def _receive(tensor: LazyTensor) -> LazyTensor:
+    return _Whole(_broadcast(torch.empty(tensor.shape, dtype=tensor.dtype, device=current_device())))
+
+
+def _broadcast(values: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)  # as bytes: libraries lack the shortest types
+    return values
+
+
+def _no_file() -> Any:
+    raise AssertionError("only rank 0 reads")
+
+
+class _Whole(LazyTensor):
+    """A tensor that is in memory."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(values.shape, values.dtype)
+        self._values = values
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        out.copy_(self._values[tuple(slice(start, start + length) for start, length in region)])
