@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -63,7 +64,7 @@ class Format(NamedTuple):
         if not self.block:
             return kept[0].to(dtype)
         codes, scale = kept
-        numbers = _numbers(self.is_signed, codes.device)[codes.int()].view(-1, self.block)
+        numbers = _numbers(self.is_signed, codes.device).index_select(0, codes.int()).view(-1, self.block)
         return numbers.mul_(scale.view(-1, 1)).flatten().to(dtype)
 
     def pack(self, numbers: torch.Tensor, kept: Sequence[torch.Tensor], seed: int) -> None:
@@ -75,10 +76,11 @@ class Format(NamedTuple):
             seed: Of the rounding.
         """
         if self.block:
-            from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+            from torchao.optim.quant_utils import scale_tensor
 
             scaled, scale = scale_tensor(numbers.float(), self.block)
-            kept[0].copy_(quantize_8bit_with_qmap(scaled, _numbers(self.is_signed, numbers.device)))
+            between = _borders(self.is_signed, numbers.device)
+            kept[0].copy_(torch.bucketize(scaled, between, out_int32=True, right=True))
             kept[1].copy_(scale)
         elif self.dtype == numbers.dtype:
             if numbers.data_ptr() != kept[0].data_ptr():
@@ -131,7 +133,9 @@ def rounded_to_bf16(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     and ranks that hold copies, draw the same.
     """
     generator = torch.Generator(numbers.device).manual_seed(seed)
-    noise = torch.randint(0, 1 << 16, numbers.shape, dtype=torch.int32, device=numbers.device, generator=generator)
+    drawn = torch.empty(-(-numbers.numel() // 4), dtype=torch.int64, device=numbers.device)
+    drawn.random_(-(1 << 63), None, generator=generator)  # all 64 bits, 16 for each number
+    noise = drawn.view(torch.int16)[: numbers.numel()].int().bitwise_and_((1 << 16) - 1)
     return noise.add_(numbers.float().view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
 
@@ -140,22 +144,26 @@ def _blocks() -> list[int]:
     return [BLOCK >> shift for shift in range(BLOCK.bit_length()) if BLOCK >> shift >= LEAST_BLOCK]
 
 
-_tables: dict[tuple[bool, torch.device], torch.Tensor] = {}
-
-
+@cache
 def _numbers(is_signed: bool, device: torch.device) -> torch.Tensor:
     """The 256 numbers in [-1, 1] or [0, 1] that codes stand for, rising (Dettmers 2015, arXiv:1511.04561)."""
-    if (is_signed, device) not in _tables:
-        _tables[is_signed, device] = torch.tensor(_table(is_signed), dtype=torch.float32, device=device)
-    return _tables[is_signed, device]
+    return torch.tensor(_table(is_signed), dtype=torch.float32, device=device)
 
 
-def _table(is_signed: bool) -> Any:
+@cache
+def _borders(is_signed: bool, device: torch.device) -> torch.Tensor:
+    """Halfway between them: what lies above is packed upwards."""
+    numbers = _numbers(is_signed, device)
+    return numbers[:-1] + (numbers[1:] - numbers[:-1]) * 0.5
+
+
+@cache
+def _table(is_signed: bool) -> list[float]:
     # Importing torchao takes seconds: only what asks for 8 bits does.
     from torchao.optim.quant_utils import create_dynamic_map
 
-    return create_dynamic_map(signed=is_signed)
+    return list(create_dynamic_map(signed=is_signed))
 
 
 def _code_of_zero(is_signed: bool) -> int:
-    return int(_table(is_signed).index(0))
+    return _table(is_signed).index(0)

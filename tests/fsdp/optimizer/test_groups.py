@@ -1,4 +1,4 @@
-"""Which weights decay and which learn faster, and one update against the paper's formula."""
+"""Which weights decay and which learn faster, against the paper's formula and groups made by hand."""
 
 from __future__ import annotations
 
@@ -100,3 +100,27 @@ def test_two_updates_follow_the_formula(fused: bool) -> None:
         corrected = (first / (1 - 0.8**step)) / ((second / (1 - 0.9**step)) ** 0.5 + 1e-3)
         weight = weight - rate * corrected - rate * 0.5 * weight
         assert (model.head.weight - weight).abs().max() < 1e-12
+
+
+def test_rates_and_decays_are_those_of_groups_made_by_hand() -> None:
+    ours, theirs = Model(), Model()
+    plan = [{"match": "embed", "scale": 0.5}, {"match": "head", "scale": 2.0}]
+    mine = build_optimizer(
+        ours, settings(lr_scaling_plan=plan, no_decay_modules=["vis*"], no_decay_params=["head.weight"])
+    )
+    reference = torch.optim.AdamW(
+        [
+            {"params": [theirs.embed.weight], "lr": 0.05, "weight_decay": 0.5},
+            {"params": [theirs.head.weight], "lr": 0.2, "weight_decay": 0.0},
+            {"params": [*theirs.norm.parameters(), *theirs.visual.parameters()], "lr": 0.1, "weight_decay": 0.0},
+        ],
+        fused=True,
+    )
+    for step in range(3):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.full_like(one, step + 0.5)
+            other.grad = one.grad.clone()
+        set_lr(mine, 0.1)
+        mine.step()
+        reference.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))

@@ -114,7 +114,6 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("training.optimizer", "muon"),
         ("training.optimizer", "adamw_swap"),
         ("training.quantization_plan", {"recipe_name": "mxfp8"}),
         ("model.mtp_num_layers", 1),
