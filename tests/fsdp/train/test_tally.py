@@ -21,6 +21,7 @@ def tally(**counts: float) -> Tally:
         bad_samples=1,
         stop_requested=False,
         towers={"image": 1},
+        flops={"causal": 1e15, "full": 3e15},
     )
 
 
@@ -32,6 +33,7 @@ def test_sums_over_ranks_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", doubled)
     summed = tally(loss=0.1, aux=7).summed_over(group=None)  # type: ignore[arg-type]
     assert summed.counts == {"loss": 0.2, "aux": 14}
+    assert summed.flops == {"causal": 2e15, "full": 6e15}
     assert (summed.samples, summed.tokens, summed.label_tokens) == (6, 2**41 + 2, 10)
     assert all(isinstance(n, int) for n in (summed.samples, summed.tokens, summed.label_tokens, summed.towers["image"]))
     alone = tally(loss=0.1).summed_over(group=None, counts_samples=False)  # type: ignore[arg-type]
