@@ -110,7 +110,7 @@ class AllGather(AllToAll):
         weights_GK = gather_rows(fill_up(weights_TK, longest), self.ranks)
         own = module.num_experts // self.ranks.size
         mine_GK = chosen_GK - self.ranks.rank * own
-        pairs = sort_pairs(mine_GK.masked_fill((mine_GK < 0) | (mine_GK >= own), own), own, all_count=False)
+        pairs = sort_pairs(mine_GK.masked_fill((mine_GK < 0) | (mine_GK >= own), own), own, number=None)
         rows_SH = hidden_GH[pairs.slots_S // chosen_GK.shape[1]]
         outputs_SH = run_experts(module, Weights.of(module), rows_SH, pairs.counts_E)
         whole = sum_of_own_rows(combine(outputs_SH, pairs, weights_GK), self.ranks).to(hidden_TH.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,20 +39,41 @@ def resolve_attn_implementation(
         MachineError: The package of the kernel asked for is not installed.
         ConfigError: The kernel asked for does not compute in `param_dtype`.
     """
+    return choose_attention(requested, model_class, param_dtype=param_dtype).name
+
+
+class AttentionChoice(NamedTuple):
+    """A kernel, and why it was taken."""
+
+    name: str
+    reason: str
+
+
+def choose_attention(
+    requested: str | None, model_class: Any = None, *, param_dtype: torch.dtype | None = None
+) -> AttentionChoice:
+    """What `resolve_attn_implementation` decides, with the reason; arguments and errors are the same."""
     name = _ALIASES.get(requested or "", requested or "")
-    if name in _PACKAGES:
-        _check_flash(name, param_dtype)
     if name:
-        return name
-    has_flash = getattr(model_class, "_supports_flash_attn", True) and param_dtype in _HALF
-    if has_flash and get_device_type() == "cuda":
+        _check_kernel(name, param_dtype)
+        return AttentionChoice(name, "as configured")
+    device_type = get_device_type()
+    if not getattr(model_class, "_supports_flash_attn", True):
+        why = "the model takes no flash attention"
+    elif device_type != "cuda":
+        why = f"flash attention is CUDA's, this is '{device_type}'"
+    elif param_dtype not in _HALF:
+        why = "flash attention takes bf16 and fp16 only"
+    else:
         for name, package in _PACKAGES.items():
             if importlib.util.find_spec(package) is not None:
-                return name
+                return AttentionChoice(name, f"{package} is installed")
+        why = f"{' and '.join(_PACKAGES)} are not installed"
     if not getattr(model_class, "_supports_sdpa", True):
-        return "eager"
+        return AttentionChoice("eager", "the model takes nothing else")
     # The same kernels to the bit, but right-padded batches need no dense mask, and packed rows are exact.
-    return ATTENTION_NAME if getattr(model_class, "_supports_attention_backend", False) else "sdpa"
+    has_interface = getattr(model_class, "_supports_attention_backend", False)
+    return AttentionChoice(ATTENTION_NAME if has_interface else "sdpa", why)
 
 
 def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtype: torch.dtype | None = None) -> None:
@@ -79,8 +100,7 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
             key="model.attn_implementation",
             way_out=f"Choose one of {', '.join(_BACKENDS)}, or leave it out.",
         )
-    if name in _PACKAGES:
-        _check_flash(name, param_dtype)
+    _check_kernel(name, param_dtype)
     for module in model.modules():
         processor = getattr(module, "processor", None)
         if processor is not None and hasattr(processor, "_attention_backend"):
@@ -89,21 +109,35 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
 
 
 def attention_name(model: nn.Module) -> str:
-    """What a built model computes attention by, in the words of `model.attn_implementation`."""
+    """What a built model computes attention by, in the words of `model.attn_implementation`, and why it was taken."""
     own = getattr(model, "_mm_attention", None)
-    return own or getattr(getattr(model, "config", None), "_attn_implementation", None) or "the model's own"
+    name = own or getattr(getattr(model, "config", None), "_attn_implementation", None) or "the model's own"
+    choice = getattr(model, "_mm_attention_choice", None)
+    return f"{name} ({choice.reason})" if choice is not None and choice.name == name else str(name)
 
 
-def _check_flash(name: str, param_dtype: torch.dtype | None) -> None:
-    key = "model.attn_implementation"
-    package = _PACKAGES[name]
-    if get_device_type() == "cuda" and importlib.util.find_spec(package) is None:
+def check_attention_trains(requested: str | None) -> None:
+    """Raise `MachineError` for a kernel without a backward pass here."""
+    if _ALIASES.get(requested or "", requested) == "flex_attention" and get_device_type() == "cpu":
+        raise MachineError(
+            "'flex' has no backward pass on a CPU",
+            key="model.attn_implementation",
+            way_out="Take 'sdpa', or leave it out.",
+        )
+
+
+def _check_kernel(name: str, param_dtype: torch.dtype | None) -> None:
+    """Raise what `resolve_attn_implementation` raises."""
+    key, device_type, package = "model.attn_implementation", get_device_type(), _PACKAGES.get(name)
+    if package is None:
+        return
+    if device_type == "cuda" and importlib.util.find_spec(package) is None:
         raise MachineError(
             f"'{name}' needs the package {package}, which is not installed",
             key=key,
             way_out="Install it, or take 'sdpa'.",
         )
-    if get_device_type() == "cpu":
+    if device_type == "cpu":
         raise MachineError(f"'{name}' does not run on a CPU", key=key, way_out="Take 'sdpa', or leave it out.")
     if param_dtype not in _HALF:
         raise ConfigError(

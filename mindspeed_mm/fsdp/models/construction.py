@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
-from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementation
+from mindspeed_mm.fsdp.models.attention_choice import choose_attention
 from mindspeed_mm.fsdp.models.base_model import BaseModel
 from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.model_folder import load_config, native_class, require_folder
 from mindspeed_mm.fsdp.ops.attention import register_attention
+from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def override_config(config: Any, overrides: Mapping[str, Any]) -> None:
 
 def construct(model_class: Any, config: Any, model_args: ModelArguments, param_dtype: torch.dtype | None) -> nn.Module:
     """The model, parameters on the meta device unless its class loads its weights by code of its own."""
-    attention = resolve_attn_implementation(model_args.attn_implementation, model_class, param_dtype=param_dtype)
-    options = {"dtype": master_dtype(param_dtype), "attn_implementation": attention}
+    choice = choose_attention(model_args.attn_implementation, model_class, param_dtype=param_dtype)
+    options = {"dtype": master_dtype(param_dtype), "attn_implementation": choice.name}
     if _loads_itself(model_class) and not model_args.train_from_scratch:
         return model_class.from_pretrained(require_folder(model_args.model_name_or_path), config=config, **options)
     if not is_transformers(model_class):
@@ -78,7 +79,9 @@ def construct(model_class: Any, config: Any, model_args: ModelArguments, param_d
                 if hasattr(model_class, "_from_config")
                 else model_class(config)
             )
-    return _construct_transformers(model_class, config, options, model_args)
+    model = _construct_transformers(model_class, config, options, model_args)
+    model._mm_attention_choice = choice  # type: ignore[assignment]
+    return model
 
 
 def _construct_transformers(
@@ -95,6 +98,7 @@ def _construct_transformers(
     if registered_here:
         register_attention()
         model.set_attn_implementation("mm_varlen")
+        tell_facts(model)
     if options["dtype"] == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products have no fp64
     if model.can_generate():

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
 from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, check_borders
+from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 
 
 class SegmentedForward:
@@ -30,6 +31,7 @@ class SegmentedForward:
         self._known: tuple[Tensor, list[int]] | None = None
         """Borders, and the same on the host: layers of a pass share them, reading them waits for the device."""
 
+    @outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output for a packed row."""
         borders = kwargs.get("cu_seq_lens_q")

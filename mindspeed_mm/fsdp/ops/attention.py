@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
+from mindspeed_mm.fsdp.ops.mask_facts import facts_of_this_call, read_facts
+from mindspeed_mm.fsdp.ops.npu_attention import attend_npu, attend_npu_documents, fits_npu
 
 ATTENTION_NAME = "mm_varlen"
 """Never with "flash" in it: transformers would look for a kernel of that name."""
@@ -96,10 +99,7 @@ def varlen_attention(
     if layer.fits_flash(query, value) and max_length_q is not None and max_length_k is not None:
         lengths = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         return layer.attend_flash(query, key, value, *lengths), None
-    borders_q, borders_k = cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist()
-    check_borders(borders_q, query)
-    check_borders(borders_k, key)
-    output = layer.attend_documents(query, key, value, borders_q, borders_k)
+    output = layer.attend_documents(query, key, value, cu_seq_lens_q, cu_seq_lens_k)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -146,9 +146,8 @@ def varlen_mask(
 
 
 def is_right_padded(attention_mask: torch.Tensor) -> bool:
-    """Whether every row of a (B, T) mask is ones, then zeros."""
-    mask = attention_mask.bool()
-    return bool((mask[:, :1].all() & (mask[:, 1:] <= mask[:, :-1]).all()).item())
+    """Whether every row of a (B, T) mask is ones, then zeros. Where the host did not say so, it waits for the mask."""
+    return (facts_of_this_call(attention_mask) or read_facts(attention_mask)).is_right_padded
 
 
 def check_borders(borders: list[int], tensor: torch.Tensor) -> None:
@@ -190,15 +189,16 @@ class _Layer:
     window: int | None
     sinks: torch.Tensor | None
 
+    @outside_graphs
     def attend_documents(
-        self,
-        q_1HTD: torch.Tensor,
-        k_1KSD: torch.Tensor,
-        v_1KSD: torch.Tensor,
-        borders_q: list[int],
-        borders_k: list[int],
+        self, q_1HTD: torch.Tensor, k_1KSD: torch.Tensor, v_1KSD: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor
     ) -> torch.Tensor:
-        """(1, H, T, Dv): every document on its own."""
+        """(1, H, T, Dv): every document on its own. The borders are read on the host."""
+        borders_q, borders_k = cu_q.tolist(), cu_k.tolist()
+        check_borders(borders_q, q_1HTD)
+        check_borders(borders_k, k_1KSD)
+        if self.sinks is None and fits_npu(q_1HTD, v_1KSD):
+            return attend_npu_documents(q_1HTD, k_1KSD, v_1KSD, borders_q, borders_k, **self._for_npu(q_1HTD))
         lengths_q, lengths_k = np.diff(borders_q).tolist(), np.diff(borders_k).tolist()
         # Not slices: the gradient of each of them would be as long as the row.
         documents = zip(
@@ -215,6 +215,8 @@ class _Layer:
         """(B, H, T, Dv) by scaled dot-product attention. One query token sees all keys, as in decoding."""
         tokens, keys = q_BHTD.shape[2], k_BKSD.shape[2]
         causal = self.causal and tokens > 1 and mask is None
+        if self.sinks is None and fits_npu(q_BHTD, v_BKSD):
+            return attend_npu(q_BHTD, k_BKSD, v_BKSD, mask, **self._for_npu(q_BHTD) | {"causal": causal})
         if causal and self.window is not None and keys > self.window:
             mask, causal = _band(tokens, self.window, q_BHTD.device), False
         scale = q_BHTD.shape[-1] ** -0.5 if self.scaling is None else self.scaling
@@ -233,6 +235,10 @@ class _Layer:
             scale=scale,
             enable_gqa=groups > 1 and mask is None,
         )
+
+    def _for_npu(self, query: torch.Tensor) -> dict[str, Any]:
+        scale = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        return {"causal": self.causal, "window": self.window, "scale": scale, "dropout": self.dropout}
 
     def fits_flash(self, q_1HTD: torch.Tensor, v_1KSD: torch.Tensor) -> bool:
         """Whether torch's variable-length flash kernel takes this call."""

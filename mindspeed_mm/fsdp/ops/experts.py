@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 from mindspeed_mm.fsdp.ops.grouped_matmul import grouped_linear
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 
@@ -83,19 +84,19 @@ class Pairs(NamedTuple):
     """Pairs of each expert."""
 
 
-def sort_pairs(experts_TK: torch.Tensor, num_experts: int, *, all_count: bool) -> Pairs:
+def sort_pairs(experts_TK: torch.Tensor, num_experts: int, *, number: int | None) -> Pairs:
     """Sort the choices of a router.
 
     Args:
         experts_TK: Numbers of the experts; `num_experts` where a pair is left out.
         num_experts: E.
-        all_count: No pair is left out: the host need not wait for their number.
+        number: Pairs that are not left out; None: the host waits for the device to tell.
     """
     ids = experts_TK.reshape(-1)
     slots = ids.argsort(stable=True)
     counts = torch.zeros(num_experts + 1, dtype=torch.long, device=ids.device)
     counts = counts.scatter_add(0, ids, torch.ones_like(ids))[:num_experts]
-    return Pairs(slots if all_count else slots[: int(counts.sum())], counts)
+    return Pairs(slots[: int(counts.sum()) if number is None else number], counts)
 
 
 def combine(outputs_SH: torch.Tensor, pairs: Pairs, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -117,12 +118,17 @@ class ExpertsForward:
     def __init__(self, real_tokens: RealTokens | None = None) -> None:
         self.real_tokens = real_tokens
 
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether a compiler may look inside: nothing is read from the device, and no other rank is asked."""
+        return type(self) is ExpertsForward and self.real_tokens is None
+
     def __call__(
         self, module: Any, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """(T, H), in the dtype of `hidden_TH`."""
-        experts_TK, all_count = self.without_padding(experts_TK, module.num_experts)
-        pairs = sort_pairs(experts_TK, module.num_experts, all_count=all_count)
+        experts_TK, number = self.without_padding(experts_TK, module.num_experts)
+        pairs = sort_pairs(experts_TK, module.num_experts, number=number)
         rows_SH = hidden_TH[pairs.slots_S // experts_TK.shape[1]]
         outputs_SH = self.outputs(module, rows_SH, pairs.counts_E)
         return combine(outputs_SH, pairs, weights_TK).to(hidden_TH.dtype)
@@ -131,12 +137,14 @@ class ExpertsForward:
         """What the experts make of rows that are sorted by expert, in the same order."""
         return run_experts(module, Weights.of(module), rows_SH, counts_E)
 
-    def without_padding(self, experts_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, bool]:
-        """The choices with those of padding left out, and whether none was."""
+    def without_padding(self, experts_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, int | None]:
+        """The choices with those of padding left out, and how many are not, where the host knows."""
         real_T = self.real_tokens.mask(len(experts_TK)) if self.real_tokens is not None else None
-        if real_T is None:
-            return experts_TK, True
-        return experts_TK.masked_fill(~real_T[:, None], num_experts), False
+        if self.real_tokens is None or real_T is None:
+            return experts_TK, experts_TK.numel()
+        real = self.real_tokens.number
+        number = None if real is None else real * experts_TK.shape[1]
+        return experts_TK.masked_fill(~real_T[:, None], num_experts), number
 
 
 _PLAIN = ExpertsForward()
@@ -147,7 +155,14 @@ def experts_forward(
 ) -> torch.Tensor:
     """What transformers calls, with its names of the arguments."""
     forward: ExpertsForward = getattr(module, "_mm_experts", _PLAIN)
+    if not forward.fits_graphs:
+        return _outside(forward, module, hidden_states, top_k_index, top_k_weights)
     return forward(module, hidden_states, top_k_index, top_k_weights)
+
+
+@outside_graphs
+def _outside(forward: ExpertsForward, *args: Any) -> torch.Tensor:
+    return forward(*args)
 
 
 def use_own_experts(module: Any, forward: ExpertsForward | None = None) -> None:

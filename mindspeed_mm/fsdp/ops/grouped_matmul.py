@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
+
 _KERNEL_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16,),
@@ -47,7 +49,7 @@ def grouped_linear(
         offsets_G = counts_G.cumsum(0).to(torch.int32)
         outputs_SO = _contiguous_gradient(F.grouped_mm(rows_SI, weight_GIO, offs=offsets_G))
     else:
-        outputs_SO = _Loop.apply(rows_SI, weight_GIO, counts_G.tolist())  # type: ignore[no-untyped-call]
+        outputs_SO = _by_loop(rows_SI, weight_GIO, counts_G)
     if bias_GO is None:
         return outputs_SO
     return outputs_SO + bias_GO.repeat_interleave(counts_G, dim=0, output_size=len(rows_SI))
@@ -58,6 +60,11 @@ def has_kernel(rows_SI: torch.Tensor, weight: torch.Tensor) -> bool:
     if weight.dtype not in _KERNEL_DTYPES.get(weight.device.type, ()) or not len(rows_SI):
         return False
     return all(size * weight.element_size() % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
+
+
+@outside_graphs
+def _by_loop(rows_SI: torch.Tensor, weight_GIO: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    return _Loop.apply(rows_SI, weight_GIO, counts_G.tolist())  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Loop(torch.autograd.Function):

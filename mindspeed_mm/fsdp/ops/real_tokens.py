@@ -9,6 +9,7 @@ from torch import nn
 
 from mindspeed_mm.fsdp.ops.attention import PADDING_KEY
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
+from mindspeed_mm.fsdp.ops.mask_facts import facts_of
 
 
 class RealTokens:
@@ -22,6 +23,8 @@ class RealTokens:
 
     def __init__(self, model: nn.Module) -> None:
         self._mask_T: torch.Tensor | None = None
+        self.number: int | None = None
+        """How many tokens of `mask` are no padding, where the host knows."""
         model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def mask(self, tokens: int) -> torch.Tensor | None:
@@ -37,12 +40,15 @@ class RealTokens:
 
     def _look(self, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = _mask_of(kwargs)
-        self._mask_T = None
+        self._mask_T = self.number = None
         if mask is None:
             return
         share = kwargs.get(CONTEXT_KEY)
         own = share.take(mask, 1) if isinstance(share, ContextShare) else mask
         self._mask_T = own.reshape(-1) != 0
+        if own is mask:
+            facts, padding = facts_of(mask), kwargs.get(PADDING_KEY, 0)
+            self.number = mask.numel() - padding if padding else facts.ones if facts is not None else None
 
 
 def _mask_of(kwargs: dict[str, Any]) -> torch.Tensor | None:

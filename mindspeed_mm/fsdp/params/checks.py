@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.params.memory_checks import memory_problems
 from mindspeed_mm.fsdp.params.loss_checks import loss_problems
 from mindspeed_mm.fsdp.params.optimizer_checks import optimizer_problems
 from mindspeed_mm.fsdp.params.pipeline_checks import pipeline_problems
+from mindspeed_mm.fsdp.params.speed_checks import speed_problems
 from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features, value_at
 
 __all__ = ["check_cross_section", "unbuilt_features"]
@@ -30,6 +31,7 @@ PATTERN_KEYS = (
     "features.recompute_plan.apply_modules",
     "features.activation_offload_plan.apply_modules",
     "features.chunkmbs_plan.apply_modules",
+    "features.compile_plan.apply_modules",
     "training.lora.target_modules",
     "training.lora.modules_to_save",
     "training.allow_missing",
@@ -184,6 +186,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _prefetch_has_workers,
     _profile_has_steps,
     _recompute_is_given_once,
+    speed_problems,
     pipeline_problems,
     memory_problems,
     optimizer_problems,

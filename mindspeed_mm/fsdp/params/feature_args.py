@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mindspeed_mm.fsdp.params.value_types import Flag, Names, Natural, Number, Positive, Section, Whole, renamed
+from mindspeed_mm.fsdp.params.value_types import (
+    Flag,
+    FlagOrAuto,
+    Names,
+    Natural,
+    Number,
+    Positive,
+    Section,
+    Whole,
+    renamed,
+)
 
 
 class RecomputePlan(Section):
@@ -83,6 +93,20 @@ class EpBalancePlan(Section):
     """Most copies that a rank holds of other ranks' experts."""
 
 
+class CompilePlan(Section):
+    """Modules whose forward passes torch.compile turns into fused kernels."""
+
+    apply_modules: Names = ()
+    """Module patterns; empty: the model's repeated blocks."""
+    backend: str = "inductor"
+    """Compiler: `inductor` makes kernels, `aot_eager` only traces, for finding out what cannot be traced."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """What inductor spends its time on; the two with CUDA graphs want one shape."""
+    dynamic: Flag | None = None
+    """Whether sizes are variables of the kernels: null makes them so where they are seen to change, false compiles
+    again for each new size."""
+
+
 class FeatureArguments(Section):
     """Losses, and what trades time for memory."""
 
@@ -116,3 +140,11 @@ class FeatureArguments(Section):
     """How many copies."""
     skip_moe_pad_tokens: Flag = False
     """Send no padding tokens through experts."""
+    compile: Flag = False
+    """Compile the repeated blocks. Packed or padded to a multiple (`collate_param.pad_to_multiple_of`), rows have few
+    lengths, and little is compiled again."""
+    compile_plan: CompilePlan = Field(default_factory=CompilePlan)
+    """Which modules, and by what."""
+    fused_kernels: FlagOrAuto = False
+    """Compute RMS norms, rotary embeddings and gated linear units by fused kernels: liger's on CUDA, torch_npu's on
+    NPUs. `auto` takes none where there are none."""

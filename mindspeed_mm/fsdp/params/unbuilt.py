@@ -22,27 +22,13 @@ _OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
 """Keys that data sets of conversations act on, and those of generators do not."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
-    "model.attn_implementation": (
-        None,
-        "eager",
-        "sdpa",
-        "flash_attention_2",
-        "flash_attention_3",
-        "flex",
-        "flex_attention",
-        "mm_varlen",
-    ),
     "model.mtp_num_layers": (0,),
-    "model.gdn_implementation": (None, "eager"),
-    "model.causal_conv1d_implementation": (None, "eager"),
-    "model.kda_implementation": (None, "eager"),
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
     **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},
     **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "training.load_rank0_and_broadcast": (False,),
-    "training.quantization_plan": (None,),
     "training.lora.init_lora_weights": (True, False, "gaussian"),
     "training.lora.disable_peft_moe_conversion": (True,),
     "training.lora.use_dora": (False,),

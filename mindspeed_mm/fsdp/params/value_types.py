@@ -60,6 +60,15 @@ def _flag(value: Any) -> Any:
     raise fault(f"{show(value)} is not true or false")
 
 
+def _flag_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return value
+    try:
+        return _flag(value)
+    except PydanticCustomError:
+        raise fault(f"{show(value)} is not true, false or auto") from None
+
+
 def _whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -116,6 +125,8 @@ def null_means(default: Any) -> BeforeValidator:
 
 Flag = Annotated[bool, BeforeValidator(_flag)]
 """true or false; older files also write yes, no, on, off."""
+FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)]
+"""true, false, or auto: where it can be had."""
 Whole = Annotated[int, BeforeValidator(_whole)]
 """A whole number; `1e4` counts, `true` does not."""
 Positive = Annotated[Whole, Field(ge=1)]

@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import split_vocabulary
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.apply_features import RECOMPUTE_MODULES, FeaturesApplier
+from mindspeed_mm.fsdp.features.speed.apply_speed import apply_speed
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.router_aux import leave_router_loss_to_us
@@ -164,6 +165,7 @@ def build_model(arguments: Arguments) -> nn.Module:
     if arguments.training.lora.enable:
         targets = model._mm_adapter.lora_targets if is_generator(model) else ()  # type: ignore[union-attr]
         apply_lora(model, arguments.training.lora, default_targets=targets, param_dtype=param_dtype)
+    apply_speed(model, arguments)
     leave_router_loss_to_us(model)
     grouped, skip_padding = arguments.model.use_grouped_expert_matmul, arguments.features.skip_moe_pad_tokens
     choose_experts(model, grouped=grouped, skip_padding=skip_padding)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.models.share import whole_of
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -65,7 +66,7 @@ def _parts(assembled: Assembled) -> dict[str, str]:
         "media": assembled.media.describe() if assembled.media is not None else "",
         "flops": assembled.utilisation.describe() if assembled.utilisation is not None else "",
     }
-    return {word: text for word, text in described.items() if text}
+    return {word: text for word, text in (described | describe_speed(whole_of(assembled.model))).items() if text}
 
 
 def _batch(training: TrainingArguments, state: ParallelState, most: int | None) -> str:

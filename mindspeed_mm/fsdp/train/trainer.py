@@ -59,6 +59,7 @@ from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
 from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
 from mindspeed_mm.fsdp.train.run_record import RunRecord
+from mindspeed_mm.fsdp.train.speed_hooks import speed_hooks
 from mindspeed_mm.fsdp.train.start_checks import (
     check_config,
     check_device,
@@ -68,7 +69,12 @@ from mindspeed_mm.fsdp.train.start_checks import (
 )
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, TrainEngine, without_limit
-from mindspeed_mm.fsdp.utils.device import allow_short_fp32, check_device_count, set_local_device
+from mindspeed_mm.fsdp.utils.device import (
+    allow_short_fp32,
+    check_device_count,
+    deterministic_kernels,
+    set_local_device,
+)
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 PATIENCE_S = 60.0
@@ -357,6 +363,7 @@ class Trainer:
             )
             hooks += [samples] if samples is not None else []
         hooks.append(DataHook(loader, self.data_group, record, self.progress))
+        hooks += speed_hooks(self.arguments, assembled.model, self.progress.note)
         if training.manual_gc_interval > 0:
             hooks.append(GarbageCollectionHook(training.manual_gc_interval))
         return [*hooks, *build_profile_hooks(self.arguments, self.rank, self.world_size, self.progress.note)]
@@ -462,12 +469,8 @@ def numerics(arguments: Arguments) -> Iterator[None]:
     training = arguments.training
     if training.allow_hf32 is not None:
         allow_short_fp32(training.allow_hf32)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(before or training.use_deter_comp)
-    try:
+    with deterministic_kernels() if training.use_deter_comp else nullcontext():
         yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +17,16 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.utils.host_memory import keep_freed_memory
+
+_PINNED_AT_ONCE_BYTES = 16 * 2**20
+"""Tensors up to this size are copied to locked memory on their way: larger ones come from the loader, which knows
+whether to lock them."""
+_DETERMINISTIC: Mapping[str, Mapping[str, str]] = {
+    "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"},
+    "npu": {"HCCL_DETERMINISTIC": "true", "LCCL_DETERMINISTIC": "1", "FLASH_ATTENTION_DETERMINISTIC": "1"},
+}
+"""What libraries below torch read from the environment."""
+_CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
 
 def get_device_type() -> str:
@@ -70,6 +83,66 @@ def allow_short_fp32(allow: bool) -> None:
         module = get_torch_device()
         module.matmul.allow_hf32 = allow
         module.conv.allow_hf32 = allow
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Only kernels that give the same bits each time: those of torch, cuDNN, cuBLAS and flash attention on CUDA, those
+    of torch, HCCL and flash attention on NPUs. Where there is none for an operation, torch raises.
+
+    Raises:
+        MachineError: The environment names a cuBLAS workspace that is not deterministic.
+    """
+    wanted = _DETERMINISTIC.get(get_device_type(), {})
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if "CUBLAS_WORKSPACE_CONFIG" in wanted and workspace not in (None, *_CUBLAS_WORKSPACES):
+        raise MachineError(
+            f"the environment sets CUBLAS_WORKSPACE_CONFIG={workspace}, with which cuBLAS is not deterministic",
+            key="training.use_deter_comp",
+            way_out=f"Unset it, or set it to {' or '.join(_CUBLAS_WORKSPACES)}.",
+        )
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    cudnn: Any = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    os.environ.update(added)
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        enabled, cudnn.deterministic, cudnn.benchmark = before
+        torch.use_deterministic_algorithms(enabled)
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def device_capability() -> tuple[int, int]:
+    """Compute capability of this process's CUDA device; (0, 0) of any other."""
+    if get_device_type() != "cuda":
+        return 0, 0
+    major, minor = get_torch_device().get_device_capability()
+    return int(major), int(minor)
+
+
+def npu_operator(name: str, *, key: str) -> Callable[..., Any]:
+    """A fused operator of torch_npu.
+
+    Raises:
+        MachineError: This is no NPU, or its torch_npu has no such operator.
+    """
+    if get_device_type() == "npu":
+        operator: Callable[..., Any] | None = getattr(importlib.import_module("torch_npu"), name, None)
+        if operator is not None:
+            return operator
+    raise MachineError(f"needs torch_npu's {name}, which is not here", key=key, way_out="Leave the key out.")
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on its way to the device; nobody waits. From memory that is not locked, the host would first wait
+    for all that is queued there."""
+    if device.type != "cpu" and not tensor.is_pinned() and tensor.nbytes <= _PINNED_AT_ONCE_BYTES:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def distributed_backend() -> str:

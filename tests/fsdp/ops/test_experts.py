@@ -112,6 +112,6 @@ def test_a_mask_of_other_tokens_is_none_of_this_module_s() -> None:
 
 def test_pairs_are_sorted_by_expert_and_stay_in_order() -> None:
     chosen = torch.tensor([[1, 0], [3, 1], [0, 3]])
-    pairs = sort_pairs(chosen, 3, all_count=False)  # 3: left out
+    pairs = sort_pairs(chosen, 3, number=None)  # 3: left out
     assert pairs.slots_S.tolist() == [1, 4, 0, 3]
     assert pairs.counts_E.tolist() == [2, 2, 0]

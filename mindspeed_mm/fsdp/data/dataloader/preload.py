@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.device import copied_to, current_device
 
 _COPY = "_copy_under_way"
 
@@ -44,7 +44,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device: the copy that was begun, or a new one."""
     copy: _Copy | None = getattr(tensor, _COPY, None)
     if copy is None:
-        return tensor.to(device, non_blocking=True)
+        return copied_to(tensor, device)
     current = torch.accelerator.current_stream(device)
     current.wait_event(copy.arrived)
     copy.tensor.record_stream(current)  # its memory is the other stream's, and must not be used again before
@@ -56,7 +56,7 @@ def _begin(step: list[Batch], device: torch.device, stream: torch.Stream) -> Non
     with stream:
         for batch in step:
             tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-            copies += [(tensor, tensor.to(device, non_blocking=True)) for tensor in tensors]
+            copies += [(tensor, copied_to(tensor, device)) for tensor in tensors]
         arrived.record(stream)
     for tensor, copy in copies:
         setattr(tensor, _COPY, _Copy(copy, arrived))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mindspeed_mm.fsdp.ops.attention import AttentionError, varlen_attention, varlen_mask
 from mindspeed_mm.fsdp.ops.context_attention.gathered import AttentionRule, gathered_attention
 from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
+from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
 
 CONTEXT_ATTENTION_NAME = "mm_context"
 """Never with "flash" in it: transformers would look for a kernel of that name."""
@@ -30,6 +31,7 @@ def register_context_attention() -> str:
     return CONTEXT_ATTENTION_NAME
 
 
+@outside_graphs
 def attend_to_share(
     module: nn.Module,
     query: Tensor,

@@ -1,0 +1,1 @@
+"""What makes a step faster and leaves its results alone."""

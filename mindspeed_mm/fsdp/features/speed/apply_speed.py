@@ -1,0 +1,27 @@
+"""Applies to a built model what makes it faster on one device, before anything is split: kernels of attention-like
+layers, fused operators, linear layers in 8 bits. Compiling comes later, around what is computed again.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mindspeed_mm.fsdp.features.speed.fused_kernels import apply_fused_kernels, fused_kernels_of
+from mindspeed_mm.fsdp.features.speed.low_precision import apply_low_precision, low_precision_of
+from mindspeed_mm.fsdp.models.attention_choice import check_attention_trains
+from mindspeed_mm.fsdp.models.kernel_choice import choose_kernels
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+
+def apply_speed(model: nn.Module, arguments: Arguments) -> None:
+    """All steps, in order; each raises `ConfigError` or `MachineError` for what it cannot do here."""
+    check_attention_trains(arguments.model.attn_implementation)
+    choose_kernels(model, arguments.model)
+    apply_fused_kernels(model, arguments.features.fused_kernels)
+    apply_low_precision(model, arguments.training.quantization_plan)
+
+
+def describe_speed(model: nn.Module) -> dict[str, str]:
+    """What was done, by a word for the log; nothing where nothing was."""
+    done = {"fused": fused_kernels_of(model), "8 bits": low_precision_of(model)}
+    return {word: str(what) for word, what in done.items() if what is not None}

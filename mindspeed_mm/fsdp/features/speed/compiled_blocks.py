@@ -1,0 +1,211 @@
+"""Repeated blocks compiled one by one by torch.compile, in place.
+
+A block's `forward` is replaced on the instance: no parameter changes its name, and the hooks of sharding run outside of
+the graph, as plain Python. Blocks of one class share their graphs.
+
+Within recomputation, offloading and slicing, whatever they do to a block: their own code is not traced. Only selective
+recomputation, which asks of each operation whether to keep it, is compiled together with what it recomputes.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.models.share import own_names, whole_of
+from mindspeed_mm.fsdp.ops.graph_borders import draw_graph_borders
+from mindspeed_mm.fsdp.params.feature_args import CompilePlan
+from mindspeed_mm.fsdp.utils.device import get_device_type
+
+BACKEND_KEY = "features.compile_plan.backend"
+MODE_KEY = "features.compile_plan.mode"
+MODULES_KEY = "features.compile_plan.apply_modules"
+GRAPHS_PER_FORWARD = 32
+"""Most graphs of one piece of code: kinds of layers, times static and variable sizes, times training and evaluation."""
+
+_READS_THE_DEVICE = frozenset({"tolist", "item", "nonzero"})
+
+Forward = Callable[..., Any]
+
+
+def compile_blocks(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -> None:
+    """Compile modules' forward passes at their first call; call it before sharding.
+
+    Args:
+        model: Parameters on meta or real; of a pipeline, this rank's part.
+        plan: Compiler, what it is told, and patterns of modules.
+        blocks: The model's repeated blocks, which are taken where the plan has no patterns.
+
+    Raises:
+        ConfigError: There is no such backend, it takes no modes, or a pattern matches nothing or what is never called.
+        MachineError: The backend has nothing here to make kernels with.
+    """
+    check_backend(plan)
+    draw_graph_borders()
+    for name in own_names(model, modules_to_compile(whole_of(model), plan, blocks)):
+        module = model.get_submodule(name)
+        for inner in readers_of_the_device(module):
+            inner.forward = RemadeForward(inner.forward, torch.compiler.disable)
+        module.forward = RemadeForward(module.forward, compiler_of(plan))
+
+
+def check_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -> None:
+    """Raise what `compile_blocks` raises; the whole model stays as it is."""
+    check_backend(plan)
+    modules_to_compile(model, plan, blocks)
+
+
+def modules_to_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -> list[str]:
+    """Names of the modules that a plan compiles, in the order of the model; arguments as of `compile_blocks`."""
+    names = [name for name, _ in model.named_modules()]
+    found = resolve_patterns(plan.apply_modules, names, key=MODULES_KEY) if plan.apply_modules else list(blocks)
+    idle = [name for name in found if type(model.get_submodule(name)).forward is nn.Module.forward]
+    if not found or idle:
+        raise ConfigError(
+            f"'{idle[0]}' is a {type(model.get_submodule(idle[0])).__name__}, which is never called itself"
+            if idle
+            else f"{type(model).__name__} names no blocks of its own to compile",
+            key=MODULES_KEY,
+            way_out="Name modules that are repeated, e.g. 'model.layers.{*}'.",
+        )
+    return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
+
+
+def compiler_of(plan: CompilePlan) -> Callable[[Forward], Forward]:
+    """What makes a compiled forward of a forward."""
+
+    def compiled(forward: Forward) -> Forward:
+        return torch.compile(
+            forward, backend=plan.backend, mode=plan.mode, dynamic=plan.dynamic, recompile_limit=GRAPHS_PER_FORWARD
+        )
+
+    return compiled
+
+
+class RemadeForward:
+    """A module's `forward`, handed through a function of the compiler. A deep copy of the module takes its own along.
+
+    Args:
+        forward: Bound to the module.
+        remake: What it is handed through.
+    """
+
+    def __init__(self, forward: Forward, remake: Callable[[Forward], Forward]) -> None:
+        self._forward, self._remake = forward, remake
+        self._remade = remake(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward returns."""
+        return self._remade(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemadeForward:
+        return RemadeForward(copy.deepcopy(self._forward, memo), self._remake)
+
+
+def readers_of_the_device(block: nn.Module) -> Iterator[nn.Module]:
+    """Modules inside a block whose own forward reads numbers from the device, such as the borders of images: traced,
+    they would be compiled again for every set of numbers."""
+    for module in block.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        if module is not block and code is not None and _READS_THE_DEVICE & set(_names_in(code)):
+            yield module
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def check_backend(plan: CompilePlan) -> None:
+    """Raise when the backend is unknown, is told what it does not take, or cannot make kernels here."""
+    known = _backends()
+    if plan.backend not in known:
+        raise ConfigError(
+            f"torch.compile has no backend '{plan.backend}'",
+            key=BACKEND_KEY,
+            way_out=f"{did_you_mean(plan.backend, known)}It has {', '.join(known)}.",
+        )
+    if plan.backend != "inductor":
+        if plan.mode is not None:
+            raise ConfigError(f"'{plan.backend}' takes no modes, inductor does", key=MODE_KEY, way_out="Leave it out.")
+        return
+    if missing := _missing_tool(get_device_type()):
+        raise MachineError(
+            f"inductor makes kernels with {missing}, which is not here",
+            key=BACKEND_KEY,
+            way_out="Install it, or set features.compile to false.",
+        )
+
+
+def _backends() -> Sequence[str]:
+    from torch._dynamo import list_backends  # a second to import, and compiling is asked for here
+
+    return [str(name) for name in list_backends(exclude_tags=()) if not str(name).endswith("ONLY")]
+
+
+def _missing_tool(device_type: str) -> str:
+    """What inductor lacks to make kernels for a device; nothing where it has it."""
+    if device_type != "cpu":
+        return "" if importlib.util.find_spec("triton") else "the package triton"
+    compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
+    return "" if any(name and shutil.which(name) for name in compilers) else "a C++ compiler (g++)"
+
+
+# --- what became of it ------------------------------------------------------------------------------------------------
+
+
+class GraphCount:
+    """Graphs that this process compiled since the count began, and where they were cut."""
+
+    def __init__(self) -> None:
+        self._graphs, self._breaks = _graphs(), _breaks()
+
+    @property
+    def graphs(self) -> int:
+        """How many."""
+        return _graphs() - self._graphs
+
+    @property
+    def breaks(self) -> Counter[str]:
+        """First line of the reason → how often a graph was cut for it."""
+        return _breaks() - self._breaks
+
+    def describe(self) -> str:
+        """For the log."""
+        breaks = self.breaks
+        text = f"{self.graphs} graphs, {breaks.total()} cuts"
+        return text + (
+            f" ({'; '.join(f'{reason}: {times}' for reason, times in breaks.most_common(3))})" * bool(breaks)
+        )
+
+
+def _graphs() -> int:
+    from torch._dynamo.utils import counters  # see `_backends`
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _breaks() -> Counter[str]:
+    from torch._dynamo.utils import counters  # see `_backends`
+
+    found: Counter[str] = Counter()
+    for reason, times in counters["graph_break"].items():
+        found[reason.partition("\n")[0]] += times
+    return found

@@ -1,0 +1,215 @@
+"""RMS norms, rotary embeddings and gated linear units by fused kernels, in place of a model's own operations.
+
+A module is known by what it computes, not by its name: its own forward is tried on random numbers, and is replaced
+where it gives what the plain formula gives. No parameter changes its name, and no library is patched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.fsdp.features.speed.fused_operators import KEY, FusedOperators, fused_operators
+from mindspeed_mm.fsdp.models.rebinding import called_globals, global_of, rebind_globals
+
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers' attention layers call."""
+_GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+
+@dataclass(frozen=True)
+class FusedKernels:
+    """What was replaced, for the log."""
+
+    provider: str
+    counts: Mapping[str, int]
+    """Operation → modules."""
+
+    def __str__(self) -> str:
+        return f"{', '.join(f'{number} {name}' for name, number in self.counts.items() if number)} by {self.provider}"
+
+
+def apply_fused_kernels(model: nn.Module, wish: bool | Literal["auto"]) -> None:
+    """Replace what can be replaced, in place; what was is `fused_kernels_of(model)`.
+
+    Args:
+        model: Built, parameters on meta or real; call it before packing, adapters' first values and sharding.
+        wish: `features.fused_kernels`.
+
+    Raises:
+        MachineError: The device has no such kernels, or their package is not installed; `auto` then takes none.
+        ConfigError: The model has nothing to replace, and `auto` was not the wish.
+    """
+    if wish is False:
+        return
+    try:
+        operators = fused_operators()
+    except MachineError:
+        if wish == "auto":
+            return
+        raise
+    counts = {
+        "RMS norms": _replace(model, _is_rms_norm, lambda module: FusedNorm(module, operators)),
+        "gated linear units": _replace(model, _is_gated, lambda module: FusedGate(module, operators)),
+        "rotary embeddings": _turn_by(model, operators),
+    }
+    if any(counts.values()):
+        model._mm_fused_kernels = FusedKernels(operators.provider, counts)  # type: ignore[assignment]
+    elif wish is True:
+        raise ConfigError(
+            f"{type(model).__name__} has no norm, rotary embedding or gated linear unit that there is a kernel for",
+            key=KEY,
+            way_out="Set it to false.",
+        )
+
+
+def fused_kernels_of(model: nn.Module) -> FusedKernels | None:
+    """What `apply_fused_kernels` replaced; None where it replaced nothing."""
+    found = getattr(model, "_mm_fused_kernels", None)
+    return found if isinstance(found, FusedKernels) else None
+
+
+class FusedNorm:
+    """The forward pass of an RMS norm.
+
+    Args:
+        module: Its weight and eps.
+        operators: The kernels.
+    """
+
+    def __init__(self, module: nn.Module, operators: FusedOperators) -> None:
+        variant = norm_variant(module)
+        assert variant is not None
+        self._module, self._operators, self._variant, self._eps = module, operators, variant, _eps(module)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(…, H), in the type of the input."""
+        return self._operators.rms_norm(hidden_states, self._module.weight, self._eps, *self._variant)  # type: ignore[arg-type]
+
+
+class FusedGate:
+    """The forward pass of a gated linear unit: between its projections one kernel.
+
+    Args:
+        module: Its projections, which may be adapters by now.
+        operators: The kernels.
+    """
+
+    def __init__(self, module: nn.Module, operators: FusedOperators) -> None:
+        self._module, self._operators = module, operators
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, H)."""
+        module: Any = self._module
+        return module.down_proj(self._operators.silu_mul(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def _replace(model: nn.Module, fits: Callable[[nn.Module], bool], forward: Callable[[nn.Module], Any]) -> int:
+    """Modules of one kind are tried once: those of a class that look alike compute alike."""
+    known: dict[Any, bool] = {}
+    found = []
+    for module in model.modules():
+        kind = type(module), _eps(module), "forward" in vars(module)
+        if kind not in known:
+            known[kind] = "forward" not in vars(module) and fits(module)
+        found += [module] if known[kind] else []
+    for module in found:
+        module.forward = forward(module)
+    return len(found)
+
+
+def _turn_by(model: nn.Module, operators: FusedOperators) -> int:
+    def turn(q: Any, k: Any, cos: Any, sin: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return operators.rotary(q, k, cos, sin)
+
+    layers = [m for m in model.modules() if type(m).forward is not nn.Module.forward and _turns_plainly(m)]
+    for layer in layers:
+        rebind_globals(layer, {ROTARY: turn})
+    return len(layers)
+
+
+# --- what a module computes -------------------------------------------------------------------------------------------
+
+
+def _eps(module: nn.Module) -> float:
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return float(found) if isinstance(found, int | float) else -1.0
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    return norm_variant(module) is not None
+
+
+@torch.no_grad()
+def norm_variant(module: nn.Module) -> tuple[float, bool] | None:
+    """Offset of the weight and whether it rounds before it, of an RMS norm; None of anything else."""
+    own = dict(module.named_parameters(recurse=False))
+    if own.keys() != {"weight"} or own["weight"].dim() != 1 or _eps(module) < 0 or list(module.children()):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, own["weight"].shape[0], generator=generator).mul(2).bfloat16()
+    weight = torch.randn(own["weight"].shape[0], generator=generator).bfloat16()
+    try:
+        output = torch.func.functional_call(module, {"weight": weight}, (x,))
+    except (TypeError, RuntimeError, ValueError):  # it takes something else than one tensor
+        return None
+    for variant in ((0.0, True), (1.0, False), (0.0, False)):
+        if isinstance(output, torch.Tensor) and torch.equal(output, plain_norm(x, weight, _eps(module), *variant)):
+            return variant
+    return None
+
+
+def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, rounds_first: bool) -> torch.Tensor:
+    """x / √(mean(x²) + eps) · (offset + weight), in fp32 inside (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    wide = x.float() if x.dtype != torch.float64 else x
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if rounds_first:
+        return (offset + weight) * normed.to(x.dtype) if offset else weight * normed.to(x.dtype)
+    return (normed * (offset + weight.to(normed.dtype))).to(x.dtype)
+
+
+@torch.no_grad()
+def _is_gated(module: nn.Module) -> bool:
+    """Whether it is down(silu(gate(x)) · up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in _GATED) or module._parameters:
+        return False
+    with torch.random.fork_rng(devices=[]):
+        gate, up, down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+        x = torch.randn(5, 4)
+    tiny = copy.copy(module)
+    tiny._modules = {**module._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}
+    try:
+        output = type(module).forward(tiny, x)
+    except (TypeError, RuntimeError, ValueError, AttributeError):
+        return False
+    return isinstance(output, torch.Tensor) and torch.allclose(output, down(F.silu(gate(x)) * up(x)))
+
+
+@torch.no_grad()
+def _turns_plainly(module: nn.Module) -> bool:
+    """Whether a layer's rotary embedding turns halves of whole heads (Su et al. 2021, arXiv:2104.09864)."""
+    if ROTARY not in called_globals(module):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 2, 3, 8, generator=generator), torch.randn(2, 1, 3, 8, generator=generator)
+    angles = torch.randn(2, 3, 4, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    try:
+        turned = global_of(module, ROTARY)(q, k, cos, sin)
+        wanted = [plain_rotary(each, cos, sin) for each in (q, k)]
+        return all(torch.allclose(one, other) for one, other in zip(turned, wanted, strict=True))
+    except (TypeError, RuntimeError, ValueError):
+        return False
+
+
+def plain_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """(B, H, T, D) with each head's halves turned into each other."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)

@@ -1,0 +1,309 @@
+"""Linear layers whose matrix products run in 8-bit floats, forward and backward, by torchao (`quantization_plan`).
+
+Weights stay in the masters' type, and so do optimizer states and checkpoints: what is rounded are the operands of each
+product, with scales found anew each time (Micikevicius et al. 2022, arXiv:2209.05433; microscaling formats:
+Rouhani et al. 2023, arXiv:2310.10537). No parameter changes its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
+from mindspeed_mm.fsdp.utils.device import device_capability, get_device_type
+from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
+
+SECTION = "training.quantization_plan"
+EMULATE = "emulate"
+"""The setting of `extra_args` that does the same arithmetic without the device's instructions."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to compute a matrix product in 8 bits."""
+
+    capability: tuple[int, int]
+    """Lowest compute capability of CUDA devices that have the instructions."""
+    multiple: int
+    """Of what both sides of a weight must be a multiple."""
+    gathers_low: bool
+    """Whether weights can be gathered in 8 bits."""
+    settings: tuple[str, ...]
+    """Of `extra_args`."""
+
+
+_FLOAT8 = ("pad_inner_dim", "round_scales_to_power_of_2", EMULATE)
+_MX = ("wgrad_with_hp", "scale_calculation_mode", EMULATE)
+RECIPES: Mapping[str, Recipe] = {
+    "tensorwise": Recipe((8, 9), 16, True, _FLOAT8),
+    "rowwise": Recipe((8, 9), 16, False, _FLOAT8),
+    "rowwise_with_gw_hp": Recipe((8, 9), 16, False, _FLOAT8),
+    "mxfp8": Recipe((10, 0), 32, False, _MX),
+}
+ALIASES = {"fp8": "tensorwise", "float8": "tensorwise", "mx": "mxfp8"}
+CONVERTERS = ("linear", "quantize.linear.float8", "quantize.linear.mx")
+"""Names for the one thing that is converted: linear layers."""
+
+Linears = dict[str, nn.Linear]
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """What was converted, for the log."""
+
+    recipe: str
+    layers: int
+    left: tuple[str, ...]
+    """Linear layers that a plan without patterns leaves out, with the reason."""
+    gathers_low: bool
+
+    def __str__(self) -> str:
+        gathered = "8 bits" if self.gathers_low else "the plan's type"
+        left = (
+            f"; left as they are: {', '.join(self.left[:4])}{' …' if len(self.left) > 4 else ''}" if self.left else ""
+        )
+        return f"{self.recipe}, {self.layers} linear layers, weights gathered in {gathered}{left}"
+
+
+def apply_low_precision(model: nn.Module, plan: QuantizationPlan | None) -> None:
+    """Let linear layers compute in 8 bits, in place; nothing without a plan. `low_precision_of` tells what was done.
+
+    Args:
+        model: Whole, before it is split or sharded; adapters are refused by the rules of the configuration.
+        plan: `training.quantization_plan`.
+
+    Raises:
+        ConfigError: An unknown recipe, converter or setting; a pattern that matches no linear layer; a layer whose
+            sizes the instructions do not take.
+        MachineError: The device has no such instructions, or torchao is not installed.
+    """
+    if plan is None or plan.recipe_name is None:
+        return
+    name, recipe = check_plan(plan)
+    linears, left = linears_of(model, plan, recipe)
+    gathers_low = recipe.gathers_low and plan.enable_fsdp_low_precision_all_gather
+    if name == "mxfp8":
+        _convert_to_mx(linears, plan.extra_args)
+    else:
+        _convert_to_float8(model, linears, name, plan.extra_args, gathers_low=gathers_low)
+    model._mm_low_precision = LowPrecision(name, len(linears), left, gathers_low)  # type: ignore[assignment]
+
+
+def low_precision_of(model: nn.Module) -> LowPrecision | None:
+    """What `apply_low_precision` did; None where it did nothing."""
+    found = getattr(model, "_mm_low_precision", None)
+    return found if isinstance(found, LowPrecision) else None
+
+
+def scales_after_update(model: nn.Module, plan: QuantizationPlan | None) -> bool:
+    """Whether the scales of all weights are to be found together after each update, by one reduction
+    (`fsdp_low_precision_all_gather_mode: all`), instead of one by one when weights are gathered."""
+    converted = low_precision_of(model)
+    return (
+        plan is not None
+        and converted is not None
+        and converted.gathers_low
+        and plan.fsdp_low_precision_all_gather_mode == "all"
+    )
+
+
+def find_scales(model: nn.Module) -> None:
+    """Find the scales of all weights that are gathered in 8 bits."""
+    load_torchao("float8", key=SECTION).precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def check_plan(plan: QuantizationPlan) -> tuple[str, Recipe]:
+    """The recipe's own name and the recipe; raises what needs no model (see `apply_low_precision`)."""
+    asked = str(plan.recipe_name)
+    name = ALIASES.get(asked, asked)
+    if name not in RECIPES:
+        known = [*RECIPES, *ALIASES]
+        raise ConfigError(
+            f"there is no recipe '{asked}'",
+            key=f"{SECTION}.recipe_name",
+            way_out=f"{did_you_mean(asked, known)}There are {', '.join(known)}.",
+        )
+    recipe = RECIPES[name]
+    for converter in plan.quant_converters:
+        if converter not in CONVERTERS:
+            raise ConfigError(
+                f"there is no converter '{converter}'",
+                key=f"{SECTION}.quant_converters",
+                way_out=f"Linear layers are converted ({', '.join(CONVERTERS)}); leave it out.",
+            )
+    for setting in plan.extra_args:
+        if setting not in recipe.settings:
+            raise ConfigError(
+                f"'{name}' has no setting '{setting}'",
+                key=f"{SECTION}.extra_args",
+                way_out=f"{did_you_mean(setting, recipe.settings)}It has {', '.join(recipe.settings)}.",
+            )
+    _check_device(name, recipe, emulate=bool(plan.extra_args.get(EMULATE)))
+    return name, recipe
+
+
+def _check_device(name: str, recipe: Recipe, *, emulate: bool) -> None:
+    if emulate:
+        return
+    key, device_type = f"{SECTION}.recipe_name", get_device_type()
+    way_out = f"Leave the plan out, or set {SECTION}.extra_args.{EMULATE}: true to try the arithmetic, slowly."
+    if device_type != "cuda":
+        what = "a CPU has" if device_type == "cpu" else f"torchao has for '{device_type}'"
+        raise MachineError(f"'{name}' needs 8-bit matrix instructions; {what} none", key=key, way_out=way_out)
+    found = device_capability()
+    if found < recipe.capability:
+        wanted = ".".join(map(str, recipe.capability))
+        raise MachineError(
+            f"'{name}' needs compute capability {wanted}, this device has {'.'.join(map(str, found))}",
+            key=key,
+            way_out=way_out,
+        )
+
+
+def linears_of(model: nn.Module, plan: QuantizationPlan, recipe: Recipe) -> tuple[Linears, tuple[str, ...]]:
+    """The layers that a plan converts, and those that it leaves out by itself.
+
+    Without patterns: every linear layer but output heads, and those whose sizes do not fit. Patterns name linear layers
+    or modules that hold some; a layer named by itself must fit.
+    """
+    names = [name for name, _ in model.named_modules()]
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    ignored = _inside(plan.ignored_modules, names, linears, "ignored_modules")
+    fitting = {name for name, module in linears.items() if not any(s % recipe.multiple for s in module.weight.shape)}
+    heads = _heads(model)
+    if plan.apply_modules:
+        chosen = _inside(plan.apply_modules, names, linears, "apply_modules")
+        if unfit := [name for name in chosen if name not in fitting and name not in ignored]:
+            shape = " × ".join(map(str, linears[unfit[0]].weight.shape))
+            raise ConfigError(
+                f"'{unfit[0]}' is {shape}, and the instructions take multiples of {recipe.multiple}",
+                key=f"{SECTION}.apply_modules",
+                way_out=f"Add it to {SECTION}.ignored_modules.",
+            )
+        left = {}
+    else:
+        left = {name: "the output head" for name in linears if linears[name] in heads and name not in ignored}
+        left |= {name: f"no multiple of {recipe.multiple}" for name in linears if name not in fitting}
+        chosen = set(linears) - left.keys()
+    kept = {name: linears[name] for name in linears if name in chosen and name not in ignored}
+    if not kept:
+        raise ConfigError(
+            f"{type(model).__name__} has no linear layer to convert",
+            key=f"{SECTION}.apply_modules",
+            way_out="Name some, or leave the plan out.",
+        )
+    return kept, tuple(f"{name} ({reason})" for name, reason in left.items())
+
+
+def _inside(patterns: tuple[str, ...], names: list[str], linears: Linears, key: str) -> set[str]:
+    """Linear layers that patterns name, or whose holder they name."""
+    if not patterns:
+        return set()
+    matched = resolve_patterns(patterns, names, key=f"{SECTION}.{key}")
+    found = {name for name in linears if any(name == outer or name.startswith(f"{outer}.") for outer in matched)}
+    if not found:
+        raise ConfigError(
+            f"'{matched[0]}' holds no linear layer", key=f"{SECTION}.{key}", way_out="Name modules that hold some."
+        )
+    return found
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    return [head] if isinstance(head, nn.Module) else []
+
+
+# --- by torchao -------------------------------------------------------------------------------------------------------
+
+
+def _convert_to_float8(
+    model: nn.Module, linears: Linears, recipe: str, settings: Mapping[str, Any], *, gathers_low: bool
+) -> None:
+    """Each becomes a `Float8Linear` with the same parameters."""
+    torchao = load_torchao("float8", key=SECTION)
+    config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=gathers_low, **settings)
+    trained = {name: module.weight.requires_grad for name, module in linears.items()}
+    torchao.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in linears, config=config)
+    for name, requires_grad in trained.items():
+        model.get_submodule(name).weight.requires_grad_(requires_grad)
+    if gathers_low:
+        model.register_state_dict_post_hook(_plain_weights)
+
+
+def _convert_to_mx(linears: Linears, settings: Mapping[str, Any]) -> None:
+    """Forward on the instance: torchao's own conversion replaces the parameters by tensors that lose the bias."""
+    product = load_torchao("prototype.moe_training.mxfp8_linear", key=SECTION)._to_mxfp8_then_scaled_mm
+    formats = load_torchao("prototype.mx_formats.config", key=SECTION)
+    kernels = load_torchao("quantization.quantize_.common.kernel_preference", key=SECTION).KernelPreference
+    preference = kernels.EMULATED if settings.get(EMULATE) else kernels.AUTO
+    mode = formats.ScaleCalculationMode[str(settings.get("scale_calculation_mode", "rceil")).upper()]
+    options = (preference, mode, bool(settings.get("wgrad_with_hp", False)))
+    for module in linears.values():
+        module.forward = MxForward(module, product, options)  # type: ignore[method-assign]
+
+
+class MxForward:
+    """The forward pass of a linear layer whose products are microscaled.
+
+    Args:
+        module: The layer.
+        product: torchao's, `(input, weight, *options)`.
+        options: Kernels, rounding of scales, and whether the gradient of the weight stays exact.
+    """
+
+    def __init__(self, module: nn.Module, product: Any, options: tuple[Any, ...]) -> None:
+        self._module, self._product, self._options = module, product, options
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """(…, out) of (…, in). Rows are filled up to blocks of 32: the gradient of the weight sums over them."""
+        rows = input.reshape(-1, input.shape[-1])
+        filled = nn.functional.pad(rows, (0, 0, 0, -len(rows) % 32))
+        output = self._product(filled, self._module.weight, *self._options)[: len(rows)]
+        output = output.reshape(*input.shape[:-1], output.shape[-1])
+        return output if self._module.bias is None else output + self._module.bias.to(output.dtype)
+
+
+def _plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Checkpoints hold plain tensors, which share their memory with the weights."""
+    for name, tensor in list(state.items()):
+        plain = _plain(tensor)
+        if plain is not tensor:
+            state[name] = plain
+
+
+def _plain(tensor: Any) -> Any:
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        inner = getattr(local, "_tensor", None)
+        if inner is None or type(local) is torch.Tensor:
+            return tensor
+        return DTensor.from_local(
+            inner.detach(),
+            tensor.device_mesh,
+            tensor.placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            run_check=False,
+        )
+    inner = getattr(tensor, "_tensor", None) if type(tensor) not in (torch.Tensor, nn.Parameter) else None
+    return tensor if inner is None else inner.detach()
+
+
+def linear_names(model: nn.Module) -> Iterator[str]:
+    """Names of the layers that compute in 8 bits, for tests and reports."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Float8Linear" or isinstance(vars(module).get("forward"), MxForward):
+            yield name

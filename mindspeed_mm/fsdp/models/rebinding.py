@@ -1,0 +1,43 @@
+"""Another function in the place of one that a library's `forward` calls, for one module alone.
+
+A `forward` finds helpers such as `apply_rotary_pos_emb` in its module's globals. The forward on the instance gets a
+copy of these with other entries: no library is patched, and other models keep theirs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+
+def called_globals(module: nn.Module) -> set[str]:
+    """Names of globals that a module's forward reads; none where something else stands in its place."""
+    code = getattr(_forward_of(module), "__code__", None)
+    return set(code.co_names) if code is not None else set()
+
+
+def global_of(module: nn.Module, name: str) -> Any:
+    """What a module's forward finds under a name; None where it finds nothing."""
+    return _forward_of(module).__globals__.get(name)
+
+
+def rebind_globals(module: nn.Module, others: Mapping[str, Callable[..., Any]]) -> None:
+    """Let a module's forward find other functions under these names; call it once on a module."""
+    own = _forward_of(module)
+    # Without its name the compiler takes these globals, and not the module's of that name.
+    names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
+    forward = FunctionType(own.__code__, names | dict(others), own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _forward_of(module: nn.Module) -> FunctionType:
+    """The function below decorators that only look after other libraries' hooks."""
+    bound: Any = module.forward
+    function: Any = inspect.unwrap(getattr(bound, "__func__", bound))
+    return function  # type: ignore[no-any-return]

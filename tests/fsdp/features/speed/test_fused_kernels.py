@@ -1,0 +1,163 @@
+"""Norms, rotary embeddings and gated units are replaced where they compute the plain formula, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.fsdp.features.speed import fused_kernels, fused_operators
+from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_blocks
+from mindspeed_mm.fsdp.features.speed.fused_kernels import (
+    apply_fused_kernels,
+    fused_kernels_of,
+    norm_variant,
+    plain_norm,
+    plain_rotary,
+)
+from mindspeed_mm.fsdp.features.speed.fused_operators import FusedOperators
+from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.params.feature_args import CompilePlan
+from tests.helpers.tiny_models import make_tiny_qwen3
+
+
+def exact() -> FusedOperators:
+    """What kernels compute, by plain operations."""
+    return FusedOperators(
+        "test",
+        plain_norm,
+        lambda q, k, cos, sin: (plain_rotary(q, cos, sin), plain_rotary(k, cos, sin)),
+        lambda gate, up: nn.functional.silu(gate) * up,
+    )
+
+
+def wrong(name: str) -> FusedOperators:
+    """The same with one of them off."""
+    right = exact()
+    real = getattr(right, name)
+
+    def off(*args: Any) -> Any:
+        output = real(*args)
+        return tuple(each * 1.01 for each in output) if isinstance(output, tuple) else output * 1.01
+
+    return FusedOperators(**{**vars(right), name: off})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("tiny"))
+
+
+def build(folder: Path) -> Any:
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(folder)
+
+
+def outcome(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    ids = torch.randint(5, 200, (2, 9), generator=torch.Generator().manual_seed(1))
+    loss = model(ids).logits.square().mean()
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.allclose(one[name], other[name], rtol=1e-5, atol=1e-8)]
+
+
+def fused(model: nn.Module, monkeypatch: pytest.MonkeyPatch, operators: FusedOperators) -> nn.Module:
+    monkeypatch.setattr(fused_kernels, "fused_operators", lambda: operators)
+    apply_fused_kernels(model, True)
+    return model
+
+
+def test_all_of_them_and_the_same_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = build(folder)
+    model = fused(build(folder), monkeypatch, exact())
+    assert list(model.state_dict()) == list(plain.state_dict())
+    # Two layers: two norms and two of heads each, and the last one.
+    assert str(fused_kernels_of(model)) == "9 RMS norms, 2 gated linear units, 2 rotary embeddings by test"
+    assert differing(outcome(plain), outcome(model)) == []
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
+def test_each_of_them_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fused(build(folder), monkeypatch, wrong(name))
+    assert len(differing(outcome(build(folder)), outcome(model))) > 5
+
+
+def test_on_meta_and_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules are tried before they have values, and the compiler sees the replaced functions, not the library's."""
+    plain = build(folder)
+    model = fused(copy.deepcopy(plain).to("meta"), monkeypatch, wrong("rotary"))
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    for (_, own), (_, other) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        own.copy_(other)
+    eager = outcome(model)
+    torch._dynamo.reset()
+    compile_blocks(model, CompilePlan(backend="aot_eager"), find_blocks(model))
+    assert differing(eager, outcome(model)) == []
+    assert differing(outcome(plain), eager)
+
+
+class Halved(nn.Module):
+    """A norm of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return plain_norm(x, self.weight, self.eps, 0.0, True) / 2
+
+
+def test_variants_are_told_apart_by_what_they_compute() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    assert norm_variant(Qwen3RMSNorm(8)) == (0.0, True)
+    assert norm_variant(Gemma3RMSNorm(8)) == (1.0, False)
+    for other in (nn.LayerNorm(8, bias=False), Halved(), nn.Linear(8, 8, bias=False)):
+        assert norm_variant(other) is None
+
+
+def test_a_model_without_any_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="has no norm"):
+        fused(nn.Sequential(nn.Linear(4, 4)), monkeypatch, exact())
+    apply_fused_kernels(nn.Sequential(nn.Linear(4, 4)), "auto")
+
+
+def test_a_device_without_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(folder)
+    with pytest.raises(MachineError, match="no fused kernels on 'cpu'"):
+        apply_fused_kernels(model, True)
+    apply_fused_kernels(model, "auto")
+    assert fused_kernels_of(model) is None
+    monkeypatch.setattr(fused_operators, "get_device_type", lambda: "cuda")
+    with pytest.raises(MachineError, match="liger-kernel"):
+        apply_fused_kernels(model, True)
+
+
+def test_operators_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch_npu is called with, by stand-ins that compute what its manual says."""
+    fakes = {
+        "npu_rms_norm": lambda x, weight, epsilon: (plain_norm(x, weight, epsilon, 0.0, True), None),
+        "npu_rotary_mul": lambda x, cos, sin: plain_rotary(x, cos[:, 0], sin[:, 0]),
+        "npu_swiglu": lambda x, dim: nn.functional.silu(x.chunk(2, dim)[0]) * x.chunk(2, dim)[1],
+    }
+    monkeypatch.setattr(fused_operators, "npu_operator", lambda name, key: fakes[name])
+    operators, expected = fused_operators.fused_operators("npu"), exact()
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    assert torch.equal(operators.rms_norm(x, weight, 1e-6, 1.0, False), plain_norm(x, weight + 1, 1e-6, 0.0, True))
+    q, k, angle = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 8)
+    found = operators.rotary(q, k, angle.cos(), angle.sin())
+    assert all(map(torch.equal, found, expected.rotary(q, k, angle.cos(), angle.sin())))
+    torch.testing.assert_close(operators.silu_mul(q, q + 1), expected.silu_mul(q, q + 1))
