@@ -187,9 +187,8 @@ class _Check:
         for key in ("apply_modules", "ignored_modules"):
             full_key = f"parallel.fsdp_plan.{key}"
             self._collect([partial(resolve_patterns, getattr(plan, key), names, key=full_key)])
-        if arguments.features.recompute:
-            applier = FeaturesApplier(arguments.features, find_blocks(self.model))
-            self._collect([partial(applier.modules_to_recompute, self.model)])
+        applier = FeaturesApplier(arguments.features, find_blocks(self.model), model_args=arguments.model)
+        self._collect([partial(applier.check, self.model)])
         self._collect([partial(check_plans, self.model, arguments), self.experts])
         if self.adapter is not None and not (arguments.model.train_from_scratch or arguments.training.load):
             self._collect([lambda: find_entries(transformer_weights(self.adapter.folder))])

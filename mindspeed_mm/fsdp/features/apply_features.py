@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.features.memory.chunk_mbs import check_slices, run_in_sli
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.features.memory.selection import select_modules
 from mindspeed_mm.fsdp.features.memory.skipped_kernels import apply_kept_results, check_skipped_kernels
+from mindspeed_mm.fsdp.features.speed.compiled_blocks import check_compile, compile_blocks
 from mindspeed_mm.fsdp.models.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -63,7 +64,11 @@ class FeaturesApplier:
             ConfigError: See `check`.
         """
         self.check(whole_of(model))
+        if not self._keeps_operations:
+            self._compile(model)  # innermost: what stands around a block is not traced
         self._recompute(model)
+        if self._keeps_operations:
+            self._compile(model)  # what is kept is asked of single operations, which a graph hides
         self._offload_activations(model)
         self._run_in_slices(model)
 
@@ -73,15 +78,12 @@ class FeaturesApplier:
     def check(self, model: nn.Module) -> None:
         """Raise `ConfigError` for what a whole model, which stays as it is, cannot do: a pattern matches nothing or
         what is never called, modules lie inside one another, layers that a key is about are missing."""
+        modules = self.modules_by_key(model)
+        _check_apart(modules.get(OFFLOAD_MODULES, ()), modules.get(RECOMPUTE_MODULES, ()))
         if self._features.recompute:
-            self.modules_to_recompute(model)
             check_skipped_kernels(model, self._model_args)
-        if self._features.enable_activation_offload:
-            _check_apart(
-                self._modules_to_offload(model), self.modules_to_recompute(model) if self._features.recompute else ()
-            )
-        if self._features.enable_chunk_mbs:
-            self._modules_to_slice(model)
+        if self._features.compile:
+            check_compile(model, self._features.compile_plan, self._blocks)
 
     def modules_to_recompute(self, model: nn.Module) -> list[str]:
         """Names of the modules that `features.recompute` is about, whether it is on or not.
@@ -90,6 +92,29 @@ class FeaturesApplier:
             ConfigError: See `check`.
         """
         return select_modules(model, self._features.recompute_plan.apply_modules, self._blocks, RECOMPUTE_MODULES)
+
+    @property
+    def _keeps_operations(self) -> bool:
+        """Whether recomputation keeps results of single operations."""
+        is_selective = self._features.recompute_plan.mode == "selective"
+        return self._features.recompute and (is_selective or self._model_args.skip_flash_attn_recompute)
+
+    def _compile(self, model: nn.Module) -> None:
+        if self._features.compile:
+            compile_blocks(model, self._features.compile_plan, self._blocks)
+
+    def modules_by_key(self, model: nn.Module) -> dict[str, list[str]]:
+        """Key of a feature that is on → names of the modules that it is about.
+
+        Raises:
+            ConfigError: See `check`.
+        """
+        asked = {
+            RECOMPUTE_MODULES: (self._features.recompute, self.modules_to_recompute),
+            OFFLOAD_MODULES: (self._features.enable_activation_offload, self._modules_to_offload),
+            SLICED_MODULES: (self._features.enable_chunk_mbs, self._modules_to_slice),
+        }
+        return {key: names_of(model) for key, (is_on, names_of) in asked.items() if is_on}
 
     def _recompute(self, model: nn.Module) -> None:
         if not self._features.recompute:

@@ -61,7 +61,8 @@ class RouterLogits:
         """Filled, when left, with one (T, E) tensor a layer, in the order in which they run; what a layer that takes a
         few rows at a time said of each is one behind the other."""
         found: list[torch.Tensor] = []
-        self._kept = kept = {}
+        kept: dict[int, list[torch.Tensor]] = {}
+        self._kept = kept
         try:
             yield found
             found += [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in kept.values()]

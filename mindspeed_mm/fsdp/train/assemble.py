@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, check_unit
 from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import split_vocabulary
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
-from mindspeed_mm.fsdp.features.apply_features import RECOMPUTE_MODULES, FeaturesApplier
+from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.speed.apply_speed import apply_speed
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
@@ -207,8 +207,9 @@ def check_plans(
     """Raise `ConfigError` for a plan that a model cannot do with the other sections as they are."""
     if plans.context is not None and not is_generator(model):
         check_spread_sequences(model, arguments)
-    if pipeline is not None and arguments.features.recompute:
-        check_units(features.modules_to_recompute(pipeline.share.whole), pipeline.plan, RECOMPUTE_MODULES)
+    if pipeline is not None:
+        for key, names in features.modules_by_key(pipeline.share.whole).items():
+            check_units(names, pipeline.plan, key)
 
 
 def fill(

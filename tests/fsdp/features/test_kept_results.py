@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.memory import kept_results
 from mindspeed_mm.fsdp.features.memory.kept_results import ATTENTION, SELECTIVE, is_kept
+from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.models.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -154,15 +157,11 @@ def held_bytes(make: Callable[[], Any]) -> int:
     """Of activations between forward and backward, kept results among them."""
     kept: dict[int, int] = {}
     held = []
-    real = kept_results.is_kept
-
-    def watched(names: Any, operation: Any, args: Any = (), kwargs: Any = None) -> bool:
-        return real(names, operation, args, kwargs)
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = operation(*args, **(kwargs or {}))
-            if real(chosen, operation, args, kwargs):
+            if is_kept(chosen, operation, args, kwargs):
                 for tensor in result if isinstance(result, tuple) else (result,):
                     if isinstance(tensor, torch.Tensor):
                         held.append(tensor)
@@ -193,19 +192,33 @@ def counted(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield calls
 
 
+def kimi_linear() -> nn.Module:
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    torch.manual_seed(0)
+    config = KimiLinearConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=16, num_experts=4, num_experts_per_token=2, linear_head_dim=16, linear_num_heads=2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, attn_implementation="sdpa",
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    )  # fmt: skip
+    return KimiLinearForCausalLM(config).train()
+
+
 def delta_net(name: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    family = FAMILIES[name]
-    model = family.build(attention="sdpa")
+    model = kimi_linear() if name == "kimi_linear" else FAMILIES[name].build(attention="sdpa")
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs: ((F.dropout(args[0], 0.1), *args[1:]), kwargs), with_kwargs=True
-        )
+        layer.mlp.register_forward_pre_hook(lambda _, args: F.dropout(args[0], 0.1))
+        layer.input_layernorm.register_forward_hook(lambda _, args, output: F.dropout(output, 0.1))
     tokens = torch.randint(20, 200, (2, 70), generator=torch.Generator().manual_seed(0))
     return model, lambda model: model(input_ids=tokens, use_cache=False).logits.square().mean()
 
 
 LAYERS = {
     "qwen3_next": ("gdn", "torch_chunk_gated_delta_rule"),
+    "kimi_linear": ("kda", "chunk_kimi_delta_attention"),
 }
 
 
@@ -213,8 +226,6 @@ LAYERS = {
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("family", LAYERS)
 def test_delta_nets_run_once(family: str, mode: str, flash_attn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     key, kernel = LAYERS[family]
     plain = loss_and_gradients(*delta_net(family))
     for skips, again in (({}, 2), ({key: True}, 1)):
@@ -244,6 +255,38 @@ def test_attention_without_a_kernel_is_refused(folder: Path) -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(ConfigError, match=r"dropout of 0\.3 in its attention"):
         recomputed(model, flash_attn=True)
+
+
+def test_packed_rows_keep_the_attention_of_every_document(folder: Path) -> None:
+    """`mm_varlen` calls the kernel once a document."""
+    borders = torch.tensor([0, 4, 9, 12], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 5, "max_length_k": 5}
+    positions = torch.cat([torch.arange(4), torch.arange(5), torch.arange(3)])[None]
+
+    def step(model: nn.Module) -> torch.Tensor:
+        tokens = torch.arange(20, 32)[None]
+        return model(input_ids=tokens, position_ids=positions, use_cache=False, **packed).logits.square().mean()
+
+    counts = []
+    for changes in (None, {"mode": "full"}, {"flash_attn": True}, {"mode": "selective"}):
+        model, _ = sdpa("qwen3_vl", folder)
+        model = Text(model.model.language_model, model.lm_head)
+        apply_packed_rows(model.model)
+        if changes is not None:
+            recomputed(model, blocks=[f"model.layers.{number}" for number in range(3)], **changes)  # type: ignore[arg-type]
+        counts.append(operations(model, step)[str(FLASH)])
+    assert counts == [9, 18, 9, 9]
+
+
+class Text(nn.Module):
+    """A decoder with its head."""
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head, self.config = model, head, model.config
+
+    def forward(self, **batch: Any) -> Any:
+        return SimpleNamespace(logits=self.head(self.model(**batch).last_hidden_state))
 
 
 def test_what_is_kept() -> None:

@@ -25,10 +25,10 @@ from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 SKIP_ATTENTION = "model.skip_flash_attn_recompute"
 DELTA_NETS = {
-    "model.skip_gdn_recompute": ("gated_delta_rule", "gated delta nets"),
-    "model.skip_kda_recompute": ("kda", "Kimi delta attention"),
+    "model.skip_gdn_recompute": (("gated_delta_rule",), "gated delta nets"),
+    "model.skip_kda_recompute": (("kimi_delta_attention", "kda"), "Kimi delta attention"),
 }
-"""Key → part of the name of the function that such a layer calls, and what people call the layer."""
+"""Key → parts of names of functions that such a layer calls, and what people call the layer."""
 
 
 def apply_kept_results(model: nn.Module, plan: RecomputePlan, keys: ModelArguments) -> Contexts | None:
@@ -87,8 +87,8 @@ def check_attention(model: nn.Module) -> None:
 
 def find_delta_nets(model: nn.Module, key: str) -> list[nn.Module]:
     """Layers that call the kernel that a key is about."""
-    part, _ = DELTA_NETS[key]
-    return [module for module in model.modules() if any(part in name for name in _names_used_by(module))]
+    parts, _ = DELTA_NETS[key]
+    return [m for m in model.modules() if any(part in name for name in _names_used_by(m) for part in parts)]
 
 
 def _names_used_by(module: nn.Module) -> tuple[str, ...]:

@@ -1,0 +1,77 @@
+"""Rules between the keys of recomputation and of slices, and others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.fsdp.params.memory_checks import memory_problems
+from tests.fsdp.params.test_checks import arguments
+
+RECOMPUTE = {"features.recompute": True}
+SLICES = {"features.enable_chunk_mbs": True, "training.micro_batch_size": 4}
+REENTRANT = "features.recompute_plan.use_reentrant"
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "message"),
+    [
+        (
+            {**RECOMPUTE, "features.recompute_plan": {"mode": "selective", "use_reentrant": True}},
+            REENTRANT,
+            "mode: selective keeps results",
+        ),
+        ({**RECOMPUTE, REENTRANT: True, "model.skip_kda_recompute": True}, REENTRANT, "model.skip_kda_recompute keeps"),
+        (
+            {**RECOMPUTE, "model.skip_flash_attn_recompute": True, "model.attn_implementation": "eager"},
+            "model.skip_flash_attn_recompute",
+            "'eager' attention is no kernel",
+        ),
+        (
+            {**RECOMPUTE, "model.skip_gdn_recompute": True, "features.compile": True},
+            "model.skip_gdn_recompute",
+            "one graph of a block",
+        ),
+        (
+            {**SLICES, "data.dataset_param.basic_parameters.packing": True},
+            "features.enable_chunk_mbs",
+            "packing makes one row",
+        ),
+        (
+            {**SLICES, "features.chunkmbs_plan.chunk_mbs": 4},
+            "features.chunkmbs_plan.chunk_mbs",
+            "there would be one slice",
+        ),
+        (
+            {
+                **SLICES,
+                "parallel.expert_parallel_size": 2,
+                "data.dataloader_param.sampler_type": "TokenBudgetSampler",
+            },
+            "features.enable_chunk_mbs",
+            "different numbers of rows",
+        ),
+        ({**SLICES, "features.skip_moe_pad_tokens": True}, "features.enable_chunk_mbs", "skip_moe_pad_tokens"),
+    ],
+    ids=str,
+)
+def test_one_problem_that_names_the_key(values: dict[str, Any], key: str, message: str) -> None:
+    (problem,) = memory_problems(arguments(values))
+    assert problem.key == key and message in problem.what and problem.way_out
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {**RECOMPUTE, "features.recompute_plan.mode": "selective", "model.skip_gdn_recompute": True},
+        {**RECOMPUTE, REENTRANT: True},
+        {REENTRANT: True, "features.recompute_plan.mode": "selective", "model.skip_flash_attn_recompute": True},
+        {**SLICES, "features.enable_activation_offload": True, **RECOMPUTE},
+        {**SLICES, "features.chunkmbs_plan.chunk_mbs": 8, "data.dataloader_param.dataloader_mode": "variable"},
+    ],
+    ids=str,
+)
+def test_nothing_to_say(values: dict[str, Any]) -> None:
+    assert list(memory_problems(arguments(values))) == []
