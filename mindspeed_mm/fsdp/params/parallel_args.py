@@ -98,7 +98,7 @@ class EpPlan(Section):
     """How tokens travel to their experts. mc2 needs an NPU, deepep CUDA. The text suite's `eager` and `fused` are
     `alltoall`."""
     use_npu_fused_ops: Flag = True
-    """Use fused permutation kernels on NPU; ignored elsewhere."""
+    """Accepted from files for NPUs: tokens are permuted by the same operations on every device."""
 
 
 class EncoderPlan(Section):
