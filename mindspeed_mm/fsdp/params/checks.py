@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.params.loss_checks import loss_problems
 from mindspeed_mm.fsdp.params.optimizer_checks import optimizer_problems
 from mindspeed_mm.fsdp.params.pipeline_checks import pipeline_problems
 from mindspeed_mm.fsdp.params.speed_checks import speed_problems
+from mindspeed_mm.fsdp.params.tools_checks import tools_problems
 from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features, value_at
 
 __all__ = ["check_cross_section", "unbuilt_features"]
@@ -150,22 +151,6 @@ def _prefetch_has_workers(arguments: Arguments) -> Iterator[Problem]:
         yield Problem(f"{loader.prefetch_factor}, but num_workers is 0", key=key, way_out="Leave one of them out.")
 
 
-def _profile_has_steps(arguments: Arguments) -> Iterator[Problem]:
-    profile, memory = arguments.tools.profile, arguments.tools.memory_profile
-    if (
-        profile.enable
-        and profile.profile_type == "static"
-        and profile.static_param.end_step <= profile.static_param.start_step
-    ):
-        yield _no_steps("tools.profile.static_param", profile.static_param.start_step)
-    if memory.enable and memory.end_step <= memory.start_step:
-        yield _no_steps("tools.memory_profile", memory.start_step)
-
-
-def _no_steps(section: str, start: int) -> Problem:
-    return Problem(f"is not after start_step, {start}", key=f"{section}.end_step", way_out="Raise it.")
-
-
 def _recompute_is_given_once(arguments: Arguments) -> Iterator[Problem]:
     """The loader moves both keys to `features`; a tree made in code may still hold two answers."""
     for name in ("recompute", "recompute_plan"):
@@ -184,7 +169,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _pixel_limits_are_in_order,
     _validation_has_one_source,
     _prefetch_has_workers,
-    _profile_has_steps,
+    tools_problems,
     _recompute_is_given_once,
     speed_problems,
     pipeline_problems,

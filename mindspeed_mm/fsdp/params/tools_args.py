@@ -13,7 +13,8 @@ class StaticProfile(Section):
     """A profile of steps chosen beforehand."""
 
     level: Level = 0
-    """0 light, 1 medium, 2 heavy."""
+    """0: time of operators, kernels and collectives; 1: shapes of inputs too; 2: Python stacks, allocations and modules
+    too. The three keys below add theirs to any level."""
     with_stack: Flag = False
     """Record Python stacks."""
     with_memory: Flag = False
@@ -21,26 +22,26 @@ class StaticProfile(Section):
     record_shapes: Flag = False
     """Record shapes of inputs."""
     with_cpu: Flag = True
-    """Record the host as well."""
+    """Record the host as well as the accelerator."""
     save_path: PathText = "./profiling"
-    """Where traces go."""
+    """Where traces go; a relative path stands in the run folder, where there is one."""
     start_step: Natural = 10
-    """First step recorded."""
+    """First step recorded; the first of a run is 1."""
     end_step: Natural = 11
     """Step before which recording ends."""
     data_simplification: Flag = False
-    """NPU: keep only the summary."""
+    """NPU: keep only the summary. Means nothing elsewhere."""
     aic_metrics_type: str | None = "PipeUtilization"
-    """NPU: which core metrics."""
+    """NPU: which counters of the cores; null: none. Means nothing elsewhere."""
     analyse_flag: Flag = True
-    """Analyse the trace right away."""
+    """Analyse the trace right away, and tell the result in the log."""
 
 
 class DynamicProfile(Section):
     """A profile switched on from outside while training."""
 
     config_path: PathText | None = None
-    """Folder that is watched."""
+    """Folder that is watched: steps are recorded when `profile.json` in it is written or touched."""
 
 
 class Profile(Section):
@@ -64,17 +65,17 @@ class MemoryProfile(Section):
     enable: Flag = False
     """Record allocations of this run."""
     start_step: Natural = 1
-    """First step recorded."""
+    """First step recorded; the first of a run is 1."""
     end_step: Natural = 2
     """Step before which recording ends."""
     save_path: PathText = "./memory_snapshot"
-    """Where snapshots go."""
+    """Where reports and snapshots go; a relative path stands in the run folder, where there is one."""
     dump_ranks: tuple[Whole, ...] = (0,)
-    """Ranks that record."""
+    """Ranks that record; [-1]: all."""
     stacks: Literal["python", "all"] = "all"
-    """Which stacks."""
+    """Which stacks an accelerator's snapshot holds. Means nothing on a CPU."""
     max_entries: Positive | None = None
-    """Most events kept; null: all."""
+    """Most events that an accelerator's snapshot holds; null: all. Means nothing on a CPU."""
     mem_info: Flag = False
     """Report the peak of each module (older name `record_peak_memory`)."""
 

@@ -114,5 +114,6 @@ def draw(report: MemoryReport, path: Path) -> None:
             left = [before + width for before, width in zip(left, widths, strict=True)]
     axes.set_xlabel("MiB")
     axes.set_title(f"Rank {report.rank}, peak of {report.peak.total_bytes / MIB:,.1f} MiB: what was held, by module")
-    axes.legend(loc="lower right")
+    if any(left):
+        axes.legend(loc="lower right")
     figure.savefig(path, dpi=110)

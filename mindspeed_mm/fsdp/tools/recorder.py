@@ -12,7 +12,10 @@ profiler, which adds counters of the cores.
 
 from __future__ import annotations
 
+import gzip
 import importlib
+import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -105,12 +108,13 @@ class Recorder:
     def __init__(self, window: Window, folder: Path, rank: int, model: nn.Module, note: Callable[[str], None]) -> None:
         self._window, self._folder, self._rank, self._model, self._note = window, folder, rank, model, note
         self._around = ExitStack()
+        self._files = 0
         self.traces: list[Path] = []
 
     def start(self, next_step: int) -> None:
         """Begin before `next_step`: with a step to warm up where there is one, otherwise at once."""
         make_writable_folder(self._folder)
-        self._step = next_step
+        self._step, self._done = next_step, next_step - 1
         self._profile = self._build(profiler_module(), next_step)
         self._around.enter_context(ranges.recording())
         if self._window.has_modules:
@@ -119,7 +123,11 @@ class Recorder:
 
     def step(self) -> bool:
         """A step has ended; returns whether there is more to record."""
-        self._profile.step()
+        self._done = self._step
+        with warnings.catch_warnings():
+            # That a file's events are let go of once it is written is what several files are for.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle.*")
+            self._profile.step()
         self._step += 1
         if self._step < self._window.end and self._written_bytes() >= LIMIT_BYTES:
             self._note(f"profile: stopped after step {self._step - 1}, its traces have reached {LIMIT_BYTES >> 30} GiB")
@@ -169,18 +177,25 @@ class Recorder:
         return at
 
     def _write(self, profile: Any) -> None:
-        """Called by the profiler in the middle of `step`, when a file is complete."""
-        first = self._window.first + STEPS_A_FILE * len(self.traces)
-        path = self._folder / f"rank{self._rank}_step{first}-{self._step}.trace.json.gz"
-        draft = path.with_name(f".{path.name}")
+        """Called by the profiler in the middle of `step`, when a file is complete, and of `stop`."""
+        first = self._window.first + STEPS_A_FILE * self._files
+        if self._done < first:
+            return  # stopped before a step of another file had ended
+        self._files += 1
+        path = self._folder / f"rank{self._rank}_step{first}-{self._done}.trace.json.gz"
+        plain, draft = path.with_name(f".{path.name}.json"), path.with_name(f".{path.name}")
         try:
-            profile.export_chrome_trace(str(draft))
+            profile.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(draft, "wb", compresslevel=1) as target:
+                shutil.copyfileobj(source, target, 1 << 20)  # torch's own gzip goes line by line, at the slowest level
             draft.replace(path)
         except OSError as error:
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
             self._note(f"warning: {path} could not be written ({error.strerror or error}); training goes on")
             return
+        finally:
+            with suppress(OSError):
+                plain.unlink(missing_ok=True)
+                draft.unlink(missing_ok=True)
         self.traces.append(path)
 
     def _written_bytes(self) -> int:

@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.params.data_args import DataArguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
 from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.tools_args import ToolsArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.params.value_types import Section
 
@@ -117,6 +118,7 @@ def set_up(arguments: Arguments, nproc: int | None, cache: Path, *, full: bool) 
             "training": _comparable_training(arguments.training, full=full),
             "data": _comparable_data(arguments.data, cache),
             "model": arguments.model.model_copy(update=_kernels(arguments)),
+            "tools": ToolsArguments(),  # two steps are compared, not profiled
         }
     )
     unit = 2 * accumulation * sizes.dp
