@@ -289,6 +289,10 @@ def check_plans(model: Any, arguments: Arguments) -> None:
         from mindspeed_mm.fsdp.models.packed_rows import check_packed_rows
 
         check_packed_rows(model, attention=arguments.model.attn_implementation)
+    from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import output_head
+    from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+
+    build_head_loss(model, output_head(model), arguments.features)
     whole_towers = check_towers_plan(model, parallel)
     if parallel.tensor_parallel_size > 1:
         from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import resolve_tensor_plan

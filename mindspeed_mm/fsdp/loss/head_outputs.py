@@ -58,6 +58,8 @@ class Watched(torch.Tensor):
     steps: list[Step]
     others: list[str]
     """Operations that are no such ones."""
+    is_written: bool
+    """Whether one of these wrote into it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,15 +71,17 @@ class Watched(torch.Tensor):
             return own
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if own is not None and isinstance(result, torch.Tensor):
-            own.others.append(getattr(func, "__name__", str(func)))
+        name = getattr(func, "__name__", str(func))
+        if own is not None and (isinstance(result, torch.Tensor) or name == "__setitem__"):
+            own.others.append(name)
+            own.is_written |= result is own or name == "__setitem__"
         return result
 
 
 def watched(tensor: torch.Tensor) -> Watched:
     """The same values and gradients."""
     own = tensor.as_subclass(Watched)
-    own.steps, own.others = [], []
+    own.steps, own.others, own.is_written = [], [], False
     return own
 
 
@@ -118,14 +122,15 @@ def find_steps_behind(model: nn.Module, head_name: str) -> StepsBehind:
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return StepsBehind()
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if logits is not None and logits is not returned:
+    if logits is not None and (logits is not returned or returned.is_written):
         raise _touched(owner, returned)
     return StepsBehind(tuple(returned.steps))
 
 
 def check_untouched(model: nn.Module, logits: torch.Tensor, returned: Watched | None, behind: StepsBehind) -> None:
     """Raise `ConfigError` when what a model returns is not what its head did, after the steps that the head did."""
-    if returned is None or logits is not returned or tuple(returned.steps) != behind.steps:
+    is_same = returned is not None and logits is returned and not returned.is_written
+    if not is_same or returned is None or tuple(returned.steps) != behind.steps:
         raise _touched(model, returned)
 
 

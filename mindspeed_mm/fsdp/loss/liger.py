@@ -57,7 +57,7 @@ class LigerKernel:
 
     def describe(self) -> str:
         """For the log."""
-        return f"liger-kernel {metadata.version('liger-kernel')}, fused linear cross-entropy"
+        return f"liger-kernel {metadata.version('liger-kernel')}, fused linear cross-entropy where tokens count alike"
 
 
 def find_liger(device_type: str) -> LigerKernel | None:

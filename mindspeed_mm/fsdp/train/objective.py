@@ -31,5 +31,6 @@ def build_language_objective(
         depths, factor = model_args.mtp_num_layers, model_args.mtp_loss_scaling_factor
         objective = WithMultiToken(objective, assembled.head, watching, depths, factor)
     if loss_cfg.router_aux_loss_coef:
-        return WithRouterAux(objective, assembled.model, loss_cfg.router_aux_loss_coef, state.token_groups())
+        coefficient, offload = loss_cfg.router_aux_loss_coef, loss_cfg.router_aux_loss_offload
+        return WithRouterAux(objective, assembled.model, coefficient, state.token_groups(), offload=offload)
     return objective

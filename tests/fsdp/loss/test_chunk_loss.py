@@ -27,13 +27,14 @@ DYNAMIC = ("features.enable_dynamic_chunk_loss=true", "features.chunkloss_plan.t
 Z_LOSS, BY_SAMPLE = "features.loss_cfg.z_loss_coef=0.01", "features.loss_cfg.loss_type=per_sample_loss"
 LORA = ("training.lora.enable=true", "training.lora.rank=2", "training.lora.target_modules=[q_proj, lm_head]")
 WHOLE_HEAD = ("training.lora.enable=true", "training.lora.modules_to_save=[lm_head]")
-PACKED = "data.dataset_param.basic_parameters.packing=true"
+BASIC = "data.dataset_param.basic_parameters"
+PACKED = (f"{BASIC}.packing=true", f"{BASIC}.cutoff_len=128", "training.micro_batch_size=1")
 
 PLANS: Mapping[str, tuple[str, int, int, list[str]]] = {  # name → (family, ranks, accumulation, overrides)
     "slices": ("text", 1, 2, [*SLICES, Z_LOSS]),
     "dynamic": ("text", 1, 2, [*DYNAMIC]),
     "by sample": ("text", 1, 2, [*SLICES, BY_SAMPLE, Z_LOSS]),
-    "packed": ("text", 1, 2, [*SLICES, PACKED]),
+    "packed": ("text", 1, 2, [*SLICES, *PACKED]),
     "adapter on the head": ("text", 1, 2, [*SLICES, Z_LOSS, *LORA]),
     "head trained whole": ("text", 1, 2, [*SLICES, *WHOLE_HEAD]),
     "head frozen": ("text", 1, 2, [*SLICES, "model.freeze=[lm_head]"]),
