@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ExitCode, MachineError, MMError, StoppedAfterSave, StoppedUnsaved
+from mindspeed_mm.fsdp.utils.device import memory_in_use
 
 _GLOO = re.compile(r"gloo/(?:gloo|transport)|gloo.*(?:closed|reset|timed? ?out)", re.IGNORECASE)
 INTERRUPTED = 130
@@ -58,22 +59,73 @@ def explained() -> Iterator[None]:
         raise
 
 
+Autopsy = Callable[[Batch], tuple[Sequence[str], Sequence[str]]]
+"""A micro-batch → what used the memory, and what would use less, in lines."""
+
+_LEVERS = (
+    "Lower training.micro_batch_size (raise gradient_accumulation_steps to keep the global batch) or "
+    "data.dataset_param.basic_parameters.cutoff_len, shard over more ranks, or set parallel.fsdp_plan.cpu_offload."
+)
+
+
 @contextmanager
-def explained_out_of_memory(batches: Sequence[Batch], step: int, rank: int) -> Iterator[None]:
-    """Turn the out-of-memory error of a step into one that names the batch and the levers."""
+def explained_out_of_memory(
+    batches: Sequence[Batch], step: int, rank: int, autopsy: Autopsy | None = None
+) -> Iterator[None]:
+    """Turn the out-of-memory error of a step into one that says what used the memory, names the batch and the levers.
+
+    Args:
+        batches: The step's micro-batches, prepared.
+        step: Its number.
+        rank: This rank.
+        autopsy: Asked about the largest of them. When it fails, the error says less.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        shapes = [{k: tuple(v.shape) for k, v in b.items() if isinstance(v, torch.Tensor) and v.ndim} for b in batches]
+        held = memory_in_use()  # before anything is freed
+        largest = max(batches, key=_numel)
+        used, savings = _examined(autopsy, largest)
+        headline = f"out of memory on rank {rank} in step {step}"
+        if used:
+            lines = [*([held] if held else []), f"in work: {sizes_of_samples(largest)}", *used]
+            lines += ["what would help most:", *(f"  {line}" for line in savings)] if savings else [_LEVERS]
+            raise MachineError("\n".join([headline, *(f"  {line}" for line in lines)])) from error
         raise MachineError(
-            f"out of memory on rank {rank} in step {step}, on batches {shapes}",
+            f"{headline}, on batches {[_shapes(batch) for batch in batches]}",
             where=f"samples {shortened(sample_ids(batches))}",
-            way_out="Lower training.micro_batch_size (raise gradient_accumulation_steps to keep the global batch) or "
-            "data.dataset_param.basic_parameters.cutoff_len, shard over more ranks, or set "
-            "parallel.fsdp_plan.cpu_offload.",
+            way_out=_LEVERS,
         ) from error
+
+
+def _examined(autopsy: Autopsy | None, batch: Batch) -> tuple[Sequence[str], Sequence[str]]:
+    if autopsy is None:
+        return (), ()
+    try:
+        return autopsy(batch)
+    except Exception:  # noqa: BLE001 (whatever it is: the error being explained matters more)
+        return (), ()
+
+
+def _numel(batch: Batch) -> int:
+    return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(v.shape) for key, v in batch.items() if isinstance(v, torch.Tensor) and v.ndim}
+
+
+def sizes_of_samples(batch: Batch) -> str:
+    """The samples of a micro-batch with their sizes: `a (412 tokens), b (96 tokens); pixel_values (1536, 1176)`."""
+    ids = [str(each) for each in batch["sample_ids"]]
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and len(mask) == len(ids):
+        ids = [f"{name} ({int(row.sum())} tokens)" for name, row in zip(ids, mask, strict=True)]
+    media = ("pixel_values", "pixel_values_videos", "input_features", "latents", "pixels")
+    shapes = [f"{key} {tuple(batch[key].shape)}" for key in media if isinstance(batch.get(key), torch.Tensor)]
+    return "; ".join([shortened(ids), *shapes])
 
 
 def ending_of(error: BaseException) -> tuple[str, int]:

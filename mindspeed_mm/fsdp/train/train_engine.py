@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.groups import set_lr
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.fsdp.train.failures import explained_out_of_memory, sample_ids, shortened
+from mindspeed_mm.fsdp.train.failures import Autopsy, explained_out_of_memory, sample_ids, shortened
 from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.tally import Tally
@@ -119,6 +119,7 @@ class TrainEngine:
         stop_after: Stop after this many steps of this start, as if the schedule ended there.
         rank: Global rank, for messages.
         phase: Limits how long a step may take.
+        autopsy: Asked when memory does not suffice.
         meter: Counts the FLOPs of micro-batches.
     """
 
@@ -140,6 +141,7 @@ class TrainEngine:
     stop_after: int | None = None
     rank: int = 0
     phase: Phase = without_limit
+    autopsy: Autopsy | None = None
     meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None
     hooks: list[Hook] = field(default_factory=list)
     iteration: int = 0
@@ -191,7 +193,7 @@ class TrainEngine:
             tally = self._tally(prepared)
         lr = self.schedule.at(self.iteration)
         set_lr(self.optimizer, lr)
-        with explained_out_of_memory(prepared, self.iteration + 1, self.rank):
+        with explained_out_of_memory(prepared, self.iteration + 1, self.rank, self.autopsy):
             local_losses = self.forward_backward([self._own(b) for b in prepared], tally.denominators)
             with named(ranges.CLIP):
                 norm = self._norm()

@@ -51,6 +51,7 @@ from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, ValidationHook
 from mindspeed_mm.fsdp.train.introduction import global_batch, introduce
+from mindspeed_mm.fsdp.train.memory_advice import memory_report
 from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
 from mindspeed_mm.fsdp.train.log_hook import LogHook
 from mindspeed_mm.fsdp.train.pipeline_forward_backward import PipelineForwardBackward
@@ -325,6 +326,7 @@ class Trainer:
             stop_after=self.options.steps,
             rank=self.rank,
             phase=self.phase,
+            autopsy=partial(memory_report, self.arguments, self.world_size, self.device.type),
             meter=assembled.utilisation.meter if assembled.utilisation is not None else None,
         )
         if state is not None:

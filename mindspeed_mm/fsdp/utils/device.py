@@ -171,6 +171,22 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def memory_total_bytes() -> int:
+    """Memory of this process's device: the accelerator's, or the host's."""
+    if get_device_type() != "cpu":
+        return int(torch.accelerator.get_memory_info()[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_in_use() -> str:
+    """What the accelerator's allocator holds, in words; empty on a CPU, whose allocator keeps no books."""
+    if get_device_type() == "cpu":
+        return ""
+    used, reserved = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+    total = memory_total_bytes()
+    return f"in use {used / 2**30:.2f} GiB, reserved {reserved / 2**30:.2f} GiB, of {total / 2**30:.2f} GiB"
+
+
 def rng_state() -> dict[str, torch.Tensor]:
     """Random-number state of torch on the CPU and on the accelerator."""
     state = {"cpu": torch.get_rng_state()}

@@ -11,12 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan
 from mindspeed_mm.fsdp.models.spec import ModelSpec
 from mindspeed_mm.fsdp.optimizer.matrices import matrices
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
 from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUnit
-from mindspeed_mm.fsdp.tools.memory_model.ledger import ACTIVATIONS, GRADIENTS, RECOMPUTED, TEMPORARY, Label, Ledger
+from mindspeed_mm.fsdp.tools.memory_model.ledger import (
+    ACTIVATIONS,
+    BATCH,
+    GRADIENTS,
+    RECOMPUTED,
+    TEMPORARY,
+    Label,
+    Ledger,
+)
 from mindspeed_mm.fsdp.tools.memory_model.offload import SimulatedOffload
 from mindspeed_mm.fsdp.tools.memory_model.optimizer_part import state_bytes, step_bytes
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, pattern_of, watch_modules
@@ -25,6 +34,7 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     HeldUnit,
     StaticPart,
     held_units,
+    plan_of_stages,
     precision,
     static_part,
     tensor_plan_of,
@@ -85,6 +95,13 @@ class MemoryPrediction:
         """What the peak holds only for a moment: temporaries and what is computed again."""
         return self.category(TEMPORARY) + self.category(RECOMPUTED)
 
+    @property
+    def of_batch(self) -> int:
+        """Of the peak, what grows with the rows and tokens of a micro-batch."""
+        if self.phase == "optimizer":
+            return 0
+        return sum(map(self.category, (ACTIVATIONS, RECOMPUTED, TEMPORARY, BATCH)))
+
     def category(self, name: str) -> int:
         """What a category has of the peak."""
         return sum(size for label, size in self.at_peak.items() if label.category == name)
@@ -137,13 +154,15 @@ def predict_memory(
         casts_inputs: Whether `cast_forward_inputs` applies.
         offloaded: Modules whose activations travel to the host; that feature alone must not be applied.
     """
-    training = arguments.training
-    units = held_units(model, spec, arguments, sizes)
+    training, parallel = arguments.training, arguments.parallel
+    stages = plan_of_stages(model, parallel)
+    units = held_units(model, spec, arguments, sizes, stages)
     trained = trained_of(units)
     taken = matrices(model, {parameter.name for parameter in trained}) if training.optimizer == "muon" else ()
     state = partial(state_bytes, training=training, matrices=taken)
     static = static_part(units, state, averages=training.ema.enable)
-    simulated = _Step(arguments, model, units, sizes, device_type)
+    simulated = _Step(arguments, model, units, device_type)
+    simulated.spread(spec, sizes, stages)
     kept = simulated.run(batch, loss, casts_inputs=casts_inputs, offloaded=offloaded)
     simulated.optimize(step_bytes(trained, training, device_type))
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
@@ -164,12 +183,10 @@ def predict_memory(
 class _Step:
     """The simulated step of one rank."""
 
-    def __init__(
-        self, arguments: Arguments, model: nn.Module, units: Sequence[HeldUnit], sizes: ParallelSizes, device_type: str
-    ) -> None:
+    def __init__(self, arguments: Arguments, model: nn.Module, units: Sequence[HeldUnit], device_type: str) -> None:
         self.ledger = Ledger()
         self.approximations: list[str] = []
-        self._arguments, self._model, self._sizes = arguments, model, sizes
+        self._arguments, self._model = arguments, model
         self._is_host = device_type == "cpu"
         self._simulation = Simulation(self.ledger)
         self._compute, self._reduce = precision(arguments)
@@ -184,6 +201,23 @@ class _Step:
         self._simulation.fake_parameters(model, as_computed)
         self._parts = {name: _part(held[name][0], p) for name, p in model.named_parameters() if name in held}
         self._gathering = Gathering(self._simulation, [self._sharded(unit) for unit in units if unit.shards])
+
+    def spread(self, spec: ModelSpec, sizes: ParallelSizes, stages: StagePlan | None) -> None:
+        """Simulated is the whole model on whole sequences: a rank has a share of that."""
+        scale = 1.0
+        if sizes.cp > 1:
+            scale /= sizes.cp
+            self.approximations.append("keys and values that ranks exchange; activations are divided evenly")
+        if sizes.ep > 1:
+            self.approximations.append("uneven loads of experts and buffers of tokens on their way")
+        if sizes.tp > 1:
+            self.approximations.append("buffers of partial sums that ranks add up")
+        if stages is not None:
+            own = sum(stages.rank_of(stages.owner(block)) == 0 for block in spec.blocks)
+            flying = min(sizes.pp, self._arguments.training.gradient_accumulation_steps)
+            scale *= flying * own / max(len(spec.blocks), 1)
+            self.approximations.append(f"ranks other than the first, which has {flying} micro-batches under way")
+        self._simulation.scale = scale
 
     def _sharded(self, unit: HeldUnit) -> ShardedUnit:
         plan = self._arguments.parallel.fsdp_plan
@@ -215,7 +249,9 @@ class _Step:
         watch_modules(self._model, self._simulation)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_Gradient(self._simulation, name, self._parts.get(name)))
+                parameter.register_post_accumulate_grad_hook(
+                    _Gradient(self._simulation, name, self._parts.get(name, 0.0))
+                )
         self._gathering.attach(self._model)  # behind the hooks above: it takes gradients away
         kept: dict[str, int] = {}
         with torch.random.fork_rng(devices=[]), self._simulation:
@@ -247,7 +283,7 @@ class _Step:
 class _Gradient:
     """Hook on a parameter: what was accumulated is a gradient, of which this rank has a part."""
 
-    def __init__(self, simulation: Simulation, name: str, part: float | None) -> None:
+    def __init__(self, simulation: Simulation, name: str, part: float) -> None:
         self._simulation, self._part = simulation, part
         self._label = Label(GRADIENTS, pattern_of(name.rpartition(".")[0]))
 
@@ -256,9 +292,9 @@ class _Gradient:
         entry = self._simulation.entry_of(parameter.grad)
         if entry is not None:
             self._simulation.ledger.relabel(entry, self._label)
-            if self._part not in (None, 1.0):
+            if self._part != 1.0:
                 size = parameter.grad.numel() * parameter.grad.element_size()
-                self._simulation.ledger.resize(entry, round(size * self._part))  # type: ignore[operator]
+                self._simulation.ledger.resize(entry, round(size * self._part))
 
 
 def _part(held: Held, simulated: nn.Parameter) -> float:

@@ -40,6 +40,8 @@ class Simulation(TorchDispatchMode):
         """Patterns of the modules whose forward is running, the innermost last."""
         self.category = ACTIVATIONS
         """Of what is taken now."""
+        self.scale = 1.0
+        """Share of what is simulated that a rank takes."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries: dict[int, tuple[weakref.ref[Any], int | None]] = {}
 
@@ -148,7 +150,8 @@ class Simulation(TorchDispatchMode):
             module = self.modules[-1] if self.modules else ""
             # A module whose forward runs in the backward pass is computed again.
             category = RECOMPUTED if module and self.category == TEMPORARY else self.category
-            self._remember(storage, self.ledger.take(label or Label(category, module), storage.nbytes()))
+            size = round(storage.nbytes() * self.scale)
+            self._remember(storage, self.ledger.take(label or Label(category, module), size))
 
     def _remember(self, storage: torch.UntypedStorage, entry: int | None) -> None:
         key = storage._cdata
@@ -294,9 +297,9 @@ def _first_ones(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
 
 def _grouped_shape(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """`grouped_mm` in every type: torch's own rule for fake tensors knows bf16 alone."""
-    left, right, offsets = args[0], args[1], args[2] if len(args) > 2 else None
+    left, right, *rest = args
     if left.dim() == right.dim() == 2:
-        shape = [len(offsets), left.shape[0], right.shape[1]]
+        shape = [rest[0].shape[0], left.shape[0], right.shape[1]]
     else:
         shape = [*left.shape[:-1], right.shape[-1]]
     return torch.ops.aten.new_empty.default, (left, shape)

@@ -16,9 +16,10 @@ from torch import nn
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.distributed.expert_parallel_plan import cut_dim, expert_modules, is_spread, undivided
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import build_precision_policy, is_below, plan_units
-from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan
+from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan, plan_stages
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import CUT_DIMS, TensorPlan, resolve_tensor_plan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import changes_nothing_on_one_rank
+from mindspeed_mm.fsdp.models.cut_points import find_cut_points
 from mindspeed_mm.fsdp.models.spec import ModelSpec
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
@@ -145,6 +146,13 @@ class _Cuts:
 def tensor_plan_of(model: nn.Module, parallel: ParallelArguments) -> TensorPlan | None:
     """How layers are split over ranks, if they are."""
     return resolve_tensor_plan(model, parallel.tp_plan) if parallel.tensor_parallel_size > 1 else None
+
+
+def plan_of_stages(model: nn.Module, parallel: ParallelArguments) -> StagePlan | None:
+    """How layers are cut into stages, if they are."""
+    if parallel.pipeline_parallel_size == 1:
+        return None
+    return plan_stages(model, find_cut_points(model), parallel.pipeline_parallel_size, parallel.pp_plan)
 
 
 def static_part(units: Collection[HeldUnit], state_bytes: Callable[[Held], int], *, averages: bool) -> StaticPart:
