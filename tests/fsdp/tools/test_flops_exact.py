@@ -18,7 +18,10 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.lora_experts import adapt_experts
+from mindspeed_mm.fsdp.models.lora_names import ADAPTER
 from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.multi_token import attach_multi_token
 from mindspeed_mm.fsdp.tools.flops_tool import Flops, count_flops
 from mindspeed_mm.fsdp.tools.flops_tool.products import CHUNK, Reader, delta_sizes
 from tests.helpers.packed_families import FAMILIES, IMAGE, TEXT, VIDEO, Family, of, sound
@@ -182,6 +185,32 @@ def test_adapters(name: str, targets: list[str]) -> None:
     inject_adapter_in_model(LoraConfig(r=4, target_modules=rf".*\.layers\..*\.({'|'.join(targets)})"), model)
     batch = batch_of(name, MEDIA if name == "qwen3_vl" else ())
     assert ours(model, batch).model == counted(run_of(model, batch))
+
+
+def test_adapters_of_fused_experts() -> None:
+    """Their product is added to the weights: the experts' own gradient is formed on the way to theirs."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model, batch = build("qwen3_moe"), batch_of("qwen3_moe")
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    adapt_experts(model)
+    assert ours(model, batch).model == counted(run_of(model, batch))
+
+
+def test_heads_for_further_tokens() -> None:
+    """Two depths: the layers of each, their common projection twice, the output head twice more."""
+    model, batch = build("qwen3"), batch_of("qwen3")
+    plain = ours(model, batch)
+    attach_multi_token(model, 2)
+    layer = 2 * sum(p.numel() for p in model.model.layers[0].parameters() if p.dim() > 1) * TOKENS
+    layer += 4 * TEXT["num_attention_heads"] * 8 * TOKENS**2
+    more = 2 * (layer + 2 * 2 * 32 * 32 * TOKENS)
+    assert ours(model, batch).model - plain.model == 3 * more
+    head = 2 * 32 * 256 * TOKENS
+    assert ours(model, batch, head_on_labels=True).model - ours(model, batch).model == 3 * 2 * head
 
 
 def test_below_what_is_trained_nothing_is_differentiated() -> None:

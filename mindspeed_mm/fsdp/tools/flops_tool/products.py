@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from mindspeed_mm.fsdp.models.multi_token import NAME as FURTHER_TOKENS
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.sequences import Sequences, blocks_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import Mask, Unit
@@ -66,6 +67,9 @@ class Reader:
         self.uncounted: list[str] = []
         self.attentions: set[str] = set()
         """Names of modules that are attention."""
+        self._adapted = {(owner(n), m.parameter_name) for n, m in self._modules.items() if _adapts_experts(m)}
+        """(experts, parameter) that have an adapter."""
+        self._depths = len(getattr(self._modules.get(FURTHER_TOKENS), "layers", ()))
         self._skipped = tuple(f"{n}." for n, m in self._modules.items() if isinstance(m, nn.MultiheadAttention))
 
     def read(self) -> Iterator[Product]:
@@ -88,15 +92,19 @@ class Reader:
 
     def _of_weights(self, name: str, module: Any) -> Iterator[Product]:
         own = dict(module.named_parameters(recurse=False))
+        if _adapts_experts(self._modules.get(_around(name))):
+            yield from self._adapter_of_experts(name, module)
+            return
         if isinstance(module, nn.Linear) or (hasattr(module, "in_features") and "weight" in own):
             yield self._linear(name, module.in_features * module.out_features, own["weight"].requires_grad)
         elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             yield self._convolution(name, module)
         elif stacks := {n: p for n, p in own.items() if p.dim() == 3 and _is_expert_weight(n, module)}:
             for each, weight in stacks.items():
+                trained = weight.requires_grad or (owner(name), each) in self._adapted
                 yield Product(
                     f"{owner(name)}.{each}", "experts", Unit(self._sequence(name)),
-                    2.0 * weight.numel() / weight.shape[0] * self._experts_a_token(name, module), weight.requires_grad,
+                    2.0 * weight.numel() / weight.shape[0] * self._experts_a_token(name, module), trained,
                 )  # fmt: skip
         else:
             for each, weight in own.items():
@@ -106,6 +114,14 @@ class Reader:
                     yield self._linear(name, weight.numel(), weight.requires_grad)
                 elif weight.dim() > 1 and not _HARMLESS.search(each):
                     self.uncounted.append(f"{name}.{each}")
+
+    def _adapter_of_experts(self, name: str, module: Any) -> Iterator[Product]:
+        """B · A is added to the experts' weights once a pass, however many tokens there are."""
+        if ".lora_B." in name:
+            rank_of_all = module.in_features
+            inputs = self._modules[name.replace(".lora_B.", ".lora_A.")].in_features  # type: ignore[union-attr]
+            flops = 2.0 * rank_of_all * inputs * module.out_features
+            yield Product(owner(name), "adapter", Unit(units.PASSES), flops, module.weight.requires_grad, "B")
 
     def _note_unknown(self, name: str, module: nn.Module) -> None:
         """Remember a part of the model that nobody here knows, once, by the beginning of its name."""
@@ -133,7 +149,12 @@ class Reader:
         return self._sequences.of(owner(name))
 
     def _share_of_tokens(self, name: str) -> float:
-        """Of the tokens, how many a layer sees: those of a list of experts divide them among themselves."""
+        """Of the tokens, how many a layer sees: those of a list of experts divide them among themselves; what further
+        tokens are predicted with sees them several times."""
+        if self._depths and name == f"{FURTHER_TOKENS}.fc":
+            return self._depths
+        if self._depths and self._sequence(name) == units.LABELS:
+            return 1 + self._depths
         parts = name.split(".")
         for place, part in enumerate(parts[:-1]):
             experts = self._modules[".".join(parts[: place + 1])]
@@ -290,6 +311,16 @@ def _is_expert_weight(name: str, module: nn.Module) -> bool:
 def _width(module: nn.Module) -> int:
     """Outputs of a linear layer, of PEFT's too; 0 for other modules."""
     return int(getattr(module, "out_features", 0)) if hasattr(module, "in_features") else 0
+
+
+def _adapts_experts(module: Any) -> bool:
+    """Whether a module is PEFT's level around fused experts."""
+    return hasattr(module, "parameter_name") and hasattr(module, "lora_A")
+
+
+def _around(name: str) -> str:
+    """The level of PEFT that a layer of an adapter is of."""
+    return re.split(r"\.lora_[AB]\.", name)[0] if ".lora_" in name else ""
 
 
 def _last_linear(module: nn.Module) -> Any:

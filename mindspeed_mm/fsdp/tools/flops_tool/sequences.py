@@ -13,6 +13,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.patterns import compile_pattern
+from mindspeed_mm.fsdp.models.multi_token import NAME as FURTHER_TOKENS
 from mindspeed_mm.fsdp.models.towers import find_towers
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.audio import SoundLengths
@@ -83,6 +84,7 @@ def _of_generator(adapter: Any) -> Sequences:
         rows = samples - batch.get("blank_rows", 0)
         picture = batch.get("image_embeds")
         return {
+            units.PASSES: [1],
             units.SAMPLES: [1] * rows,
             units.LATENTS: [adapter.geometry.tokens(tuple(shape))] * rows,
             units.CAPTION: [batch["prompt_embeds"].shape[1]] * rows,
@@ -112,6 +114,8 @@ def _of_decoder(model: Any, head: str, *, head_on_labels: bool) -> Sequences:
             return units.MEDIA if _MERGED.search(name.removeprefix(inside)) else units.PATCHES
         if _BESIDE.search(name):
             return ""
+        if name.startswith(f"{FURTHER_TOKENS}."):
+            return units.TEXT
         if not decoder or f"{name}.".startswith(f"{decoder}."):
             return units.TEXT
         if not towers or not _BRIDGE.search(name):
@@ -162,7 +166,7 @@ def _text_lengths(batch: Batch, ids: str, mask: str) -> dict[str, list[int]]:
         trained = len(labels)
     else:
         trained = int((batch["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in batch else int(sum(rows))
-    return {units.TEXT: rows, units.LABELS: [trained], units.SAMPLES: [1] * len(rows)}
+    return {units.PASSES: [1], units.TEXT: rows, units.LABELS: [trained], units.SAMPLES: [1] * len(rows)}
 
 
 def _rows(batch: Batch, ids: str, mask: str) -> list[int]:
