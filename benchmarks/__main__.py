@@ -26,6 +26,7 @@ NAMES = (
     "batches",
     "communication",
     "plans",
+    "chunk_loss",
     "accelerator",
 )
 

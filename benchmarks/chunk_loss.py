@@ -1,8 +1,8 @@
 """Output head and cross-entropy in slices of 512 rows against whole logits: added memory and time of one pass.
 
-Vocabulary 151,936, hidden 1,024, 4,096 tokens, forward and backward. `python -m benchmarks.chunk_loss KIND DTYPE` is one
-pass in a process of its own; it prints one JSON line. Memory is what the pass adds at its highest over weight, inputs
-and targets in place, the gradients of hidden states and weight included.
+Vocabulary 151,936, hidden 1,024, 4,096 tokens, forward and backward. `python -m benchmarks.chunk_loss KIND DTYPE` is
+one pass in a process of its own; it prints one JSON line. Memory is what the pass adds at its highest over weight,
+inputs and targets in place, the gradients of hidden states and weight included.
 """
 
 from __future__ import annotations

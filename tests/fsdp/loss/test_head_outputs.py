@@ -1,4 +1,4 @@
-"""What models do behind their output heads is found, and done slice by slice: same loss and gradients as from logits."""
+"""What models do behind their output heads is found, and done slice by slice: the same numbers as from logits."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
-from mindspeed_mm.fsdp.loss.objectives import build_objective
+from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy, build_objective
+from mindspeed_mm.fsdp.loss.sliced_head import SlicedHead, Slices
 
 
 class TinyModel(nn.Module):
@@ -127,6 +128,52 @@ def test_a_sample_whose_labels_weigh_nothing_counts_for_nothing():
     _, counts, loss = run("per_sample_loss", [given])
     assert counts["loss"] == 1
     assert abs(loss.item() - by_hand([given], per_sample=True)[1].item()) < 1e-14
+
+
+@pytest.mark.parametrize("slices", [None, Slices(2), Slices(3, is_dynamic=True)])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_z_loss_has_the_denominator_and_the_weights_of_the_loss(per_sample, slices):
+    given = weighted(batch())
+    model = TinyModel()
+    sliced = SlicedHead(model.head, slices) if slices is not None else None
+    objective = TokenCrossEntropy(model, HeadLoss(model.head, sliced=sliced, z_loss_coef=0.25), per_sample=per_sample)
+    prepared = objective.prepare(given)
+    counts, terms = objective.count([prepared]), objective.terms(model, prepared)
+    (terms["loss"] / counts["loss"] + terms["z_loss"] / counts["z_loss"]).backward()
+
+    reference, loss = by_hand([given], per_sample=per_sample)
+    assert terms["loss"].item() / counts["loss"] == pytest.approx(loss.item(), abs=1e-14)
+    rows, weights = given["shift_labels"] >= 0, given["loss_weights"].double()
+    if per_sample:
+        weights = weights / weights.sum(dim=1, keepdim=True)
+    squares = reference(given["input_ids"]).logits.exp().sum(dim=-1).log() ** 2
+    z_loss = 0.25 * (squares * weights)[rows].sum() / weights[rows].sum()
+    assert terms["z_loss"].item() / counts["z_loss"] == pytest.approx(z_loss.item(), abs=1e-14)
+    z_loss.backward()
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (own.grad - other.grad).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("slices", [None, Slices(2)])
+def test_hidden_states_that_are_not_the_models_last_ones(slices):
+    """What further heads ask for: the same head on other hidden states, through the module."""
+    model, hidden = TinyModel(), torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
+    sliced = SlicedHead(model.head, slices) if slices is not None else None
+    head = HeadLoss(model.head, sliced=sliced, z_loss_coef=0.25)
+    rows, targets, weights = torch.tensor([1, 4, 9]), torch.tensor([3, 0, 5]), torch.tensor([1.0, 0.5, 2.0])
+    loss = head(hidden, rows, targets, weights)
+    loss.backward()
+    found = [hidden.grad, model.head.weight.grad]
+    expected = (F.cross_entropy(model.head(hidden).view(14, 11)[rows], targets, reduction="none") * weights).sum()
+    for own, other in zip(found, torch.autograd.grad(expected, [hidden, model.head.weight]), strict=True):
+        assert (own - other).abs().max() < 1e-14
+    assert loss.shape == () and loss.item() == pytest.approx(expected.item(), abs=1e-14)
+
+
+def test_sizes_of_slices():
+    assert [Slices(4).size(rows) for rows in (0, 3, 4, 5, 100)] == [4] * 5
+    dynamic = Slices(4, is_dynamic=True)
+    assert [dynamic.size(rows) for rows in (0, 1, 4, 5, 8, 9, 100)] == [1, 1, 4, 3, 4, 3, 4]
 
 
 def test_batch_without_labels_gives_zero_and_zero_gradients():

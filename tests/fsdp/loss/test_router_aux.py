@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.features.memory.host_copies import HostCopies
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens
 from mindspeed_mm.fsdp.loss.router_aux import (
@@ -20,6 +22,7 @@ from mindspeed_mm.fsdp.loss.router_aux import (
     find_routers,
     leave_router_loss_to_us,
 )
+from mindspeed_mm.fsdp.loss.saved_on_host import SavedOnHost
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 ensure_torchvision()
@@ -159,3 +162,27 @@ def test_the_model_s_own_coefficient_is_not_used() -> None:
 
 class SimpleModel(nn.Module):
     config = SimpleNamespace(text_config=None)
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+def test_statistics_on_the_host_change_no_bit(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    for name in ("to_host", "to_device"):
+        real = getattr(HostCopies, name)
+        monkeypatch.setattr(HostCopies, name, lambda *args, name=name, real=real: moved.append(name) or real(*args))
+    real_T = torch.arange(12) < 12 - padding
+    found = []
+    for saving in (nullcontext(), SavedOnHost()()):
+        layers = logits(12)
+        with saving:
+            share = balance_share(layers, [CHOICES] * LAYERS, real_T)
+        assert len(moved) == len([name for name in moved if name == "to_host"])
+        found.append([share.detach(), *torch.autograd.grad(share, layers)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert moved.count("to_host") >= LAYERS and moved.count("to_device") == moved.count("to_host")
+
+
+def test_nothing_is_moved_where_no_gradient_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCopies, "to_host", lambda *_: pytest.fail("moved"))
+    with torch.no_grad(), SavedOnHost()():
+        balance_share(logits(12), [CHOICES] * LAYERS, None)
