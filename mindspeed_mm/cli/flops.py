@@ -49,7 +49,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("target", metavar="MODEL_FOLDER|CONFIG", type=click.Path(path_type=Path, exists=True))
+@click.argument("target", metavar="MODEL_FOLDER|CONFIG", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--seq", type=_COUNT, help="Tokens of a sample, media included; of a generator: its caption's.")
 @click.option("--batch", type=_COUNT, default=1, show_default=True, help="Samples of a step.")
