@@ -115,7 +115,6 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
     ("key", "value"),
     [
         ("training.optimizer", "adamw_swap"),
-        ("training.quantization_plan", {"recipe_name": "mxfp8"}),
         ("model.mtp_num_layers", 1),
         ("data.dataset_param.attr.ranking", True),
     ],

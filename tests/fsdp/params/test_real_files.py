@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.fsdp.features.speed.low_precision import check_plan
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config
 from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features
 
@@ -78,8 +79,8 @@ def test_expert_file_with_merge_keys() -> None:
     assert plan is not None
     assert (plan.recipe_name, plan.quant_converters) == ("mxfp8", ("quantize.linear.mx",))
     assert plan.extra_args == {"block_size": 32}
-    unbuilt = {problem.key for problem in unbuilt_features(arguments)}
-    assert "training.quantization_plan" in unbuilt and "features.enable_chunk_loss" not in unbuilt
+    assert not any(problem.key.startswith(("training.quant", "features.")) for problem in unbuilt_features(arguments))
+    assert check_plan(plan.model_copy(update={"extra_args": {"block_size": 32, "emulate": True}}))[0] == "mxfp8"
 
 
 def test_text_suite_file() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import compile_pattern, resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
 from mindspeed_mm.fsdp.utils.device import device_capability, get_device_type
@@ -42,12 +42,14 @@ class Recipe:
 
 
 _FLOAT8 = ("pad_inner_dim", "round_scales_to_power_of_2", EMULATE)
-_MX = ("wgrad_with_hp", "scale_calculation_mode", EMULATE)
+_MX = ("wgrad_with_hp", "scale_calculation_mode", "block_size", EMULATE)
+_BLOCK = 32
+"""Numbers that share a scale: the format's one size."""
 RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe((8, 9), 16, True, _FLOAT8),
     "rowwise": Recipe((8, 9), 16, False, _FLOAT8),
     "rowwise_with_gw_hp": Recipe((8, 9), 16, False, _FLOAT8),
-    "mxfp8": Recipe((10, 0), 32, False, _MX),
+    "mxfp8": Recipe((10, 0), _BLOCK, False, _MX),
 }
 ALIASES = {"fp8": "tensorwise", "float8": "tensorwise", "mx": "mxfp8"}
 CONVERTERS = ("linear", "quantize.linear.float8", "quantize.linear.mx")
@@ -150,6 +152,12 @@ def check_plan(plan: QuantizationPlan) -> tuple[str, Recipe]:
                 key=f"{SECTION}.extra_args",
                 way_out=f"{did_you_mean(setting, recipe.settings)}It has {', '.join(recipe.settings)}.",
             )
+    if plan.extra_args.get("block_size", _BLOCK) != _BLOCK:
+        raise ConfigError(
+            f"{plan.extra_args['block_size']}: blocks of '{name}' are {_BLOCK} numbers",
+            key=f"{SECTION}.extra_args.block_size",
+            way_out="Leave it out.",
+        )
     _check_device(name, recipe, emulate=bool(plan.extra_args.get(EMULATE)))
     return name, recipe
 
@@ -175,36 +183,42 @@ def _check_device(name: str, recipe: Recipe, *, emulate: bool) -> None:
 def linears_of(model: nn.Module, plan: QuantizationPlan, recipe: Recipe) -> tuple[Linears, tuple[str, ...]]:
     """The layers that a plan converts, and those that it leaves out by itself.
 
-    Without patterns: every linear layer but output heads, and those whose sizes do not fit. Patterns name linear layers
-    or modules that hold some; a layer named by itself must fit.
+    Without patterns: every linear layer but output heads, and those whose sizes do not fit. Patterns name linear
+    layers, which must fit, or modules that hold some, of which those that fit are taken.
     """
     names = [name for name, _ in model.named_modules()]
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     ignored = _inside(plan.ignored_modules, names, linears, "ignored_modules")
     fitting = {name for name, module in linears.items() if not any(s % recipe.multiple for s in module.weight.shape)}
-    heads = _heads(model)
     if plan.apply_modules:
         chosen = _inside(plan.apply_modules, names, linears, "apply_modules")
-        if unfit := [name for name in chosen if name not in fitting and name not in ignored]:
-            shape = " × ".join(map(str, linears[unfit[0]].weight.shape))
-            raise ConfigError(
-                f"'{unfit[0]}' is {shape}, and the instructions take multiples of {recipe.multiple}",
-                key=f"{SECTION}.apply_modules",
-                way_out=f"Add it to {SECTION}.ignored_modules.",
-            )
-        left = {}
+        _check_named(plan.apply_modules, chosen - fitting - ignored, linears, recipe)
+        left: dict[str, str] = {}
     else:
-        left = {name: "the output head" for name in linears if linears[name] in heads and name not in ignored}
-        left |= {name: f"no multiple of {recipe.multiple}" for name in linears if name not in fitting}
-        chosen = set(linears) - left.keys()
-    kept = {name: linears[name] for name in linears if name in chosen and name not in ignored}
+        chosen = set(linears)
+        left = {name: "the output head" for name in linears if linears[name] in _heads(model)}
+    left |= {name: f"no multiple of {recipe.multiple}" for name in linears if name in chosen - fitting}
+    kept = {name: linears[name] for name in linears if name in chosen - left.keys() - ignored}
     if not kept:
         raise ConfigError(
             f"{type(model).__name__} has no linear layer to convert",
             key=f"{SECTION}.apply_modules",
             way_out="Name some, or leave the plan out.",
         )
-    return kept, tuple(f"{name} ({reason})" for name, reason in left.items())
+    return kept, tuple(f"{name} ({reason})" for name, reason in left.items() if name not in ignored)
+
+
+def _check_named(patterns: tuple[str, ...], unfit: set[str], linears: Linears, recipe: Recipe) -> None:
+    """Raise for a layer that a pattern names itself and whose sizes do not fit."""
+    expressions = [compile_pattern(pattern, key=f"{SECTION}.apply_modules") for pattern in patterns]
+    for name in sorted(unfit):
+        if any(expression.fullmatch(name) for expression in expressions):
+            raise ConfigError(
+                f"'{name}' is {' × '.join(map(str, linears[name].weight.shape))}, and the instructions take multiples "
+                f"of {recipe.multiple}",
+                key=f"{SECTION}.apply_modules",
+                way_out=f"Add it to {SECTION}.ignored_modules.",
+            )
 
 
 def _inside(patterns: tuple[str, ...], names: list[str], linears: Linears, key: str) -> set[str]:
@@ -270,7 +284,7 @@ class MxForward:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """(…, out) of (…, in). Rows are filled up to blocks of 32: the gradient of the weight sums over them."""
         rows = input.reshape(-1, input.shape[-1])
-        filled = nn.functional.pad(rows, (0, 0, 0, -len(rows) % 32))
+        filled = nn.functional.pad(rows, (0, 0, 0, -len(rows) % _BLOCK))
         output = self._product(filled, self._module.weight, *self._options)[: len(rows)]
         output = output.reshape(*input.shape[:-1], output.shape[-1])
         return output if self._module.bias is None else output + self._module.bias.to(output.dtype)

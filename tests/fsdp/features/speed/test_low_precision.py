@@ -88,6 +88,14 @@ def test_patterns_choose_layers_and_holders(folder: Path) -> None:
     ]
 
 
+def test_of_a_holder_the_layers_that_fit_are_taken(folder: Path) -> None:
+    model = build(folder)
+    model.model.layers[0].mlp.gate_proj = nn.Linear(32, 63, bias=False)
+    apply_low_precision(model, plan(apply_modules=["model.layers.0"]))
+    assert len(list(linear_names(model))) == 6
+    assert "model.layers.0.mlp.gate_proj (no multiple of 16)" in str(low_precision_of(model))
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "words"),
     [
@@ -98,6 +106,11 @@ def test_patterns_choose_layers_and_holders(folder: Path) -> None:
         ({"apply_modules": ["*.qkv"]}, "apply_modules", "match"),
         ({"apply_modules": ["odd"]}, "apply_modules", "multiples of 16"),
         ({"extra_args": {}}, "recipe_name", "a CPU has none"),
+        (
+            {"recipe_name": "mxfp8", "extra_args": {"block_size": 16, "emulate": True}},
+            "extra_args.block_size",
+            "are 32",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_error(folder: Path, changes: dict[str, Any], key: str, words: str) -> None:
