@@ -24,6 +24,7 @@ Examples:
 @click.option("--media-dir", type=click.Path(path_type=Path), help="Where relative media paths of --data start.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Questions at a time.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
+@click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to put beside the weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
     model: Path,
@@ -32,6 +33,7 @@ def command(
     media_dir: Path | None,
     batch_size: int,
     max_new_tokens: int,
+    lora: Path | None,
     as_json: bool,
 ) -> None:
     """Score MODEL, a Hugging Face folder or a run, on rows whose answers are known.
@@ -42,7 +44,7 @@ def command(
     from mindspeed_mm.tasks import evaluate  # torch: the help does without
 
     result = evaluate.run(
-        model, data, out=out, batch_size=batch_size, max_new_tokens=max_new_tokens, media_dir=media_dir
+        model, data, out=out, batch_size=batch_size, max_new_tokens=max_new_tokens, media_dir=media_dir, lora=lora
     )
     if as_json:
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))

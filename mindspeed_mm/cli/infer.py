@@ -19,6 +19,7 @@ EXAMPLES = """
 Examples:
   mm infer runs/digits/hf --image three.png --prompt "Which digit is this?"
   mm infer runs/digits/run --data questions.jsonl --out answers.jsonl
+  mm infer models/Qwen3-VL-2B-Instruct --lora runs/lora/export --image three.png --prompt "Which digit is this?"
   mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
   mm infer models/wan --lora runs/lora/export --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
 """
@@ -26,7 +27,7 @@ Examples:
 LANGUAGE_ONLY = ("data", "max_new_tokens")
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
-    "num_samples", "lora", "nproc",
+    "num_samples", "nproc",
 )  # fmt: skip
 SETTINGS = (
     "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
@@ -70,7 +71,7 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Generators: decides the noise, with prompt and sample.")
 @click.option("--num-samples", type=POSITIVE, help="Generators: samples of each prompt.")
-@click.option("--lora", type=PATH, help="Generators: folder of adapters.")
+@click.option("--lora", type=PATH, help="Folder of adapters to put beside the weights.")
 @click.option("--nproc", type=POSITIVE, default=1, help="Generators: ranks on this host.")
 @click.pass_context
 def command(context: click.Context, /, model: Path, **options: Any) -> int:
@@ -191,7 +192,7 @@ def answer(model: Path, options: dict[str, Any]) -> None:
 
     longest = options["max_new_tokens"]
     if data is None:
-        answer = infer.answer_prompt(model, prompts[0], options["images"], max_new_tokens=longest)
+        answer = infer.answer_prompt(model, prompts[0], options["images"], max_new_tokens=longest, lora=options["lora"])
         click.echo(json.dumps(asdict(answer), ensure_ascii=False) if options["as_json"] else answer.text)
         return
     outcome = infer.run(
@@ -202,6 +203,7 @@ def answer(model: Path, options: dict[str, Any]) -> None:
         max_new_tokens=longest,
         media_dir=options["media_dir"],
         overwrite=options["overwrite"],
+        lora=options["lora"],
     )
     if options["as_json"]:
         click.echo(json.dumps(asdict(outcome), default=str))

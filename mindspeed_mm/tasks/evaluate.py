@@ -13,7 +13,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.answering import answer_all
 from mindspeed_mm.tasks.generation import Answer, load_generator
-from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 from mindspeed_mm.tasks.questions import Question, read_questions
 from mindspeed_mm.tasks.scoring import Score, is_exact_match, score
 
@@ -48,6 +48,7 @@ def run(
     batch_size: int = 64,
     max_new_tokens: int = 512,
     media_dir: Path | None = None,
+    lora: Path | None = None,
 ) -> Evaluation:
     """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
 
@@ -58,17 +59,18 @@ def run(
         batch_size: Questions answered at a time.
         max_new_tokens: Most tokens of an answer.
         media_dir: Where relative media paths start; by default the folder of `data`.
+        lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
 
     Raises:
         MMError: The folder is no model, rows are bad, or `out` cannot be written.
     """
     questions = read_questions(data, needs_answers=True, media_dir=media_dir)
     media_dir = media_dir or data.parent
-    source = resolve_model(model)
+    source = with_adapters(resolve_model(model), lora)
     out = out or (source.run or Path.cwd()) / "eval"
     make_writable_folder(out)
     began = time.monotonic()
-    generator = load_generator(source.folder)
+    generator = load_generator(source.folder, source.lora)
     batches = answer_all(
         generator, questions, MediaLoader(media_dir), max_new_tokens=max_new_tokens, batch_size=batch_size
     )
@@ -123,6 +125,7 @@ def _facts(
 ) -> dict[str, Any]:
     return {
         "model": str(source.folder.absolute()),
+        **({"lora": str(source.lora.absolute())} if source.lora is not None else {}),
         "data": str(data.absolute()),
         "media_dir": str(media_dir.absolute()),
         "max_new_tokens": max_new_tokens,

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from mindspeed_mm.fsdp.utils.device import current_device, set_local_device
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.generator_loading import load_sampler
 from mindspeed_mm.tasks.launcher import launch
-from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 from mindspeed_mm.tasks.sample_folder import Key, SampleFolder
 from mindspeed_mm.tasks.train import load_with_plugins
 
@@ -171,11 +171,7 @@ def resolve_source(model: Path, lora: Path | None) -> ModelSource:
     """
     with one_at_a_time(model) if model.is_dir() else nullcontext():  # other ranks want the same export
         source = resolve_model(model)
-    if lora is None:
-        return source
-    if source.lora is not None:
-        raise UsageError("the run has adapters of its own", where=str(model), key="--lora", way_out="Leave --lora out.")
-    return replace(source, lora=lora)
+    return with_adapters(source, lora)
 
 
 def resolve_request(request: GenerateRequest, arguments: Arguments | None) -> tuple[SamplingArguments, list[Prompt]]:

@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.models.model_folder import check_all_loaded
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.tasks.peft_loading import load_peft
 from mindspeed_mm.tasks.questions import Question, load_images
 
 SORTED_BATCHES = 8
@@ -106,15 +107,21 @@ class Generator:
         return Answer(tuple(kept), text.strip(), finished=end is not None)
 
 
-def load_generator(folder: Path) -> Generator:
+def load_generator(folder: Path, lora: Path | None = None) -> Generator:
     """The model of a Hugging Face folder on this process's device, in the type that its weights are stored in.
 
+    Args:
+        folder: With weights, configuration and processor.
+        lora: Adapters to put beside the weights, as PEFT has them.
+
     Raises:
-        ModelFolderError: Weights, configuration or processor are missing or broken.
+        ModelFolderError: Weights, configuration or processor are missing or broken, or the adapters of another model.
     """
     processor = load_processor(folder)  # first: it makes torchvision importable
     find_entries(folder)  # says what is wrong with weight files in words
     model = _load_model(folder)
+    if lora is not None:
+        model = load_peft(model, lora)
     return Generator(model.to(current_device()), processor)
 
 

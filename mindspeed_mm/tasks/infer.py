@@ -9,7 +9,7 @@ from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.answering import AnswerFile, answer_all
 from mindspeed_mm.tasks.generation import Answer, load_generator
-from mindspeed_mm.tasks.model_source import resolve_model
+from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 from mindspeed_mm.tasks.questions import ask, load_images, read_questions
 
 
@@ -25,8 +25,15 @@ class InferOutcome:
     """Answers that ended at `max_new_tokens`, in the whole file."""
 
 
-def answer_prompt(model: Path, prompt: str, images: tuple[Path, ...] = (), *, max_new_tokens: int = 512) -> Answer:
-    """The answer to one prompt about some pictures.
+def answer_prompt(
+    model: Path,
+    prompt: str,
+    images: tuple[Path, ...] = (),
+    *,
+    max_new_tokens: int = 512,
+    lora: Path | None = None,
+) -> Answer:
+    """The answer to one prompt about some pictures; `lora`: with these adapters.
 
     Raises:
         MMError: The folder is no model, or a picture cannot be read.
@@ -34,7 +41,8 @@ def answer_prompt(model: Path, prompt: str, images: tuple[Path, ...] = (), *, ma
     media = MediaLoader(Path.cwd(), media_roots=[image.absolute().parent for image in images])
     question = ask(prompt, images)
     pictures = load_images(question, media)
-    generator = load_generator(resolve_model(model).folder)
+    source = with_adapters(resolve_model(model), lora)
+    generator = load_generator(source.folder, source.lora)
     return generator.answer_batch([(question, pictures)], max_new_tokens)[0]
 
 
@@ -47,6 +55,7 @@ def run(
     max_new_tokens: int = 512,
     media_dir: Path | None = None,
     overwrite: bool = False,
+    lora: Path | None = None,
 ) -> InferOutcome:
     """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
 
@@ -58,6 +67,7 @@ def run(
         max_new_tokens: Most tokens of an answer.
         media_dir: Where relative media paths start; by default the folder of `data`.
         overwrite: Forget the answers that `out` holds.
+        lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
 
     Raises:
         MMError: The folder is no model, rows are bad, or `out` holds answers of another model or input.
@@ -65,14 +75,14 @@ def run(
     if out.absolute() == data.absolute():
         raise UsageError("--out names the file of questions itself", where=str(out), way_out="Choose another file.")
     questions = read_questions(data, needs_answers=False, media_dir=media_dir)
-    source = resolve_model(model)
+    source = with_adapters(resolve_model(model), lora)
     if overwrite:
         out.unlink(missing_ok=True)
     answers = AnswerFile(out, f"{source.fingerprint()}-{max_new_tokens}")
     missing = answers.missing(questions)
     kept = len(questions) - len(missing)
     if missing:
-        generator, media = load_generator(source.folder), MediaLoader(media_dir or data.parent)
+        generator, media = load_generator(source.folder, source.lora), MediaLoader(media_dir or data.parent)
         for batch in answer_all(generator, missing, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
             answers.append(batch)
     answers.sort()

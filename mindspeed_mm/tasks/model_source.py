@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mindspeed_mm.core.artifacts import sha256_file
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.artifacts import RunFolder, sha256_file
+from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
@@ -16,9 +16,10 @@ from mindspeed_mm.fsdp.checkpoint.diffusers_folder import TRANSFORMER
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
-from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS
+from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.tasks import export
 from mindspeed_mm.tasks.export_source import noted_model
+from mindspeed_mm.tasks.train import load_with_plugins
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
 EXPORTED = "exported"
@@ -34,7 +35,7 @@ class ModelSource:
     transformer: Path | None = None
     """Of a generator: the folder of the trained transformer, to be used instead of `folder / "transformer"`."""
     lora: Path | None = None
-    """Of a generator: the folder of the trained adapters, for the pipeline's `load_lora_weights`."""
+    """A folder of adapters to be put beside the weights."""
 
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits that change when the files do (names, sizes, times of change)."""
@@ -71,7 +72,8 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
         raise ModelFolderError(
             "holds adapters and no model",
             where=str(path),
-            way_out="Name the run that they come from, or write the merged model with mm export --merge.",
+            way_out="Name the run that they come from; or their base, with --lora; or write the merged model with mm "
+            "export --merge, mm merge.",
         )
     run = path if kind == "run" else path.absolute().parent
     base = noted_model(run)
@@ -82,6 +84,30 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     if (exported / DIFFUSERS_WEIGHTS).is_file():
         return ModelSource(base, run, lora=exported)
     return ModelSource(base, run, transformer=exported / TRANSFORMER)
+
+
+def with_adapters(source: ModelSource, lora: Path | None) -> ModelSource:
+    """The source with adapters beside its weights: those that are named, else those of the run's `inference.adapter`.
+
+    Raises:
+        UsageError: The run, a generator's, has adapters of its own.
+        ModelFolderError: There are none in the folder.
+    """
+    key = "--lora" if lora is not None else "inference.adapter"
+    chosen = lora or _noted_adapter(source.run)
+    if chosen is None:
+        return source
+    if source.lora is not None:
+        raise UsageError("the run has adapters of its own", where=str(source.run), key=key, way_out="Leave it out.")
+    AdapterFile.find(chosen, key)
+    return replace(source, lora=chosen)
+
+
+def _noted_adapter(run: Path | None) -> Path | None:
+    if run is None or not (resolved := RunFolder(run).resolved).exists():
+        return None
+    adapter = load_with_plugins(resolved).arguments.inference.adapter
+    return Path(adapter) if adapter is not None else None
 
 
 def _exported(source: Path, run: Path, weights: Weights | None, *, is_generator: bool) -> Path:

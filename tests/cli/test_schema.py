@@ -24,7 +24,7 @@ def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_says_what_this_version_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["schema", "training.lora.use_dora"])
+    run(["schema", "data.dataset_param.attr.ranking"])
     assert "This version takes only false." in capsys.readouterr().out
 
 

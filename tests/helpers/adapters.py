@@ -20,8 +20,8 @@ def adapted_model(folder: Path, *, dtype: torch.dtype | None = None, random: boo
     targets = model._mm_adapter.lora_targets if hasattr(model, "_mm_adapter") else ()
     section = LoraArguments.model_validate({"enable": True, "rank": 4, "alpha": 12, **lora})
     apply_lora(model, section, default_targets=targets, param_dtype=dtype)
-    ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
-    initialize_lora(model, section, 7)
+    loaded = ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
+    initialize_lora(model, section, 7, folder=loaded.folder)
     if random:
         move_trained(model)
     return model.eval()

@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.models.lora_experts import adapt_experts
 from mindspeed_mm.fsdp.models.lora_files import load_adapters
 from mindspeed_mm.fsdp.models.lora_first_values import check_rank, set_first_values, take_from_base
 from mindspeed_mm.fsdp.models.lora_frozen import inject_frozen, load_frozen
-from mindspeed_mm.fsdp.models.lora_injection import inject, peft_names
+from mindspeed_mm.fsdp.models.lora_injection import inject, peft_names, shortest_ends
 from mindspeed_mm.fsdp.models.lora_names import LoraReport, is_adapter_weight, lora_of
 from mindspeed_mm.fsdp.models.lora_targets import LoraTargets, is_below, resolve_targets
 from mindspeed_mm.fsdp.models.quantized_linear import quantize_linears
@@ -55,6 +55,7 @@ def apply_lora(
     _check_kind(lora, targets)
     check_rank(lora.init_lora_weights, {n: model.get_submodule(n).weight.shape for n in targets.layers}, lora.rank)  # type: ignore[misc, union-attr]
     names = [name for name, _ in model.named_modules() if name]
+    parameter_names = [name for name, _ in model.named_parameters()]
     frozen = inject_frozen(model, lora.frozen_adapters)
     inject(model, lora, targets)
     adapt_experts(model)
@@ -71,7 +72,7 @@ def apply_lora(
         targets=tuple(targets.layers),
         peft_targets=peft_names(targets.layers, names),
         parameters_targeted=tuple(targets.parameters),
-        peft_parameters=tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in targets.parameters)),
+        peft_parameters=_ends_of(targets.parameters, parameter_names),
         strengths=targets.strengths,
         use_dora=lora.use_dora,
         modules_to_save=tuple(targets.whole),
@@ -125,6 +126,11 @@ def _check_kind(lora: LoraArguments, targets: LoraTargets) -> None:
         )
     if problems:
         raise ConfigError("adapters on fused experts cannot have all that linear layers can", problems=problems)
+
+
+def _ends_of(parameters: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """For PEFT, with the module's name: it is read off them which modules hold experts."""
+    return (shortest_ends(parameters, names, least=2) or tuple(parameters)) if parameters else ()
 
 
 def _trained_names(model: nn.Module, whole: Sequence[str]) -> Iterator[str]:

@@ -84,17 +84,24 @@ def expression_of(names: Sequence[str]) -> str | list[str]:
 
 
 def peft_names(targets: Sequence[str], names: Sequence[str]) -> tuple[str, ...] | str:
-    """The shortest ends of names that stand for the targets and for nothing else; an expression where a target's whole
-    name is the end of another one.
+    """What stands for just these modules in a configuration of PEFT: the shortest ends of their names; an expression
+    where a target's whole name is the end of another one.
 
     Args:
         targets: Names of modules.
         names: Those of all modules.
     """
-    longest = max((name.count(".") for name in targets), default=-1) + 1
-    for parts in range(1, longest + 1):
+    found = shortest_ends(targets, names) if targets else ()
+    return found if found is not None else "|".join(re.escape(name) for name in targets)
+
+
+def shortest_ends(targets: Sequence[str], names: Sequence[str], least: int = 1) -> tuple[str, ...] | None:
+    """Ends of names, of at least so many parts, that stand for the targets and for nothing else; None where a target's
+    whole name is the end of another one."""
+    longest = max(name.count(".") for name in targets) + 1
+    for parts in range(least, longest + 1):
         ends = {".".join(name.split(".")[-parts:]) for name in targets}
         suffixes = tuple(f".{end}" for end in ends)
         if {name for name in names if name in ends or name.endswith(suffixes)} == set(targets):
             return tuple(sorted(ends))
-    return "|".join(re.escape(name) for name in targets) if targets else ()
+    return None

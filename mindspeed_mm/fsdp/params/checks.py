@@ -9,12 +9,15 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
-from mindspeed_mm.fsdp.params.memory_checks import memory_problems
+from mindspeed_mm.fsdp.params.lora_checks import lora_problems
 from mindspeed_mm.fsdp.params.loss_checks import loss_problems
+from mindspeed_mm.fsdp.params.memory_checks import memory_problems
+from mindspeed_mm.fsdp.params.multi_token_checks import multi_token_problems
 from mindspeed_mm.fsdp.params.optimizer_checks import optimizer_problems
 from mindspeed_mm.fsdp.params.pipeline_checks import pipeline_problems
 from mindspeed_mm.fsdp.params.speed_checks import speed_problems
 from mindspeed_mm.fsdp.params.tools_checks import tools_problems
+from mindspeed_mm.fsdp.params.speed_checks import speed_problems
 from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features, value_at
 
 __all__ = ["check_cross_section", "unbuilt_features"]
@@ -173,7 +176,9 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _recompute_is_given_once,
     speed_problems,
     pipeline_problems,
-    memory_problems,
-    optimizer_problems,
+    lora_problems,
     loss_problems,
+    optimizer_problems,
+    memory_problems,
+    multi_token_problems,
 )

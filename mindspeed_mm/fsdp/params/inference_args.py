@@ -45,7 +45,7 @@ class InferenceArguments(Section):
     plugin: Names = ()
     """Packages to import first."""
     adapter: PathText | None = None
-    """Folder of adapters."""
+    """Folder of adapters that `mm infer` and `mm evaluate` of the run put beside its weights; their `--lora` wins."""
     processor_path: PathText | None = None
     """Folder of the processor; null: `load`."""
     enable_thinking: Flag = False

@@ -22,18 +22,11 @@ _OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
 """Keys that data sets of conversations act on, and those of generators do not."""
 
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
-    "model.mtp_num_layers": (0,),
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
     **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},
     **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
-    "training.load_rank0_and_broadcast": (False,),
-    "training.lora.init_lora_weights": (True, False, "gaussian"),
-    "training.lora.disable_peft_moe_conversion": (True,),
-    "training.lora.use_dora": (False,),
-    "training.lora.quantize": (None,),
-    "inference.adapter": (None,),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 

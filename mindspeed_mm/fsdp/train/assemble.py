@@ -230,9 +230,10 @@ def fill(
         buffer_device=device,
         allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
         allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
+        from_first_rank=training.load_rank0_and_broadcast,
     )
-    if training.lora.enable and load_weights:
-        initialize_lora(model, training.lora, training.seed)
+    if training.lora.enable:
+        initialize_lora(model, training.lora, training.seed, fresh=load_weights, folder=loaded.folder)
     return loaded
 
 

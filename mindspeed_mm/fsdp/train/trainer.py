@@ -36,14 +36,14 @@ from mindspeed_mm.fsdp.distributed.launch import (
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
-from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, build_objective
-from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
+from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.train.adapter_start import adapter_start_hooks
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.failures import PeersLost, ending_of, explained, has_lost_peers
 from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward, PlainForwardBackward, PregatheredForwardBackward
@@ -51,9 +51,10 @@ from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
 from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, ValidationHook
 from mindspeed_mm.fsdp.train.introduction import global_batch, introduce
-from mindspeed_mm.fsdp.train.memory_advice import memory_report
 from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
 from mindspeed_mm.fsdp.train.log_hook import LogHook
+from mindspeed_mm.fsdp.train.memory_advice import memory_report
+from mindspeed_mm.fsdp.train.objective import build_language_objective
 from mindspeed_mm.fsdp.train.pipeline_forward_backward import PipelineForwardBackward
 from mindspeed_mm.fsdp.train.profile_hooks import build_profile_hooks
 from mindspeed_mm.fsdp.train.progress import Progress
@@ -167,7 +168,9 @@ class Trainer:
             loader.learn_bad_samples({} if self.options.accept_data_change else state.get("bad_samples", {}))
         objective = self._build_objective(assembled, train_set, validation_set)
         engine = self._build_engine(assembled, objective, optimizer, ema, total_steps, state)
-        engine.hooks = [*self._build_hooks(assembled, record, resume, loader, validation_set), *self.hooks]
+        fresh, rows = resume.checkpoint is None, partial(self._validation_loader, train_set)
+        starts = adapter_start_hooks(self.arguments, fresh, rows, self.progress.note)
+        engine.hooks = [*starts, *self._build_hooks(assembled, record, resume, loader, validation_set), *self.hooks]
         introduce(self.progress.note, self.config, assembled, loader, engine, self.state)
         if self.options.dry_run:
             self.progress.note("dry run: everything was built, nothing was run")
@@ -290,13 +293,7 @@ class Trainer:
         if assembled.adapter is not None:
             self.generator = GeneratorParts(assembled.adapter, self.arguments, self.device)
             return self.generator.build_objective(*datasets)
-        loss_type = self.arguments.features.loss_cfg.loss_type
-        objective = build_objective(loss_type, assembled.model, assembled.head)
-        if isinstance(objective, ModelLoss) and not objective.sums_tokens:
-            self.progress.note("the model returns a mean loss of its own: it is averaged over micro-batches")
-        if coefficient := self.arguments.features.loss_cfg.router_aux_loss_coef:
-            return WithRouterAux(objective, assembled.model, coefficient, self.state.token_groups())
-        return objective
+        return build_language_objective(self.arguments, assembled, self.state, self.progress.note)
 
     def _build_engine(
         self,

@@ -123,18 +123,3 @@ def test_using_a_feature_that_is_not_built_is_one_error_that_names_the_key(key: 
     (problem,) = unbuilt_features(arguments({key: value}))
     assert problem.key == key
     assert "This version takes" in problem.way_out
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("init_lora_weights", kind) for kind in ("pissa", "pissa_niter_4", "olora", "eva", "corda", "loftq")),
-        ("use_dora", True),
-        ("quantize", "nf4"),
-        ("disable_peft_moe_conversion", False),
-    ],
-)
-def test_kinds_of_adapters_that_are_not_built_are_named(key: str, value: Any) -> None:
-    (problem,) = unbuilt_features(arguments({"training.lora": {"enable": True, key: value}}))
-    assert problem.key == f"training.lora.{key}"
-    assert str(value).lower() in problem.what
