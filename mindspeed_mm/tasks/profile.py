@@ -72,7 +72,7 @@ def run_config(
         if nproc > 1:
             code = train.run_ranks(nproc, config, [*overrides, *own], ["--steps", str(end - 1)])
         else:
-            code = train.run(config, [*overrides, *own], steps=end - 1).exit_code
+            code = train.run(config, [*overrides, *own], steps=end - 1, progress_to_stderr=True).exit_code
     if code != ExitCode.OK:
         return Profiled([], None, code)
     return Profiled(find_traces(out), analyse(out), code)
