@@ -1,5 +1,6 @@
 """What an accelerator gives: bf16 training steps of a language model at 0.5 to 2 B parameters and of a Wan2.1-shaped
-video generator at 1.3 B, parity with the CPU, mechanisms of parallel plans on one device, and the digits job.
+video generator at 1.3 B, parity with the CPU, mechanisms of parallel plans on one device, the digits job, and what
+compiling, fused kernels and 8-bit products add.
 
 Each part is a process of its own with a time limit: one that fails is written down as failed, and the others go on.
 `benchmarks/accelerator.sh` starts it where the project is not installed.
@@ -15,17 +16,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
 from benchmarks.accelerator_sizes import ATTEMPTS, CLIPS, TINY, TINY_CLIPS, Attempt, Clip
+from benchmarks.accelerator_speed import Sections, speed_figures, variants
 from benchmarks.digits import Workload, prepare
 from benchmarks.figures import Figure, table
 from benchmarks.machine import ROOT, write_result
 
 LIMIT_S = 560.0
-PARTS = ("step", "generator", "parity", "mechanisms", "job")
+PARTS = ("step", "generator", "parity", "mechanisms", "job", "speed")
 """The ones that say most come first."""
 LEAST_S = 25.0
 """A part is not begun with less time left."""
@@ -87,6 +90,19 @@ class Session:
                 if self._left_s() < LEAST_S:
                     break
         return {"error": "no size ran", "attempts_before": failures}
+
+    def speed(self) -> dict[str, Any]:
+        """The smallest size with each of the settings that make a step faster."""
+        attempt = self._attempts()[-1]
+
+        def step(name: str, sections: Sections) -> dict[str, Any]:
+            folder = self.work / f"speed-{name.replace(' ', '-')}"
+            words = [attempt.to_json(), str(folder), str(self.peak_tflops or ""), json.dumps(sections)]
+            return self._module("benchmarks.accelerator_step", *words, limit_s=150).last_json()
+
+        return {
+            name: self._guarded(partial(step, name, sections)) for name, sections in variants(tiny=self.tiny).items()
+        }
 
     def generator(self) -> dict[str, Any]:
         """A Wan2.1-shaped step with and without recompute, each beside a bare diffusers loop on the same clip."""
@@ -207,6 +223,7 @@ def figures(result: dict[str, Any]) -> list[Figure]:
         "parity": parity_figures,
         "mechanisms": mechanism_figures,
         "job": job_figures,
+        "speed": speed_figures,
     }
     return [figure for part, of_part in shown.items() if part in result for figure in of_part(result[part])]
 

@@ -1,6 +1,6 @@
 """A bf16 training step of our own engine: fp32 masters, random weights, random tokens, clipping and fused AdamW in it.
 
-`python -m benchmarks.accelerator_step ATTEMPT FOLDER [PEAK_TFLOPS]` prints one JSON line.
+`python -m benchmarks.accelerator_step ATTEMPT FOLDER [PEAK_TFLOPS [SECTIONS]]` prints one JSON line.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CONVENTION = (
 )
 
 
-def main(attempt: Attempt, folder: Path, peak: float | None) -> None:
-    """Build, warm up, measure, print."""
+def main(attempt: Attempt, folder: Path, peak: float | None, sections: dict[str, Any]) -> None:
+    """Build, warm up, measure, print. `sections` are laid over the configuration."""
     began = time.perf_counter()
     write_model_folder(attempt, folder)
-    engine = build_engine(arguments(attempt, folder), attempt.warm_up_steps + attempt.measured_steps)
+    engine = build_engine(arguments(attempt, folder, sections), attempt.warm_up_steps + attempt.measured_steps)
     ready_s = time.perf_counter() - began
     multiplied = sum(p.numel() for p in engine.model.parameters())
     losses = [engine.train_step(batches(attempt, step)).loss for step in range(attempt.warm_up_steps)]
@@ -94,19 +94,20 @@ def write_model_folder(attempt: Attempt, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def arguments(attempt: Attempt, folder: Path) -> Arguments:
+def arguments(attempt: Attempt, folder: Path, sections: dict[str, Any]) -> Arguments:
     """As a YAML would say it."""
-    return Arguments.model_validate(
-        {
-            "model": {"model_name_or_path": str(folder), "train_from_scratch": True},
-            "parallel": {"fsdp_plan": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
-            "training": {
-                "lr": 1e-4,
-                "micro_batch_size": attempt.rows,
-                "gradient_accumulation_steps": attempt.micro_batches,
-            },
-        }
-    )
+    tree: dict[str, Any] = {
+        "model": {"model_name_or_path": str(folder), "train_from_scratch": True},
+        "parallel": {"fsdp_plan": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
+        "training": {
+            "lr": 1e-4,
+            "micro_batch_size": attempt.rows,
+            "gradient_accumulation_steps": attempt.micro_batches,
+        },
+    }
+    for name, content in sections.items():
+        tree.setdefault(name, {}).update(content)
+    return Arguments.model_validate(tree)
 
 
 def batches(attempt: Attempt, step: int) -> list[Batch]:
@@ -158,6 +159,10 @@ def matrix_product_tflops(device: torch.device, size: int = 8192, repeats: int =
 
 
 if __name__ == "__main__":
+    peak = sys.argv[3] if sys.argv[3:] else ""
     main(
-        Attempt.from_json(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]) if sys.argv[3:] and sys.argv[3] else None
+        Attempt.from_json(sys.argv[1]),
+        Path(sys.argv[2]),
+        float(peak) if peak else None,
+        json.loads(sys.argv[4]) if sys.argv[4:] else {},
     )
