@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.tools.flops_tool.imagined import Sample
 
 
-_UNSAID = ("cut patches", "samples")
+_UNSAID = ("cut patches", "samples", "passes")
 """Sequences that say nothing which others do not say."""
 
 

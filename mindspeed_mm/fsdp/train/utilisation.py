@@ -45,7 +45,7 @@ class Utilisation:
         if told is not None:
             return cls(count_step(model, arguments), devices, told, "tools.peak_tflops")
         precision = arithmetic(arguments)
-        device = get_torch_device().get_device_name() if get_device_type() != "cpu" else "a CPU"
+        device = device_name()
         return cls(
             count_step(model, arguments), devices, peak_tflops(device, precision), f"{device}, {precision} dense"
         )
@@ -63,7 +63,7 @@ class Utilisation:
             seconds: Of all of them.
         """
         found = list(steps)
-        if self.count is None or not all(found):
+        if not any(sum(step.values()) for step in found):  # nobody counts, or batches are of no kind that is known
             return {}
         each_s = {name: sum(step[name] for step in found) / seconds / self.devices / 1e12 for name in found[0]}
         achieved = {
@@ -86,6 +86,14 @@ class Utilisation:
             f"MFU of {self.devices} × {self.peak_tflops:g} TFLOP/s ({self.peak_source}), attention by the pairs "
             f"that its mask leaves; mfu_full in metrics.jsonl: by all pairs{missing}"
         )
+
+
+def device_name() -> str:
+    """What this process's device calls itself."""
+    if get_device_type() == "cpu":
+        return "a CPU"
+    ask = getattr(get_torch_device(), "get_device_name", None)
+    return str(ask()) if ask is not None else get_device_type()
 
 
 def count_step(model: nn.Module, arguments: Arguments) -> FlopCount | None:

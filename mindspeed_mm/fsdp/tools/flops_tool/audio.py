@@ -42,7 +42,8 @@ class SoundLengths:
         left, bins = config.num_mel_bins, []
         for _, conv in convolutions:
             if isinstance(conv, nn.Conv2d):
-                left = (left + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
+                padding = 0 if isinstance(conv.padding, str) else int(conv.padding[0])
+                left = (left + 2 * padding - conv.kernel_size[0]) // conv.stride[0] + 1
             bins.append(left if isinstance(conv, nn.Conv2d) else 1)
         return cls(
             strides=tuple(conv.stride[-1] for _, conv in convolutions),

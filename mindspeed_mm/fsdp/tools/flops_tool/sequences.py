@@ -13,6 +13,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.patterns import compile_pattern
+from mindspeed_mm.fsdp.models.construction import is_transformers
 from mindspeed_mm.fsdp.models.multi_token import NAME as FURTHER_TOKENS
 from mindspeed_mm.fsdp.models.towers import find_towers
 from mindspeed_mm.fsdp.tools.flops_tool import units
@@ -63,8 +64,8 @@ def find_sequences(model: nn.Module, head: str, *, head_on_labels: bool) -> Sequ
     adapter = getattr(model, "_mm_adapter", None)
     if adapter is not None:
         return _of_generator(adapter) if adapter.streams else None
-    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
-        return None
+    if not is_transformers(type(model)):
+        return None  # a plugin's own forward: nobody here knows what it calls with what
     if getattr(model.config, "is_encoder_decoder", False):
         return _of_encoder_decoder(model, head, head_on_labels=head_on_labels)
     return _of_decoder(model, head, head_on_labels=head_on_labels)
@@ -134,8 +135,8 @@ def _of_decoder(model: Any, head: str, *, head_on_labels: bool) -> Sequences:
 
 
 def _of_encoder_decoder(model: Any, head: str, *, head_on_labels: bool) -> Sequences:
-    encoder = next(name for name, module in model.named_modules() if module is model.get_encoder())
-    sound = SoundLengths.of(model.get_submodule(encoder))
+    encoder = next((name for name, module in model.named_modules() if module is model.get_encoder()), "encoder")
+    sound = SoundLengths.of(model.get_encoder())
     own = units.SOUND if sound is not None else "source"
 
     def of(name: str) -> str:
