@@ -5,6 +5,7 @@ logits, alone and under every plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,10 @@ from mindspeed_mm.fsdp.loss.sliced_head import Question, SlicedHead
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
-from tests.helpers.plan_matrix import FAMILIES, ONE_F_ONE_B, PP, RING, TP, ULYSSES, ZBV
+from tests.helpers.plan_matrix import FAMILIES, FP64, LAYERS, ONE_F_ONE_B, PP, RING, TP, ULYSSES, ZBV
 from tests.helpers.planned_steps import overrides, train_steps
+from tests.helpers.tiny_models import make_tiny_qwen3
+from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 TOLERANCE = 1e-11
 OFFLOAD = "features.loss_cfg.router_aux_loss_offload=true"
@@ -41,6 +44,10 @@ PLANS: Mapping[str, tuple[str, int, int, list[str]]] = {  # name → (family, ra
         "text", 1, 2, [*SLICES, "features.recompute=true", "features.recompute_plan.apply_modules=[lm_head]"]
     ),
     "fsdp2": ("vlm", 2, 2, [*SLICES, Z_LOSS]),
+    "fsdp2, adapter on the head": ("text", 2, 2, [*SLICES, Z_LOSS, *LORA]),
+    "tied, fsdp2": ("tied", 2, 2, [*SLICES, Z_LOSS]),
+    "tied, tp2": ("tied", 2, 1, [*DYNAMIC, TP]),
+    "tied, pp2": ("tied", 2, 4, [*SLICES, PP, ONE_F_ONE_B]),
     "tp2": ("text", 2, 1, [*SLICES, Z_LOSS, TP]),
     "tp2, z-loss of whole rows": ("text", 2, 1, [Z_LOSS, TP]),
     "tp2, adapter on the head": ("text", 2, 1, [*SLICES, Z_LOSS, TP, *LORA]),
@@ -67,15 +74,23 @@ def one_row_lost() -> Any:
     return mock.patch.object(sliced_head.SlicedHead, "_sums", sums)
 
 
+def make_tied(folder: Path) -> Path:
+    """Embedding and head are one weight."""
+    make_tiny_qwen3(folder / "model", tie=True, **LAYERS)
+    make_rows(folder, images=(0,))
+    return make_tiny_run(folder, **FP64)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(family, what is trained, accumulation) → YAML and the steps of one process from whole logits."""
     made: dict[Any, Any] = {}
+    makers = {"tied": make_tied} | {name: family.make for name, family in FAMILIES.items()}
 
     def of(family: str, words: list[str]) -> tuple[str, Any]:
         plain = tuple(word for word in words if is_of_the_loss(word))
         if family not in made:
-            made[family] = str(FAMILIES[family].make(tmp_path_factory.mktemp(family.replace(" ", "_"))))
+            made[family] = str(makers[family](tmp_path_factory.mktemp(family.replace(" ", "_"))))
         if (family, plain) not in made:
             made[family, plain] = steps(made[family], overrides(1, 2, *plain))
         return made[family], made[family, plain]
@@ -99,7 +114,7 @@ def measured(yaml: str, ranks: int, words: list[str], fault: bool = False) -> An
 def test_slices_equal_whole_logits(whole: Any, name: str) -> None:
     family, ranks, accumulation, words = PLANS[name]
     yaml, expected = whole(family, words)
-    data_ranks = ranks if name == "fsdp2" else 1
+    data_ranks = ranks if "fsdp2" in name else 1
     for record in measured(yaml, ranks, overrides(data_ranks, accumulation, *words)):
         compare_steps(expected, record, TOLERANCE)
 
