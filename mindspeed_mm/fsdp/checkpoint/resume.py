@@ -67,6 +67,7 @@ NOTED_KEYS = (
     "data.dataset_param.basic_parameters.max_bad_fraction",
     "data.dataset_param.basic_parameters.on_bad_sample",
     "features.loss_cfg.router_aux_loss_coef",
+    "features.loss_cfg.z_loss_coef",
     "model.*_implementation",
     "parallel.fsdp_plan.*_dtype",
     "training.adam_beta*",
