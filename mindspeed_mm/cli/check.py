@@ -34,7 +34,8 @@ def command(
     """Find what is wrong with CONFIG before training, each finding with its remedy.
 
     In this order: the configuration, plugins, paths, module patterns against the model (built without weights), first
-    samples, batch keys against the model's forward. OVERRIDES are section.key=value, each parsed as YAML.
+    samples, batch keys against the model's forward, the memory that the first batch will take (with --nproc on a rank
+    of so many). OVERRIDES are section.key=value, each parsed as YAML.
     """
     result = task.run(config, overrides, config_only=config_only, nproc=nproc)
     click.echo(_as_json(result) if as_json else _as_text(result))
@@ -55,6 +56,7 @@ def _as_text(result: task.CheckResult) -> str:
     lines += [f"  warning: {warning}" for warning in result.warnings]
     if result.unchecked:
         lines.append(f"  not checked, a plugin's own keys: {', '.join(result.unchecked)}")
+    lines += [f"  {line}" for line in result.memory]
     if result.passed:
         lines.append(f"  passed: {', '.join(result.passed)}")
     lines += [f"  skipped: {stage}, which needs {need}" for stage, need in result.skipped.items()]

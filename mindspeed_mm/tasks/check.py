@@ -49,6 +49,11 @@ class CheckResult:
     unchecked: list[str] = field(default_factory=list)
     """Keys that only a plugin can judge that was not imported."""
 
+    memory: list[str] = field(default_factory=list)
+    """What a rank would hold with the first batch, in lines."""
+    predicted_memory: dict[str, object] = field(default_factory=dict)
+    """The same for machines, in bytes."""
+
     @property
     def exit_code(self) -> int:
         """That of the first finding: what a run would have ended with."""
@@ -78,6 +83,7 @@ def run(
         check.attempt("first samples", check.first_samples, needs="plugins")
         check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
         check.attempt("samples", check.samples, needs="module patterns")
+        check.attempt("memory", check.memory, needs=("features", "batch keys"))
     return check.result
 
 
@@ -280,6 +286,14 @@ class _Check:
         from mindspeed_mm.fsdp.train.sampling import check_sampling
 
         check_sampling(self.adapter, training.sampling, training.save)
+
+    def memory(self) -> None:
+        """What a rank would hold with the first batch; a warning where the device has less."""
+        from mindspeed_mm.tasks.memory_stage import predict
+
+        lines, record, warnings = predict(self.config.arguments, self.batch, self.nproc or 1)
+        self.result.memory, self.result.predicted_memory = lines, record
+        self.result.warnings += warnings
 
 
 def check_plans(model: Any, arguments: Arguments) -> None:

@@ -6,6 +6,7 @@ Nothing is loaded, nothing runs on a device, and no process group is needed: any
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.features.apply_features import OFFLOAD_MODULES, FeaturesApplier
 from mindspeed_mm.fsdp.features.memory.selection import select_modules
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
@@ -29,6 +31,11 @@ from mindspeed_mm.fsdp.train.assemble import Assembled, build_model, is_generato
 from mindspeed_mm.fsdp.train.objective import build_language_objective
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+_TEXT_WIDTH = 4096
+"""Of the text features of both families, where the folder does not say."""
+_IMAGE_TOKENS = 257
+"""Of CLIP's vision encoder, which i2v models see their first frame through."""
 
 
 def forecast(
@@ -50,7 +57,11 @@ def forecast(
     model = assembled.model
     objective = _objective(assembled, arguments)
     is_prepared = any(key.startswith("_") for key in batch)
-    return predict_memory(
+    notes = []
+    if "pixels" in batch and not is_prepared:
+        batch = features_of(batch, assembled.adapter)
+        notes = ["the encoders of raw media, which stay loaded beside the model"]
+    prediction = predict_memory(
         arguments,
         model,
         assembled.spec,
@@ -61,6 +72,24 @@ def forecast(
         casts_inputs=not is_generator(model),
         offloaded=_offloaded(assembled, arguments),
     )
+    return replace(prediction, approximations=(*prediction.approximations, *notes))
+
+
+def features_of(batch: Batch, adapter: Any) -> Batch:
+    """What encoders would make of raw media, in shape: latents, features of the caption and of the condition."""
+    rows, _, *sides = batch["pixels"].shape
+    latents = torch.zeros(rows, *adapter.geometry.latent_shape(MediaSize(*sides)))
+    config = adapter.transformer_config
+    width = config.get("joint_attention_dim") or config.get("text_dim") or _TEXT_WIDTH
+    made: Batch = {"latents": latents, "prompt_embeds": torch.zeros(rows, adapter.text_tokens, width)}
+    if "joint_attention_dim" in config:
+        made["pooled_prompt_embeds"] = torch.zeros(rows, config.get("pooled_projection_dim", 768))
+    if adapter.task == "i2v":
+        made["condition_latents"] = torch.zeros_like(latents)
+        if config.get("image_dim"):
+            made["image_embeds"] = torch.zeros(rows, _IMAGE_TOKENS, config["image_dim"])
+    kept = {key: value for key, value in batch.items() if key not in ("pixels", "captions")}
+    return kept | made
 
 
 def _as_simulated(arguments: Arguments) -> Arguments:

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.models.spec import ModelSpec
 from mindspeed_mm.fsdp.optimizer.matrices import matrices
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.tools.memory_model.approximation import NOTE, linear_activations
 from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUnit
 from mindspeed_mm.fsdp.tools.memory_model.ledger import (
     ACTIVATIONS,
@@ -124,8 +125,14 @@ class MemoryPrediction:
         sizes: Counter[str] = Counter()
         for label, size in self.at_peak.items():
             if label.category in (ACTIVATIONS, RECOMPUTED, TEMPORARY):
-                sizes[label.module or "loss and others"] += size
+                sizes[_shortened(label.module)] += size
         return dict(sizes.most_common())
+
+
+def _shortened(module: str) -> str:
+    """`model.layers.{*}.mlp.act_fn` → `model.layers.{*}.mlp`."""
+    before, repeated, behind = module.rpartition(".{*}.")
+    return f"{before}{repeated}{behind.partition('.')[0]}" or "loss and others"
 
 
 def predict_memory(
@@ -163,7 +170,10 @@ def predict_memory(
     static = static_part(units, state, averages=training.ema.enable)
     simulated = _Step(arguments, model, units, device_type)
     simulated.spread(spec, sizes, stages)
-    kept = simulated.run(batch, loss, casts_inputs=casts_inputs, offloaded=offloaded)
+    try:
+        kept = simulated.run(batch, loss, casts_inputs=casts_inputs, offloaded=offloaded)
+    except (RuntimeError, NotImplementedError, TypeError, IndexError):  # the model's code looks at what is not there
+        kept = simulated.approximate(batch)
     simulated.optimize(step_bytes(trained, training, device_type))
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     on_host = _host_bytes(static, arguments, device_type)
@@ -188,6 +198,7 @@ class _Step:
         self.approximations: list[str] = []
         self._arguments, self._model = arguments, model
         self._is_host = device_type == "cpu"
+        self._gradients = sum(parameter.bytes for parameter in trained_of(units))
         self._simulation = Simulation(self.ledger)
         self._compute, self._reduce = precision(arguments)
         held = {parameter.name: (parameter, unit.shards) for unit in units for parameter in unit.parameters}
@@ -204,9 +215,8 @@ class _Step:
 
     def spread(self, spec: ModelSpec, sizes: ParallelSizes, stages: StagePlan | None) -> None:
         """Simulated is the whole model on whole sequences: a rank has a share of that."""
-        scale = 1.0
+        of_blocks = of_others = 1 / sizes.cp
         if sizes.cp > 1:
-            scale /= sizes.cp
             self.approximations.append("keys and values that ranks exchange; activations are divided evenly")
         if sizes.ep > 1:
             self.approximations.append("uneven loads of experts and buffers of tokens on their way")
@@ -215,9 +225,12 @@ class _Step:
         if stages is not None:
             own = sum(stages.rank_of(stages.owner(block)) == 0 for block in spec.blocks)
             flying = min(sizes.pp, self._arguments.training.gradient_accumulation_steps)
-            scale *= flying * own / max(len(spec.blocks), 1)
-            self.approximations.append(f"ranks other than the first, which has {flying} micro-batches under way")
-        self._simulation.scale = scale
+            of_blocks *= flying * own / max(len(spec.blocks), 1)
+            self.approximations.append(
+                f"what tells ranks apart: counted are the first rank's layers with {flying} micro-batches, and a loss"
+            )
+        blocks = tuple({pattern_of(block) for block in spec.blocks})
+        self._simulation.share_of = lambda module: of_blocks if module.startswith(blocks) else of_others
 
     def _sharded(self, unit: HeldUnit) -> ShardedUnit:
         plan = self._arguments.parallel.fsdp_plan
@@ -265,6 +278,18 @@ class _Step:
                     value.backward()  # type: ignore[no-untyped-call]
                 self._gathering.finish()
                 del own, value
+        return kept
+
+    def approximate(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """Instead of `run`: what linear layers keep, and all gradients. Returns the activations by module."""
+        self.ledger = Ledger()
+        self.approximations.append(NOTE)
+        kept = linear_activations(self._model, batch, self._compute or torch.float32)
+        for phase, sizes in (("forward", kept), ("backward", {"": self._gradients})):
+            self.ledger.begin(phase)
+            category = ACTIVATIONS if phase == "forward" else GRADIENTS
+            for module, size in sizes.items():
+                self.ledger.take(Label(category, module), size)
         return kept
 
     def optimize(self, size: int) -> None:

@@ -10,8 +10,10 @@ _MOST_MODULES = 4
 
 
 def in_units(size: int) -> str:
-    """Bytes as GiB, or as MiB where that reads better."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    """Bytes as GiB, MiB or KiB."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def table(prediction: MemoryPrediction) -> list[str]:

@@ -40,8 +40,8 @@ class Simulation(TorchDispatchMode):
         """Patterns of the modules whose forward is running, the innermost last."""
         self.category = ACTIVATIONS
         """Of what is taken now."""
-        self.scale = 1.0
-        """Share of what is simulated that a rank takes."""
+        self.share_of: Callable[[str], float] = lambda module: 1.0
+        """Pattern of a module → share of what it takes in the simulation that a rank takes."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries: dict[int, tuple[weakref.ref[Any], int | None]] = {}
 
@@ -150,7 +150,7 @@ class Simulation(TorchDispatchMode):
             module = self.modules[-1] if self.modules else ""
             # A module whose forward runs in the backward pass is computed again.
             category = RECOMPUTED if module and self.category == TEMPORARY else self.category
-            size = round(storage.nbytes() * self.scale)
+            size = round(storage.nbytes() * self.share_of(module))
             self._remember(storage, self.ledger.take(label or Label(category, module), size))
 
     def _remember(self, storage: torch.UntypedStorage, entry: int | None) -> None:

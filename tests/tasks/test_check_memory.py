@@ -1,0 +1,73 @@
+"""The memory stage of `mm check`: shipped examples, any number of ranks, memory that does not suffice."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from click.testing import CliRunner
+
+from mindspeed_mm.cli.check import command
+from mindspeed_mm.fsdp.utils import device
+from mindspeed_mm.tasks import check
+from tests.helpers.tiny_run import make_tiny_run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def few_scans(make: Any) -> Callable[[], Any]:
+    real = make.load_scans
+    return lambda: real()[:100]
+
+
+def make_example(name: str, script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example's folder, from its first scans."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / name))
+    make = importlib.import_module(script)
+    monkeypatch.setattr(make, "load_scans", few_scans(make))
+    if name == "digits":
+        monkeypatch.setattr(make, "READING_ROWS", {"train": 40, "validation": 4, "test": 4})
+        make.make_digits(folder)
+    else:
+        make.make_data(folder / "data")
+        make.write_model_folder(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "config"),
+    [
+        ("digits", "make_digits", "digits_tiny_config.yaml"),
+        ("digits_flux", "make_digits_flux", "digits_flux_config.yaml"),
+        ("moving_digits_wan", "make_moving_digits", "moving_digits_wan_config.yaml"),
+    ],
+)
+def test_shipped_examples(name: str, script: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_example(name, script, tmp_path / "runs" / name, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    result = check.run(EXAMPLES / name / config)
+    assert "memory" in result.passed, (result.findings, result.skipped)
+    record = result.predicted_memory
+    assert 2**20 < record["peak_bytes"] < 2**30  # type: ignore[operator]
+    assert record["activations_bytes"] > 0 and not any("simulated" in each for each in record["approximations"])  # type: ignore[operator, union-attr, attr-defined]
+
+
+def test_more_ranks_hold_less_each(tmp_path: Path) -> None:
+    yaml = make_tiny_run(tmp_path)
+    one, eight = (check.run(yaml, nproc=ranks).predicted_memory for ranks in (1, 8))
+    assert eight["optimizer_bytes"] < one["optimizer_bytes"] / 4  # type: ignore[operator]
+    assert eight["ranks"] == 8
+
+
+def test_text_and_json_and_a_warning_where_memory_does_not_suffice(tmp_path: Path) -> None:
+    yaml = make_tiny_run(tmp_path)
+    with mock.patch.object(device, "memory_total_bytes", lambda: 2**20):
+        text = CliRunner().invoke(command, [str(yaml)]).output
+        record = json.loads(CliRunner().invoke(command, [str(yaml), "--json"]).output)
+    assert "predicted peak" in text and "warning: the first batch needs" in text and "this host has 1.0 MiB" in text
+    assert record["predicted_memory"]["device_bytes"] == 2**20
+    assert sum(record["predicted_memory"]["peak_by_category"].values()) == record["predicted_memory"]["peak_bytes"]
