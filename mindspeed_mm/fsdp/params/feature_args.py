@@ -27,7 +27,8 @@ class RecomputePlan(Section):
     use_reentrant: Flag = False
     """Use autograd's re-entrant checkpoint implementation."""
     mode: Literal["full", "selective"] = "full"
-    """`full` recomputes whole modules, `selective` keeps the results of matrix products."""
+    """`full` recomputes whole modules, `selective` keeps the results of matrix products and attention kernels and
+    recomputes what stands between them."""
 
 
 class LossConfig(Section):
@@ -68,22 +69,23 @@ class ActivationOffloadPlan(Section):
     """Activations moved to the host between forward and backward."""
 
     apply_modules: Names = ()
-    """Module patterns."""
+    """Module patterns; empty: the model's repeated blocks."""
 
 
 class ChunkMbsPlan(Section):
-    """Modules that run a micro-batch in smaller slices."""
+    """Modules that run a micro-batch in smaller slices, gathered once for all of them."""
 
     apply_modules: Names = ()
-    """Module patterns."""
+    """Module patterns; empty: the model's repeated blocks, those of towers aside."""
     chunk_mbs: Positive = 1
     """Rows in a slice."""
     batch_dim: Natural = 0
-    """Dimension of the rows."""
+    """Dimension of the rows, of inputs and outputs."""
     chunk_arg_indexs: tuple[Whole, ...] = (0,)
-    """Positions of the arguments that are sliced."""
+    """Positions of the arguments that are sliced, however they are passed. What has one row goes to every slice."""
     chunk_kwarg_names: Names = ()
-    """Names of the keyword arguments that are sliced."""
+    """Names of the keyword arguments that are sliced. transformers' layers want `attention_mask`, `position_ids` and
+    `position_embeddings`; an argument with as many rows that is left out is an error."""
 
 
 class EpBalancePlan(Section):

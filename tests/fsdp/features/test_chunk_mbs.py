@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3)
 
 
-def qwen3(folder: Path) -> tuple[nn.Module, Step]:
+def qwen3(folder: Path, **options: bool) -> tuple[nn.Module, Step]:
     """Rows of different lengths, padded in front, so that the mask matters."""
     from transformers import AutoModelForCausalLM
 
@@ -41,7 +41,7 @@ def qwen3(folder: Path) -> tuple[nn.Module, Step]:
     tokens = torch.randint(10, 60, (ROWS, 9), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(9) >= torch.tensor([0, 4, 2, 0, 6])[:, None]).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    batch = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+    batch = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False, **options}
     return model, lambda model: (model(**batch).logits * mask[..., None]).square().mean()
 
 
@@ -136,6 +136,12 @@ def test_a_mask_of_other_rows_would_be_seen(folder: Path, monkeypatch: pytest.Mo
     assert largest_deviation(plain, outcome(sliced(model, chunk_mbs=1, **TEXT), step)) > 1e-6
 
 
+def test_no_cache_is_filled_with_the_rows_of_other_slices(folder: Path) -> None:
+    plain = outcome(*qwen3(folder))
+    model, step = qwen3(folder, use_cache=True)
+    assert largest_deviation(plain, outcome(sliced(model, chunk_mbs=2, **TEXT), step)) < 1e-12
+
+
 class Parts(nn.Module):
     """Takes and returns more than tensors."""
 
@@ -205,20 +211,21 @@ class Gathers(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def plain_and_sliced(folder: str, recompute: bool) -> tuple[float, list[int], list[int]]:
-    plain, *counts = sharded(folder, None, recompute)
-    slices, *others = sharded(folder, 2, recompute)
-    return largest_deviation(plain, slices), counts, others
+def plain_and_sliced(folder: str) -> list[tuple[float, int, int, int, int]]:
+    found = []
+    for recompute in (False, True):
+        plain, *counts = sharded(folder, None, recompute)
+        slices, *others = sharded(folder, 2, recompute)
+        found.append((largest_deviation(plain, slices), *counts, *others))
+    return found
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-def test_a_sharded_module_is_gathered_once(recompute: bool, folder: Path) -> None:
-    for deviation, (gathers, runs), (gathers_of_slices, runs_of_slices) in run_ranks(
-        2, plain_and_sliced, str(folder), recompute
-    ):
-        assert deviation < 1e-12
-        assert gathers_of_slices == gathers > 0
-        assert runs_of_slices == 3 * runs
+def test_a_sharded_module_is_gathered_once(folder: Path) -> None:
+    for cases in run_ranks(2, plain_and_sliced, str(folder), timeout_s=120):
+        for deviation, gathers, runs, gathers_of_slices, runs_of_slices in cases:
+            assert deviation < 1e-12
+            assert gathers_of_slices == gathers > 0
+            assert runs_of_slices == 3 * runs
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

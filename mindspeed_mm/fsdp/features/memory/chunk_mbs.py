@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.features.memory.recompute import CACHES
 from mindspeed_mm.fsdp.params.feature_args import ChunkMbsPlan
 
 PLACES = "features.chunkmbs_plan.chunk_arg_indexs"
@@ -93,6 +94,7 @@ class SlicedForward:
         if rows <= size:
             return self._forward(*args, **kwargs)
         self._check_borders(kwargs)
+        kwargs |= {name: nothing for name, nothing in CACHES.items() if name in kwargs}
         slices = list(self._slices(args, kwargs, rows))
         outputs = [tree_flatten(self._forward(*args, **kwargs)) for args, kwargs in slices]
         lengths = [min(size, rows - start) for start in range(0, rows, size)]

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from mindspeed_mm.fsdp.features.memory.kept_results import Contexts
 
-_CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
-"""A second forward pass would write into a cache a second time; training needs none."""
+CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+"""Arguments of layers → what they are without a cache. A second forward pass would write into it a second time, and a
+few rows behind others; training needs none."""
 
 
 def recompute_modules(
@@ -57,7 +58,7 @@ class RecomputedForward:
         """Outputs of the module, of the same types as without recomputation."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        kwargs |= {name: nothing for name, nothing in _CACHES.items() if name in kwargs}
+        kwargs |= {name: nothing for name, nothing in CACHES.items() if name in kwargs}
         # `checkpoint` looks for devices, and the re-entrant one for gradients, in positional tensors only, while
         # diffusers' models call their blocks by keyword: dropout of an accelerator would not be drawn again.
         leaves, structure = tree_flatten((args, kwargs))
