@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount, Work
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
@@ -23,7 +24,7 @@ from mindspeed_mm.fsdp.utils import device_memory
 from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines, train
-from tests.helpers.tiny_run import make_tiny_run
+from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 ALONE = ("training.micro_batch_size=4", "training.gradient_accumulation_steps=2", "training.train_iters=2")
 PLANS = {
@@ -207,3 +208,38 @@ def test_a_meter_asks_for_lengths_alone() -> None:
     found = many.meter()([{"lengths": {"text": [10]}}])
     assert all(math.isclose(found[name], 500 * value) for name, value in once.items())
     assert json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("model.freeze=[model.visual]",), ("training.lora.enable=true",), ("features.recompute=true",)],
+    ids=["all", "frozen tower", "adapters", "recompute"],
+)
+def test_the_log_counts_what_torch_counts_in_a_step(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """In the real trainer, head on labelled rows, one sample with pictures a micro-batch: no padding, no idle tower.
+    torch stops a recomputation at the last result that is needed, before a block's last product; we count all of it."""
+    make_rows(tmp_path, images=(1, 2))
+    yaml = str(make_tiny_run(tmp_path))
+    seen: list[int] = []
+    train_step = TrainEngine.train_step
+
+    def counted(engine: TrainEngine, *args: Any, **kwargs: Any) -> StepResult:
+        with FlopCounterMode(display=False) as counter:
+            result = train_step(engine, *args, **kwargs)
+        seen.append(counter.get_total_flops())
+        return result
+
+    alone = (
+        "model.attn_implementation=eager",
+        "data.dataloader_param.collate_param.pad_to_multiple_of=1",
+        "training.micro_batch_size=1",
+        "training.gradient_accumulation_steps=3",
+    )
+    with mock.patch.object(TrainEngine, "train_step", counted):
+        steps = flops_of(yaml, *alone, *words)
+    assert len(seen) == 2
+    for step, expected in zip(steps, seen, strict=True):
+        if "features.recompute=true" in words:
+            assert step["full"] < expected < step["full"] + step["recompute_full"]
+        else:
+            assert step["full"] == expected
