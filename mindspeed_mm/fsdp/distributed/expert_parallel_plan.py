@@ -161,6 +161,7 @@ def expert_modules(model: nn.Module, plan: EpPlan) -> list[str]:
             way_out=f"Set it to 1, or give the expert module an ep_forward and name it in {_MODULES}.",
         )
     names = resolve_patterns(plan.apply_modules, [name for name, _ in model.named_modules()], key=_MODULES)
+    names = list(dict.fromkeys(_below_adapters(model, name) for name in names))
     if wrong := [name for name in names if name not in known]:
         inside = next((name for name in known if name.startswith(f"{wrong[0]}.")), known[0] if known else "")
         raise ConfigError(
@@ -169,6 +170,13 @@ def expert_modules(model: nn.Module, plan: EpPlan) -> list[str]:
             way_out=f"Name the expert modules, such as '{inside}'." if inside else "Set expert_parallel_size to 1.",
         )
     return names
+
+
+def _below_adapters(model: nn.Module, name: str) -> str:
+    """The module that adapters on its parameters were put around, under its own name of now."""
+    while hasattr(model.get_submodule(name), "parameter_name") and hasattr(model.get_submodule(name), "base_layer"):
+        name = f"{name}.base_layer"
+    return name
 
 
 def expert_count(module: nn.Module) -> int:

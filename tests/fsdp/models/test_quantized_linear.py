@@ -18,8 +18,8 @@ KINDS = {"nf4": Packing("nf4", 128, 64), "int8": Packing("int8", 128, 128)}
 
 
 def test_nf4_is_torchaos() -> None:
-    """Its scales are quantised once more before codes are chosen: nearly all of these are the same, and numbers agree as
-    far as scales do."""
+    """Its scales are quantised once more before codes are chosen: nearly all of these are the same, and numbers agree
+    as far as scales do."""
     nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     theirs = nf4.to_nf4(WEIGHT, block_size=64, scaler_block_size=256)
     packed = KINDS["nf4"].pack(WEIGHT)

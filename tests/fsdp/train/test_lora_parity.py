@@ -46,7 +46,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "dora, clips": ("wan", ("training.lora.use_dora=true",)),
 }  # fmt: skip
 """Name → family, overrides."""
-SPREAD = {"experts": EP, "experts, of pictures": EP}
+SPREAD = {
+    "experts": (EP, 'parallel.ep_plan.apply_modules=["*.mlp.experts"]'),
+    "experts, of pictures": (EP, "parallel.ep_plan.dispatcher=allgather"),
+}
 """Cases that are also run with experts spread over the ranks."""
 
 
@@ -116,7 +119,7 @@ def test_two_ranks_equal_one(cases: list[str], yamls: dict[str, str]) -> None:
 
 def two_ranks(yamls: dict[str, str], cases: list[str]) -> dict[str, Any]:
     found = {case: steps_of(case, yamls, 2) for case in cases}
-    found |= {f"{case} × ep2": steps_of(case, yamls, 2, SPREAD[case]) for case in cases if case in SPREAD}
+    found |= {f"{case} × ep2": steps_of(case, yamls, 2, *SPREAD[case]) for case in cases if case in SPREAD}
     return found | {
         f"{case} × averaged": steps_of(case, yamls, 2, fault="gradients averaged over ranks")
         for case in ("dora", "experts")
@@ -159,5 +162,6 @@ def test_resume_is_bitwise_and_what_is_exported_was_trained(case: str, yamls: di
     own = resumed.model.double().eval()
     for one in (model, own):
         one.set_experts_implementation("eager") if "moe" in family else None
-    torch.testing.assert_close(logits(model.eval()), logits(own), rtol=0, atol=1e-9)
+    close = 1e-6 if "nf4" in case else 1e-9  # what bytes stand for is written in the base's fp32
+    torch.testing.assert_close(logits(model.eval()), logits(own), rtol=0, atol=close)
     assert lora_of(own) is not None
