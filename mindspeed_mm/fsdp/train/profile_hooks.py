@@ -36,6 +36,8 @@ def build_profile_hooks(arguments: Arguments, rank: int, world_size: int, note: 
         ranks = existing_ranks(memory.dump_ranks, world_size, "tools.memory_profile.dump_ranks")
         for words in idle_settings(memory):
             note(f"warning: {words}")
+        if arguments.features.compile:
+            note("memory: while it is recorded, compiled blocks run as if features.compile were off")
         if rank in ranks:
             hooks.append(MemoryProfileHook(memory, within(run_folder, memory.save_path), rank, note))
     if profile.enable:

@@ -153,6 +153,13 @@ def test_keys_that_mean_nothing_on_this_device_are_named_once() -> None:
         assert sum(name in note and "means nothing on cpu" in note for note in notes) == 1
 
 
+def test_that_compiled_blocks_are_left_out_is_said() -> None:
+    notes: list[str] = []
+    sections = {"tools": {"memory_profile": {"enable": True}}, "features": {"compile": True}}
+    build_profile_hooks(Arguments.model_validate(sections), 0, 1, notes.append)
+    assert any("features.compile" in note for note in notes)
+
+
 def two_ranks(yaml: str, folder: str) -> list[str]:
     notes: list[str] = []
 
