@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 
@@ -21,7 +22,12 @@ def predict(arguments: Arguments, batch: Batch, nproc: int) -> tuple[list[str], 
     from mindspeed_mm.fsdp.train.memory_forecast import forecast
     from mindspeed_mm.fsdp.utils.device import get_device_type, memory_total_bytes
 
-    prediction = forecast(arguments, batch, nproc)
+    try:
+        prediction = forecast(arguments, batch, nproc)
+    except MMError:
+        raise
+    except Exception as error:  # noqa: BLE001 (a plugin's model is foreign code, and nothing here keeps it from training)
+        return [], {}, [f"memory could not be predicted: {type(error).__name__}: {error}".splitlines()[0]]
     device, total = get_device_type(), memory_total_bytes()
     ranks = nproc if device == "cpu" else 1  # ranks on a CPU share its memory
     warnings = []

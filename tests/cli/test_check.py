@@ -14,7 +14,7 @@ from torch import nn
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
-from mindspeed_mm.tasks import check
+from mindspeed_mm.tasks import check, memory_stage
 from tests.helpers.tiny_run import make_tiny_run
 from tests.tasks.extraction_run import make_run
 
@@ -41,6 +41,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     data.build_mm_dataloader = lambda *_, **__: iter([[give(given["batch"])]])  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, hub.__name__, hub)
     monkeypatch.setitem(sys.modules, data.__name__, data)
+    monkeypatch.setattr(memory_stage, "predict", lambda *_: ([], {}, []))  # it builds the model again
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return given
 
@@ -57,7 +58,17 @@ def write(folder: Path, text: str = "") -> Path:
     return path
 
 
-ALL = ["configuration", "plugins", "features", "paths", "module patterns", "first samples", "batch keys", "samples"]
+ALL = [
+    "configuration",
+    "plugins",
+    "features",
+    "paths",
+    "module patterns",
+    "first samples",
+    "batch keys",
+    "samples",
+    "memory",
+]
 
 
 def test_everything_passes_in_order(parts: dict[str, Any], tmp_path: Path) -> None:
