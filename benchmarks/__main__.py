@@ -27,6 +27,7 @@ NAMES = (
     "communication",
     "plans",
     "chunk_loss",
+    "optimizer_states",
     "accelerator",
 )
 

@@ -19,7 +19,7 @@ from benchmarks.figures import Figure, of_spread
 from benchmarks.rounds import spread
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 768, 2048, 6, 12288
-STEPS = 4
+STEPS = 3
 ROUNDS = 3
 TIMEOUT_S = 600.0
 CASES: dict[str, dict[str, Any]] = {

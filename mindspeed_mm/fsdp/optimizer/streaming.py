@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_mm.fsdp.utils.device import Beside
 
-MOST_BYTES = 256 << 20
+MOST_BYTES = 128 << 20
 """Larger buckets win no time: moving one takes milliseconds, starting to move it microseconds."""
 _ALIGNED = 512
 

@@ -198,6 +198,24 @@ def test_int8_is_that_of_torchao() -> None:
     assert ((ours - theirs).abs() > 1e-6).float().mean() < 2e-3
 
 
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_codes_are_those_of_torchao(is_signed: bool) -> None:
+    """Of a million numbers over all magnitudes, and of the borders and their neighbours."""
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    borders = state_formats._borders(is_signed, cpu)[0][:-1]
+    drawn = torch.rand(1_000_000).pow(8) * (torch.randint(0, 2, (1_000_000,)) * 2 - 1 if is_signed else 1)
+    numbers = torch.cat([drawn, torch.tensor([0.0, 1.0, -1.0 if is_signed else 0.0])])
+    near = torch.cat([borders, borders.nextafter(torch.tensor(-2.0)), borders.nextafter(torch.tensor(2.0))])
+    for some in (numbers, near):
+        assert torch.equal(state_formats._codes(some, is_signed), torch.bucketize(some, borders, right=True).int())
+    theirs = quantize_8bit_with_qmap(numbers, state_formats._numbers(is_signed, cpu))
+    # Theirs rounds the distance from a neighbour, ours the border: they differ where a number is the border's next.
+    assert (state_formats._codes(numbers, is_signed) != theirs).float().mean() < 2e-5
+
+
 def test_int8_without_torchao_is_one_error() -> None:
     with (
         mock.patch.object(state_formats.importlib.util, "find_spec", lambda _name: None),
