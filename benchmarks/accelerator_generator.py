@@ -29,8 +29,8 @@ from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class  # noq
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter  # noqa: E402
 from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta  # noqa: E402
 from mindspeed_mm.fsdp.params.argument import Arguments  # noqa: E402
-from mindspeed_mm.fsdp.tools.flops_tool import count_flops  # noqa: E402
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops  # noqa: E402
+from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops  # noqa: E402
 from mindspeed_mm.fsdp.tools.flops_tool.units import CAPTION, LATENTS, SAMPLES  # noqa: E402
 from mindspeed_mm.fsdp.utils.device import (  # noqa: E402
     get_device_type,

@@ -43,6 +43,7 @@ CHARTS = (
     Chart("Gradient norm", "grad_norm", log=True, smooth=True),
     Chart("Learning rate", "lr"),
     Chart("Throughput, tokens a second", "tokens_per_s", from_zero=True),
+    Chart("MFU by the causal convention, %", "mfu", scale=100, from_zero=True),
     Chart("Waiting for data, % of the time", "data_share", scale=100, from_zero=True),
     Chart("Peak memory, GiB", "memory_gib", from_zero=True),
 )

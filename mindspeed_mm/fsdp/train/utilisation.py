@@ -17,8 +17,9 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.models.spec import find_blocks
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.tools.flops_tool import FlopCount, count_flops
+from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
+from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
 
 EVERY_KIND = ("linear", "adapter", "convolution", "experts", "attention", "linear attention")

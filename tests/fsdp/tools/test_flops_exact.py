@@ -22,8 +22,9 @@ from mindspeed_mm.fsdp.models.lora_experts import adapt_experts
 from mindspeed_mm.fsdp.models.lora_names import ADAPTER
 from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.multi_token import attach_multi_token
-from mindspeed_mm.fsdp.tools.flops_tool import Flops, count_flops
+from mindspeed_mm.fsdp.tools.flops_tool.count import Flops
 from mindspeed_mm.fsdp.tools.flops_tool.products import CHUNK, Reader, delta_sizes
+from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
 from tests.helpers.packed_families import FAMILIES, IMAGE, TEXT, VIDEO, Family, of, sound
 from tests.helpers.packed_more_families import MORE
 from tests.helpers.released import FLUX_1_DEV, WAN_2_1_I2V_14B, WAN_2_1_T2V_1_3B, Folder, write_folder
