@@ -98,7 +98,7 @@ class TrainingArguments(Section):
     """Term added to the denominator."""
     mem_fraction_static: Ratio = 0.8
     """adamw_swap and gradient offload: share of the device's memory that may be in use while moments and gradients
-    come and go. Their buckets take what is free below it when the update begins, two at a time, each 256 MiB at most
+    come and go. Their buckets take what is free below it when the update begins, two at a time, each 128 MiB at most
     and no less than 2 million numbers. On a CPU it is a share of the host's memory."""
     matched_adamw_rms: NotNegative = 0.2
     """muon: root mean square of an update at rate 1, to match AdamW's: the direction is multiplied by
