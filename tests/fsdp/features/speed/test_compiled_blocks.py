@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan, FeatureArguments
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
+from tests.helpers.plan_matrix import FP64, in_fp64
 from tests.helpers.planned_steps import overrides, train_steps
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import PATCH_SIZE, VOCAB_SIZE, make_tiny_qwen3_vl
@@ -142,13 +143,18 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 def make(folder: Path, family: str) -> str:
     if family == "wan":
-        return str(make_tiny_generator_run(folder, "t2v"))
+        return str(make_tiny_generator_run(folder, "t2v", **FP64))
     if family == "moe":
         from tests.helpers.tiny_models import make_tiny_qwen3_moe
 
         make_tiny_qwen3_moe(folder / "model")
         make_rows(folder, images=(0,))
-    return str(make_tiny_run(folder))
+    return str(make_tiny_run(folder, **FP64))
+
+
+def steps(yaml: str, words: list[str]) -> Any:
+    with in_fp64():
+        return train_steps(yaml, words)
 
 
 @pytest.mark.slow
@@ -157,9 +163,9 @@ def test_sharded_steps_through_the_trainer(name: str, tmp_path: Path) -> None:
     family, more = CASES[name]
     yaml = make(tmp_path, family)
     words = [*overrides(2, 2), "training.train_iters=2", *more]
-    expected = run_ranks(2, train_steps, yaml, words)
-    for plain, compiled in zip(expected, run_ranks(2, train_steps, yaml, [*words, *ON]), strict=True):
-        compare_steps(plain, compiled, 2e-5)
+    expected = run_ranks(2, steps, yaml, words)
+    for plain, compiled in zip(expected, run_ranks(2, steps, yaml, [*words, *ON]), strict=True):
+        compare_steps(plain, compiled, 1e-11)
 
 
 def broken(yaml: str, words: list[str]) -> Any:
@@ -171,16 +177,16 @@ def broken(yaml: str, words: list[str]) -> Any:
         return lambda forward: remake(lambda *args, **kwargs: forward(*args, **kwargs) * 1.001)
 
     compiled_blocks.compiler_of = compiler_of  # type: ignore[assignment]
-    return train_steps(yaml, words)
+    return steps(yaml, words)
 
 
 @pytest.mark.slow
 def test_a_fault_is_seen(tmp_path: Path) -> None:
     yaml = make(tmp_path, "vlm")
     words = [*overrides(1, 2), "training.train_iters=2"]
-    plain = run_ranks(1, train_steps, yaml, words)[0]
+    plain = run_ranks(1, steps, yaml, words)[0]
     with pytest.raises(ParityError):
-        compare_steps(plain, run_ranks(1, broken, yaml, [*words, *ON])[0], 2e-5)
+        compare_steps(plain, run_ranks(1, broken, yaml, [*words, *ON])[0], 1e-11)
 
 
 @pytest.mark.slow
