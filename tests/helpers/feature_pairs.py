@@ -24,8 +24,7 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     "reentrant": ("features.recompute=true", "features.recompute_plan.use_reentrant=true"),
     "attention kept": ("features.recompute=true", "model.skip_flash_attn_recompute=true"),
     "activation offload": ("features.enable_activation_offload=true",),
-    "chunk_mbs": ("features.enable_chunk_mbs=true", "features.chunkmbs_plan.apply_modules={chunked}",
-                  "features.chunkmbs_plan.chunk_kwarg_names={kwargs}"),
+    "chunk_mbs": ("features.enable_chunk_mbs=true", "features.chunkmbs_plan.apply_modules={chunked}"),
     "compile": ("features.compile=true", "features.compile_plan.backend=aot_eager"),
     "chunk loss": ("features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=3"),
     "dynamic chunk loss": ("features.enable_dynamic_chunk_loss=true", "features.chunkloss_plan.total_chunk_size=8"),
@@ -53,11 +52,11 @@ CHANGING: dict[str, tuple[str, ...]] = {
 
 FAMILY_WORDS = {
     "vlm": {
-        "chunked": "['model.visual.merger']", "kwargs": "[]", "projector": "model.visual.merger",
+        "chunked": "['model.language_model.layers.{*}.mlp']", "projector": "model.visual.merger",
         "tower": "model.visual",
     },
     "wan": {
-        "chunked": "['blocks.{*}']", "kwargs": "[]", "projector": "proj_out", "tower": "condition_embedder",
+        "chunked": "['blocks.{*}.ffn']", "projector": "proj_out", "tower": "condition_embedder",
     },
 }  # fmt: skip
 
