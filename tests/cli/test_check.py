@@ -78,7 +78,7 @@ def test_everything_passes_in_order(parts: dict[str, Any], tmp_path: Path) -> No
 
 def test_config_only_builds_nothing(parts: dict[str, Any], tmp_path: Path) -> None:
     parts["model"] = AssertionError("built")
-    result = check.run(write(tmp_path, "training: {load_rank0_and_broadcast: true}\n"), config_only=True)
+    result = check.run(write(tmp_path, "data: {dataset_param: {attr: {ranking: true}}}\n"), config_only=True)
     assert (result.passed, result.exit_code) == (["configuration"], 0)
 
 
@@ -95,7 +95,8 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
     parts["batch"] = DataError("no image", where="rows.json:3")
     text = (
         "features: {recompute: true, recompute_plan: {apply_modules: [layer]}}\n"
-        f"training: {{load_rank0_and_broadcast: true, save: {tmp_path / 'file'}}}\n"
+        "data: {dataset_param: {attr: {ranking: true}}}\n"
+        f"training: {{save: {tmp_path / 'file'}}}\n"
         "parallel: {fsdp_plan: {apply_modules: [layer.0], ignored_modules: [x]}}\n"
     )
     result = check.run(write(tmp_path, text))
@@ -103,7 +104,7 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
     for finding in result.findings:
         found[finding.stage].append((finding.problem.key or finding.problem.where, finding.exit_code))
     assert found == {
-        "features": [("training.load_rank0_and_broadcast", 2)],
+        "features": [("data.dataset_param.attr.ranking", 2)],
         "paths": [("training.save", 2)],
         "module patterns": [
             ("parallel.fsdp_plan.apply_modules", 2),
@@ -112,8 +113,8 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
         ],
         "first samples": [("rows.json:3", 4)],
     }
-    assert result.skipped == {"batch keys": "module patterns", "samples": "module patterns"}
-    assert result.findings[0].problem.where.endswith("run.yaml:3:38")
+    assert result.skipped == {"batch keys": "module patterns", "samples": "module patterns", "memory": "features"}
+    assert result.findings[0].problem.where.endswith("run.yaml:3:40")
     assert "'layers.0'" in result.findings[2].problem.way_out
 
 
@@ -204,10 +205,10 @@ def test_printed(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_json(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["check", str(write(tmp_path, "training: {load_rank0_and_broadcast: true}\n")), "--json"]) == 2
+    assert run(["check", str(write(tmp_path, "data: {dataset_param: {attr: {ranking: true}}}\n")), "--json"]) == 2
     record = json.loads(capsys.readouterr().out)
     assert record["exit_code"] == 2
-    assert record["findings"][0]["key"] == "training.load_rank0_and_broadcast"
+    assert record["findings"][0]["key"] == "data.dataset_param.attr.ranking"
     assert record["findings"][0]["stage"] == "features"
 
 

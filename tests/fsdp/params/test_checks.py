@@ -114,8 +114,7 @@ def test_built_features_are_not_refused(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("training.optimizer", "adamw_swap"),
-        ("model.mtp_num_layers", 1),
+        ("model.checkpoint_path", "somewhere"),
         ("data.dataset_param.attr.ranking", True),
     ],
 )

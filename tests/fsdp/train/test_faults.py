@@ -128,13 +128,13 @@ def test_half_a_launcher_environment(yaml: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_unbuilt_features_are_named_with_their_place(nproc: int, yaml: Path, tmp_path: Path) -> None:
-    text = yaml.read_text() + "inference:\n  adapter: x\n"
+    text = yaml.read_text().replace("model:\n", "model:\n  checkpoint_path: x\n", 1)
     (tmp_path / "run.yaml").write_text(text)
-    said = mm("train", tmp_path / "run.yaml", "training.load_rank0_and_broadcast=true", "--nproc", nproc)
+    said = mm("train", tmp_path / "run.yaml", "data.dataset_param.attr.ranking=true", "--nproc", nproc)
     assert said.code == 2
-    line = text.splitlines().index("  adapter: x") + 1
-    assert f"run.yaml:{line}:12" in said.err and "inference.adapter" in said.err
-    assert "training.load_rank0_and_broadcast" in said.err
+    line = text.splitlines().index("  checkpoint_path: x") + 1
+    assert f"run.yaml:{line}:20" in said.err and "model.checkpoint_path" in said.err
+    assert "data.dataset_param.attr.ranking" in said.err
 
 
 # --- the run folder --------------------------------------------------------------------------------------------------
