@@ -71,3 +71,14 @@ def test_text_and_json_and_a_warning_where_memory_does_not_suffice(tmp_path: Pat
     assert "predicted peak" in text and "warning: the first batch needs" in text and "this host has 1.0 MiB" in text
     assert record["predicted_memory"]["device_bytes"] == 2**20
     assert sum(record["predicted_memory"]["peak_by_category"].values()) == record["predicted_memory"]["peak_bytes"]
+
+
+def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (EXAMPLES.parent / "docs" / "memory.md").read_text(encoding="utf-8")
+    lines = [line.partition("#")[0].split() for line in page.splitlines() if line.startswith("mm check run.yaml")]
+    make_tiny_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert len(lines) == 3
+    for _, _, *words in lines:
+        result = CliRunner().invoke(command, words)
+        assert result.exit_code == 0 and "predicted" in result.output, result.output

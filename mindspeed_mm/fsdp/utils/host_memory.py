@@ -7,8 +7,8 @@ import os
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_KEPT_BYTES = 1 << 30
-_FROM_HEAP_BYTES = 32 << 20  # glibc takes no more
+KEPT_BYTES = 1 << 30
+FROM_HEAP_BYTES = 32 << 20  # glibc takes no more
 
 
 def keep_freed_memory() -> bool:
@@ -26,4 +26,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if is_told or mallopt is None:
         return False
-    return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, _FROM_HEAP_BYTES))
+    return bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, FROM_HEAP_BYTES))

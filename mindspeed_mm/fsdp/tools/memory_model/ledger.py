@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from mindspeed_mm.fsdp.utils.host_memory import FROM_HEAP_BYTES, KEPT_BYTES
+
 
 class Label(NamedTuple):
     """What some bytes are."""
@@ -73,6 +75,25 @@ class Ledger:
             if held > most:
                 most, moment = held, position
         return moment
+
+    def resident(self) -> int:
+        """Most bytes that a process keeps on a host, above what is there already: glibc hands large blocks back when
+        they are free, and keeps up to 1 GiB of small ones for the next step (`utils.host_memory`)."""
+        small, highest = 0, 0
+        held = []  # (large, small) after each event
+        large = 0
+        for event in self._events:
+            entry = abs(event) - 1
+            if self._labels[entry].category == HOST:
+                continue
+            change = self._bytes[entry] if event > 0 else -self._bytes[entry]
+            if self._bytes[entry] >= FROM_HEAP_BYTES:
+                large += change
+            else:
+                small += change
+                highest = max(highest, small)
+            held.append((large, small))
+        return max((big + min(highest, little + KEPT_BYTES) for big, little in held), default=0)
 
     def alive_at(self, moment: int) -> Counter[Label]:
         """Bytes by label that were held at a moment."""

@@ -63,6 +63,8 @@ class MemoryPrediction:
     """What lies on the host instead of on the device."""
     device_static: int = 0
     """Of `static` and `buffers`, what lies on the device."""
+    resident: int = 0
+    """On a CPU: highest resident size of the process above what its imports take, with what its allocator keeps."""
     approximations: tuple[str, ...] = ()
     """What is not exact in it, in words."""
 
@@ -177,6 +179,7 @@ def predict_memory(
     simulated.optimize(step_bytes(trained, training, device_type))
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     on_host = _host_bytes(static, arguments, device_type)
+    on_device = static.parameters + static.optimizer + static.average + buffers - on_host
     moment = simulated.ledger.peak()
     return MemoryPrediction(
         static,
@@ -185,7 +188,8 @@ def predict_memory(
         simulated.ledger.phase_at(moment),
         buffers,
         on_host,
-        static.parameters + static.optimizer + static.average + buffers - on_host,
+        on_device,
+        on_device + simulated.ledger.resident(),
         tuple(simulated.approximations),
     )
 

@@ -38,6 +38,7 @@ def as_record(prediction: MemoryPrediction) -> dict[str, object]:
     """What machines read, in bytes."""
     return {
         "peak_bytes": prediction.peak,
+        "resident_bytes": prediction.resident,
         "phase": prediction.phase,
         "parameters_bytes": prediction.parameters,
         "gradients_bytes": prediction.gradients,
