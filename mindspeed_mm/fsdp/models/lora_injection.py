@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,8 @@ def inject_adapter(model: nn.Module, name: str, **settings: Any) -> None:
     from peft import LoraConfig, inject_adapter_in_model  # half a second to import
     from peft.tuners.lora import LoraLayer
 
-    with _names_as_they_are():
+    with _names_as_they_are(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of the adapters that lie under this one
         inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=name, low_cpu_mem_usage=True)
     for module in model.modules():
         if isinstance(module, LoraLayer):
