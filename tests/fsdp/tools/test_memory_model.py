@@ -31,8 +31,10 @@ TEXT: dict[str, Any] = {
 BF16 = "parallel.fsdp_plan.param_dtype=bf16"
 RECOMPUTE = "features.recompute=true"
 ACCUMULATE = "training.gradient_accumulation_steps=2"
+PROMISED = 0.10
+"""Of the measured peak."""
 WITHIN = 0.03
-"""Of the measured peak; the promise is 0.10."""
+"""What holds where nothing is estimated."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,8 @@ MORE = [
 @pytest.mark.parametrize("overrides", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_peak_of_text(text: Path, overrides: tuple[str, ...]) -> None:
     predicted, real = both(text, *overrides)
-    assert deviation(predicted, real) < WITHIN
+    unpacks = any("optimizer_state_dtype" in word for word in overrides)  # what is unpacked at a time is estimated
+    assert deviation(predicted, real) < (PROMISED if unpacks else WITHIN)
     assert predicted.parameters == real.parameter_bytes
     assert predicted.optimizer == real.state_bytes
 
@@ -123,7 +126,7 @@ def test_what_a_generator_keeps(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.slow
 def test_peak_of_two_ranks(text: Path) -> None:
-    run_ranks(_two_ranks, 2, str(text))
+    run_ranks(2, _two_ranks, str(text))
 
 
 def _two_ranks(yaml: str) -> None:
