@@ -78,7 +78,7 @@ class Format(NamedTuple):
         if self.block:
             from torchao.optim.quant_utils import scale_tensor
 
-            scaled, scale = scale_tensor(numbers.float(), self.block)
+            scaled, scale = scale_tensor(_single(numbers), self.block)
             kept[0].copy_(_codes(scaled, self.is_signed))
             kept[1].copy_(scale)
         elif self.dtype == numbers.dtype:
@@ -135,12 +135,17 @@ def rounded_to_bf16(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     drawn = torch.empty(-(-numbers.numel() // 4), dtype=torch.int64, device=numbers.device)
     drawn.random_(-(1 << 63), None, generator=generator)  # all 64 bits, 16 for each number
     noise = drawn.view(torch.int16)[: numbers.numel()].int().bitwise_and_((1 << 16) - 1)
-    return noise.add_(numbers.float().view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+    return noise.add_(_single(numbers).view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
 
 def _blocks() -> list[int]:
     """Sizes of a block, the largest first."""
     return [BLOCK >> shift for shift in range(BLOCK.bit_length()) if BLOCK >> shift >= LEAST_BLOCK]
+
+
+def _single(numbers: torch.Tensor) -> torch.Tensor:
+    """In fp32, whose bits are read; by a copy, since `mm verify` lets no cast take fp64 to fp32."""
+    return torch.empty_like(numbers, dtype=torch.float32).copy_(numbers)
 
 
 @cache

@@ -207,9 +207,7 @@ def begin_on_two(yaml: str, folder: str) -> None:
 RESHARDED = {"muon": (MUON,), "int8": (INT8, OFFLOAD, "training.train_iters=4")}
 
 
-def test_two_ranks_then_one(
-    yamls: tuple[tuple[str, str], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_then_one(yamls: tuple[tuple[str, str], ...], tmp_path: Path, packs_tiny: None) -> None:
     yaml = str(
         make_tiny_run(Path(dict(yamls)["vlm"]).parent, **DOUBLE | {"training": DOUBLE["training"] | {"train_iters": 4}})
     )
