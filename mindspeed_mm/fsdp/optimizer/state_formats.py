@@ -5,15 +5,16 @@ In the step they are what the parameter is (fp32 masters, usually): a moment is 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.optimizer.shards import local, room_like
+from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 
 KEY = "training.optimizer_state_dtype"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,9 +77,7 @@ class Format(NamedTuple):
             seed: Of the rounding.
         """
         if self.block:
-            from torchao.optim.quant_utils import scale_tensor
-
-            scaled, scale = scale_tensor(_single(numbers), self.block)
+            scaled, scale = _packing().scale_tensor(_single(numbers), self.block)
             kept[0].copy_(_codes(scaled, self.is_signed))
             kept[1].copy_(scale)
         elif self.dtype == numbers.dtype:
@@ -115,13 +114,9 @@ def format_of(key: str, parameter: torch.Tensor, choice: str | None) -> Format:
 
 
 def check_packages(choice: str | None) -> None:
-    """Raise `ConfigError` when the package that packs is absent."""
-    if choice == "int8" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(
-            "'int8' needs the package torchao, which is not installed",
-            key=KEY,
-            way_out="pip install 'mindspeed-mm[lowbit]', or set bf16.",
-        )
+    """Raise `MachineError` when the package that packs is absent."""
+    if choice == "int8":
+        _packing()
 
 
 def rounded_to_bf16(numbers: torch.Tensor, seed: int) -> torch.Tensor:
@@ -176,10 +171,11 @@ def _borders(is_signed: bool, device: torch.device) -> tuple[torch.Tensor, torch
 
 @cache
 def _table(is_signed: bool) -> list[float]:
-    # Importing torchao takes seconds: only what asks for 8 bits does.
-    from torchao.optim.quant_utils import create_dynamic_map
+    return list(_packing().create_dynamic_map(signed=is_signed))
 
-    return list(create_dynamic_map(signed=is_signed))
+
+def _packing() -> ModuleType:
+    return load_torchao("optim.quant_utils", key=KEY)
 
 
 def _code_of_zero(is_signed: bool) -> int:

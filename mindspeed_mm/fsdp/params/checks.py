@@ -17,7 +17,6 @@ from mindspeed_mm.fsdp.params.optimizer_checks import optimizer_problems
 from mindspeed_mm.fsdp.params.pipeline_checks import pipeline_problems
 from mindspeed_mm.fsdp.params.speed_checks import speed_problems
 from mindspeed_mm.fsdp.params.tools_checks import tools_problems
-from mindspeed_mm.fsdp.params.speed_checks import speed_problems
 from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features, value_at
 
 __all__ = ["check_cross_section", "unbuilt_features"]

@@ -1,8 +1,8 @@
 """The one order in which a model is put together. Each step relies on those above it.
 
-Adapters → tied groups are read → (quantised linears →) pipeline split → hooks that must see full modules → tensor,
-expert, context → recompute → stages → `fully_shard`, children before the root → prefetch order → weights, straight into
-the shards → first values of adapters → ends that share a weight over stages.
+Adapters → quantised linears → tied groups are read → pipeline split → hooks that must see full modules → tensor,
+expert, context → compile → recompute → offload → slices of rows → stages → `fully_shard`, children before the root →
+prefetch order → weights, straight into the shards → first values of adapters → ends that share a weight over stages.
 """
 
 from __future__ import annotations

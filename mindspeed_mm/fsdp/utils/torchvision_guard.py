@@ -12,6 +12,8 @@ from importlib.machinery import PathFinder
 
 import torch
 
+from mindspeed_mm.fsdp.utils.torchao_library import hide_torchao
+
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -22,10 +24,12 @@ _declared: list[torch.library.Library] = []  # a Library takes its operators wit
 
 
 def ensure_torchvision() -> None:
-    """Declare the operators that `import torchvision` stumbles over; call it before transformers' processors.
+    """Declare the operators that `import torchvision` stumbles over, and keep transformers from importing torchao; call
+    it before transformers.
 
-    Does nothing where torchvision is absent, imported already, or healthy.
+    The first does nothing where torchvision is absent, imported already, or healthy.
     """
+    hide_torchao()
     if _declared or "torchvision" in sys.modules or _operators_load():
         return
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -11,6 +11,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.models.quantized_linear import Packing, QuantizedForward, packings_of, quantize_linears
+from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 from tests.helpers.adapters import adapted_model, logits
 
 WEIGHT = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
@@ -20,7 +21,7 @@ KINDS = {"nf4": Packing("nf4", 128, 64), "int8": Packing("int8", 128, 128)}
 def test_nf4_is_torchaos() -> None:
     """Its scales are quantised once more before codes are chosen: nearly all of these are the same, and numbers agree
     as far as scales do."""
-    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    nf4 = load_torchao("quantization.quantize_.workflows.nf4.nf4_tensor", key="")
     theirs = nf4.to_nf4(WEIGHT, block_size=64, scaler_block_size=256)
     packed = KINDS["nf4"].pack(WEIGHT)
     assert float((packed[:, :64].flatten() == theirs.quantized_data).float().mean()) > 0.98

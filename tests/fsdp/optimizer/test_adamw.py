@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.optimizer import adamw, build, state_formats, streaming
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer, kind_of
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 
 SIZES = {"embed": (70, 64), "weight": (96, 64), "odd": (9, 7), "vector": (65,), "unused": (40, 64), "scalar": ()}
 UNUSED = "unused"
@@ -172,8 +174,7 @@ def test_rounding_by_chance_is_right_in_the_mean_and_repeats() -> None:
 
 def test_int8_is_that_of_torchao() -> None:
     """torchao's AdamW8bit on a matrix whose rows are its blocks: codes differ only where a number is on a border."""
-    from torchao.optim import AdamW8bit
-
+    AdamW8bit = load_torchao("optim", key="").AdamW8bit
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.randn(32, 256)) for _ in range(2))
     theirs.data.copy_(ours.data)
@@ -201,8 +202,7 @@ def test_int8_is_that_of_torchao() -> None:
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_codes_are_those_of_torchao(is_signed: bool) -> None:
     """Of a million numbers over all magnitudes, and of the borders and their neighbours."""
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap
-
+    quantize = load_torchao("optim.quant_utils", key="").quantize_8bit_with_qmap
     torch.manual_seed(0)
     cpu = torch.device("cpu")
     borders = state_formats._borders(is_signed, cpu)[0][:-1]
@@ -211,15 +211,15 @@ def test_codes_are_those_of_torchao(is_signed: bool) -> None:
     near = torch.cat([borders, borders.nextafter(torch.tensor(-2.0)), borders.nextafter(torch.tensor(2.0))])
     for some in (numbers, near):
         assert torch.equal(state_formats._codes(some, is_signed), torch.bucketize(some, borders, right=True).int())
-    theirs = quantize_8bit_with_qmap(numbers, state_formats._numbers(is_signed, cpu))
+    theirs = quantize(numbers, state_formats._numbers(is_signed, cpu))
     # Theirs rounds the distance from a neighbour, ours the border: they differ where a number is the border's next.
     assert (state_formats._codes(numbers, is_signed) != theirs).float().mean() < 2e-5
 
 
 def test_int8_without_torchao_is_one_error() -> None:
     with (
-        mock.patch.object(state_formats.importlib.util, "find_spec", lambda _name: None),
-        pytest.raises(ConfigError, match=r"mindspeed-mm\[lowbit\]"),
+        mock.patch.dict(sys.modules, {"torchao.optim.quant_utils": None}),
+        pytest.raises(MachineError, match=r"mindspeed-mm\[lowbit\]"),
     ):
         optimizer_of(Model(), optimizer_state_dtype="int8")
 
