@@ -26,6 +26,7 @@ NAMES = (
     "batches",
     "communication",
     "plans",
+    "features",
     "chunk_loss",
     "optimizer_states",
     "accelerator",

@@ -35,14 +35,17 @@ def run(work: Path) -> dict[str, Any]:
     peaks = {OFF: spread([floor["peak_gib"] for floor in rounds.floors])}
     peaks |= {name: spread([r.run["peak_gib"] for r in rounds.rounds if r.contender == name]) for name in FEATURES}
     check_losses(rounds)
+    predicted = {OFF: rounds.floors[0]["predicted_gib"]}
+    predicted |= {r.contender: r.run["predicted_gib"] for r in rounds.rounds}
     return {
         "model": f"Qwen3-shaped, {SHAPE}; {ROWS} rows of {TOKENS_A_ROW} tokens a step, bf16 products, fp32 masters",
         "measured_steps": MEASURED_STEPS,
         "unit": "ms a step",
         "features": {name: list(feature.words) for name, feature in FEATURES.items()},
         "peak_gib": peaks,
+        "predicted_gib": predicted,
         **summary,
-        "figures": [figure.to_dict() for figure in figures(summary, peaks)],
+        "figures": [figure.to_dict() for figure in figures(summary, peaks, predicted)],
     }
 
 
@@ -63,12 +66,14 @@ def check_losses(rounds: Rounds) -> None:
                 raise ValueError(f"{one.contender}: the loss of the last step is {found}, without it {expected}")
 
 
-def figures(summary: dict[str, Any], peaks: dict[str, Any]) -> list[Figure]:
-    """Peak memory and step time of each."""
-    off = peaks[OFF]["median"]
-    found = [of_spread("off: peak memory", peaks[OFF], "GiB"), of_spread("off: step", summary["floor"], "ms")]
-    for name in FEATURES:
+def figures(summary: dict[str, Any], peaks: dict[str, Any], predicted: dict[str, float]) -> list[Figure]:
+    """Peak memory beside its prediction, and step time, of each."""
+    found = [of_spread("off: step", summary["floor"], "ms")]
+    for name in (OFF, *FEATURES):
         if peaks[name]["n"]:
-            found.append(Figure(f"{name}: peak memory less than off", off - peaks[name]["median"], "GiB"))
+            found.append(of_spread(f"{name}: peak memory", peaks[name], "GiB"))
+            ratio = predicted[name] / peaks[name]["median"]
+            found.append(Figure(f"{name}: predicted / measured", ratio, "×", at_most=1.1, at_least=0.9))
+    for name in FEATURES:
         found.append(of_spread(f"{name} / off, step time", summary["ratio_to_floor"][name], "×"))
     return found

@@ -14,6 +14,10 @@ from typing import Any
 from benchmarks import communication_rank
 from benchmarks.features_cases import MEASURED_STEPS, ROWS, SHAPE, TOKENS_A_ROW, WARM_UP_STEPS
 from benchmarks.processes import status_kb
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.memory_forecast import forecast
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.tasks.train import load_with_plugins
 
@@ -52,20 +56,33 @@ def make(folder: Path) -> None:
 
 
 def measure(folder: Path, words: list[str]) -> dict[str, Any]:
-    """Train, and say what it cost."""
+    """Predict, train, and say what it cost."""
     costs = Costs()
     config = load_with_plugins(folder / "dense" / "run.yaml", words)
-    before_gib = status_kb("self", "VmRSS") / GIB  # imports; the model and all that belongs to it come later
+    prediction = forecast(config.arguments, first_micro_batch(config.arguments))
+    before_gib = status_kb("self", "VmRSS") / GIB  # with the imports of the prediction, which are those of training
     engine = communication_rank.Quiet(config, hooks=[costs]).train()
     assert engine is not None
     return {
         "value": 1000 * statistics.median(costs.seconds[WARM_UP_STEPS:]),
         "first_step_ms": 1000 * costs.seconds[0],
         "peak_gib": costs.peak_gib - before_gib,
-        "imports_gib": before_gib,
+        "predicted_gib": prediction.resident / 2**30,
+        "predicted_live_gib": prediction.peak / 2**30,
+        "before_gib": before_gib,
         "losses": costs.losses,
         "trained_parameters": sum(p.numel() for p in engine.model.parameters() if p.requires_grad),
     }
+
+
+def first_micro_batch(arguments: Arguments) -> Batch:
+    """As the run's own loader makes it."""
+    data = arguments.data
+    dataset, _ = build_mm_dataset(data.dataset_param, seed=arguments.training.seed)
+    rows = arguments.training.micro_batch_size
+    loader = build_mm_dataloader(dataset, data.dataloader_param, micro_batch_size=rows, seed=arguments.training.seed)
+    batch: Batch = next(iter(loader))[0]
+    return batch
 
 
 if __name__ == "__main__":
