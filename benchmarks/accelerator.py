@@ -84,12 +84,26 @@ class Session:
             words = [attempt.to_json(), str(self.work / attempt.name), str(self.peak_tflops or "")]
             try:
                 measured = self._module("benchmarks.accelerator_step", *words, limit_s=240).last_json()
-                return measured | {"attempts_before": failures}
+                peer = self._guarded(partial(self._peer, attempt))
+                packed = self._guarded(partial(self._packed, attempt))
+                return measured | {"transformers_trainer": peer, "packed": packed, "attempts_before": failures}
             except processes.ProcessFailed as error:
                 failures.append({"attempt": attempt.name, "error": _shortened(error)})
                 if self._left_s() < LEAST_S:
                     break
         return {"error": "no size ran", "attempts_before": failures}
+
+    def _peer(self, attempt: Attempt) -> dict[str, Any]:
+        """The same model and tokens by transformers' Trainer."""
+        words = [attempt.to_json(), str(self.work / f"{attempt.name}-peer"), str(self.peak_tflops or "")]
+        return self._module("benchmarks.accelerator_peer", *words, limit_s=150).last_json()
+
+    def _packed(self, attempt: Attempt) -> dict[str, Any]:
+        """Eight documents in a row's tokens: ours in packed rows, the Trainer's each in a row of its own."""
+        shorter = attempt.packed(8)
+        words = [shorter.to_json(), str(self.work / shorter.name), str(self.peak_tflops or "")]
+        ours = self._module("benchmarks.accelerator_step", *words, limit_s=150).last_json()
+        return ours | {"transformers_trainer": self._guarded(partial(self._peer, shorter))}
 
     def speed(self) -> dict[str, Any]:
         """The smallest size with each of the settings that make a step faster."""
@@ -230,12 +244,18 @@ def figures(result: dict[str, Any]) -> list[Figure]:
 
 def step_figures(step: dict[str, Any]) -> list[Figure]:
     """Of the language model's step."""
-    mfu = step.get("mfu")
-    return [
-        Figure("bf16 step", step.get("tokens_per_s"), "tokens/s"),
-        Figure("bf16 step, MFU", mfu and 100 * mfu, "%"),
-        Figure("bf16 step, peak memory", step.get("peak_memory_gib"), "GiB"),
-    ]
+    found = []
+    for name, ours in (("bf16 step", step), ("bf16 step, packed", step.get("packed", {}))):
+        mfu, rate, peer = ours.get("mfu"), ours.get("tokens_per_s"), ours.get("transformers_trainer", {})
+        theirs = peer.get("tokens_per_s")
+        found += [
+            Figure(name, rate, "tokens/s"),
+            Figure(f"{name}, MFU", mfu and 100 * mfu, "%"),
+            Figure(f"{name}, peak memory", ours.get("peak_memory_gib"), "GiB"),
+            Figure(f"{name}, over transformers' Trainer", rate / theirs if rate and theirs else None, "×"),
+            Figure(f"{name}, Trainer's peak memory", peer.get("peak_memory_gib"), "GiB"),
+        ]
+    return found
 
 
 def parity_figures(parity: dict[str, Any]) -> list[Figure]:

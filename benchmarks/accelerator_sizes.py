@@ -23,8 +23,24 @@ class Attempt:
     rows: int
     length: int
     micro_batches: int
+    documents: int = 1
+    """Of equal length in a row's tokens: above 1, ours packs all of a micro-batch into one row."""
     warm_up_steps: int = 4
     measured_steps: int = 12
+
+    @property
+    def samples(self) -> int:
+        """Documents of a micro-batch."""
+        return self.rows * self.documents
+
+    @property
+    def document_tokens(self) -> int:
+        """Of each document."""
+        return self.length // self.documents
+
+    def packed(self, documents: int) -> Attempt:
+        """The same tokens in shorter documents."""
+        return replace(self, name=f"{self.name}-packed", documents=documents)
 
     @property
     def tokens(self) -> int:
@@ -41,8 +57,9 @@ class Attempt:
         return cls(**json.loads(text))
 
     def attention_flops(self) -> int:
-        """Of one optimizer step, forward and backward, causal half: 3 · 2 · L² · heads · width a layer and row."""
-        return 6 * self.length**2 * self.heads * self.head_width * self.layers * self.rows * self.micro_batches
+        """Of one optimizer step, forward and backward, causal half: 3 · 2 · L² · heads · width a layer and document."""
+        squares = self.document_tokens**2 * self.samples * self.micro_batches
+        return 6 * squares * self.heads * self.head_width * self.layers
 
 
 def _qwen3_17(needs_gib: float, rows: int) -> Attempt:

@@ -105,6 +105,8 @@ def arguments(attempt: Attempt, folder: Path, sections: dict[str, Any]) -> Argum
             "gradient_accumulation_steps": attempt.micro_batches,
         },
     }
+    if attempt.documents > 1:
+        tree["data"] = {"dataset_param": {"basic_parameters": {"packing": True}}}
     for name, content in sections.items():
         tree.setdefault(name, {}).update(content)
     return Arguments.model_validate(tree)
@@ -113,14 +115,30 @@ def arguments(attempt: Attempt, folder: Path, sections: dict[str, Any]) -> Argum
 def batches(attempt: Attempt, step: int) -> list[Batch]:
     """The micro-batches of a step: other random tokens every time, each predicting the next."""
     generator = torch.Generator().manual_seed(step)
-    shape = (attempt.rows, attempt.length)
+    shape = (attempt.samples, attempt.document_tokens)
     made = []
     for _ in range(attempt.micro_batches):
         ids = torch.randint(attempt.vocabulary, shape, generator=generator)
-        shifted = torch.cat([ids[:, 1:], torch.full((attempt.rows, 1), -100)], dim=1)
-        ids_of_samples = [str(row) for row in range(attempt.rows)]
-        made.append({"input_ids": ids, "labels": ids, "shift_labels": shifted, "sample_ids": ids_of_samples})
+        shifted = torch.cat([ids[:, 1:], torch.full((attempt.samples, 1), -100)], dim=1)
+        ids_of_samples = [str(sample) for sample in range(attempt.samples)]
+        batch: Batch = {"input_ids": ids, "labels": ids, "shift_labels": shifted, "sample_ids": ids_of_samples}
+        made.append(packed(batch) if attempt.documents > 1 else batch)
     return made
+
+
+def packed(batch: Batch) -> Batch:
+    """Rows of one length as documents of one row."""
+    samples, length = batch["input_ids"].shape
+    borders = torch.arange(0, (samples + 1) * length, length, dtype=torch.int32)
+    in_one_row = {name: batch[name].reshape(1, -1) for name in ("input_ids", "labels", "shift_labels")}
+    return in_one_row | {
+        "sample_ids": batch["sample_ids"],
+        "position_ids": torch.arange(length).repeat(samples)[None],
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": length,
+        "max_length_k": length,
+    }
 
 
 def timed(engine: TrainEngine, steps: list[list[Batch]], losses: list[float]) -> float:
