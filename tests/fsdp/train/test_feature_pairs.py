@@ -51,7 +51,10 @@ REFUSED: dict[tuple[str, str, str], str] = {
 }
 """(family, feature, feature) → words of the refusal."""
 
-REFUSED_PLANS: dict[tuple[str, str], str] = {}
+REFUSED_PLANS: dict[tuple[str, str], str] = {
+    # A rank that has a part of a row cannot measure it.
+    ("tp2", "dora"): "training.lora.use_dora",
+}
 """(plan, feature) → words of the refusal."""
 
 TOGETHER = (
@@ -142,6 +145,6 @@ def test_every_feature_under_every_plan(root: str, plan: str, name: str) -> None
 
 @pytest.mark.slow
 def test_generators_refuse_what_is_of_language(root: str) -> None:
-    for name in OF_LANGUAGE:
+    for name in sorted(OF_LANGUAGE - {"by sample"}):  # which is what flow matching does anyway
         measured = outcome(yaml_of(root, "wan"), overrides(1, 2, *words_of("wan", (name,), root)))
         assert isinstance(measured, str), f"{name} trains with a generator"
