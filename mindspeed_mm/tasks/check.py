@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.encoder_sizes import check_encoder_plan, is_given
 from mindspeed_mm.fsdp.params.loader import PluginKeys, ResolvedConfig, load_config, read_plugins
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, least_ranks, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.path_checks import check_paths
 
 
@@ -291,7 +291,8 @@ class _Check:
         """What a rank would hold with the first batch; a warning where the device has less."""
         from mindspeed_mm.tasks.memory_stage import predict
 
-        lines, record, warnings = predict(self.config.arguments, self.batch, self.nproc or 1)
+        ranks = self.nproc or least_ranks(self.config.arguments.parallel)
+        lines, record, warnings = predict(self.config.arguments, self.batch, ranks)
         self.result.memory, self.result.predicted_memory = lines, record
         self.result.warnings += warnings
 

@@ -8,6 +8,9 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.encoder_sizes import resolve_encoder_sizes
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 
+_MOST_TRIED = 256
+"""Numbers of data ranks that are tried to find the least that fits."""
+
 
 @dataclass(frozen=True)
 class ParallelSizes:
@@ -52,6 +55,18 @@ class ParallelSizes:
     def fsdp(self) -> int:
         """Ranks in a sharding group."""
         return self.dp_shard * self.cp
+
+
+def least_ranks(parallel: ParallelArguments) -> int:
+    """The smallest number of ranks that the sizes fit; that of one data rank where none of the first few does."""
+    sequence = parallel.ring_attention_size * parallel.ulysses_parallel_size
+    together = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * sequence
+    for data_ranks in range(1, _MOST_TRIED + 1):
+        try:
+            return resolve_parallel_sizes(parallel, together * data_ranks).world
+        except ConfigError:
+            continue
+    return together
 
 
 def resolve_parallel_sizes(parallel: ParallelArguments, world_size: int) -> ParallelSizes:

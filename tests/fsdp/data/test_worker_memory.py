@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import warnings
@@ -27,8 +28,16 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindspeed_mm.fsdp.data.build.WorkerOptions", partial(options, most_growth_bytes=16 << 20))
 
 
-def leak(held: list[bytes]) -> Any:
-    return lambda index: held.append(os.urandom(_LEAK_BYTES)) or os.getpid()
+def leak(held: list[Any]) -> Any:
+    """Pages of their own: what is freed in a heap that was forked would take in as much without growing."""
+
+    def more(_index: int) -> int:
+        pages = mmap.mmap(-1, _LEAK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.write(os.urandom(_LEAK_BYTES))
+        held.append(pages)
+        return os.getpid()
+
+    return more
 
 
 def taken(data: Any, steps: int) -> list[tuple[list[int], list[int]]]:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,8 +98,9 @@ def test_out_of_memory_names_batch_and_levers(yaml: Path, monkeypatch: pytest.Mo
     with watched_steps() as seen:
         said = mm("train", yaml)
     assert said.code == 3
-    for part in ("out of memory on rank 0 in step 1", "'input_ids': (4, ", ", ".join(seen[0]), "micro_batch_size"):
+    for part in ("out of memory on rank 0 in step 1", "micro_batch_size", "predicted", *seen[0]):
         assert part in said.err
+    assert re.search(rf"{re.escape(seen[0][0])} \(\d+ tokens", said.err)
     assert "Traceback" not in said.err
 
 
