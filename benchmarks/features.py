@@ -1,79 +1,92 @@
 """What each memory and fine-tuning feature gains and costs, on a model of 0.32 B parameters on a CPU.
 
-Every feature runs in a process of its own, between two runs of the plain configuration. Peak memory is the highest
-resident size over the steps, above what the process held before it built anything. On a CPU the host is the device:
-what is moved to the host saves nothing here, and its price shows.
+Every feature runs in a process of its own; three of them stand between two runs of the plain configuration. Peak
+memory is the most that the tensors of a step held, by an instrument that follows them; beside it stands the prediction,
+and what the process had resident, with what its allocator keeps. On a CPU the host is the device: what is moved to the
+host saves nothing here, and its price shows.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.features_cases import FEATURES, MEASURED_STEPS, OFF, ROWS, SHAPE, TOKENS_A_ROW
-from benchmarks.figures import Figure, of_spread
+from benchmarks.figures import Figure
 from benchmarks.processes import run as run_process
-from benchmarks.rounds import ROUGH, Rounds, spread
+from benchmarks.rounds import ROUGH, spread
 
-ACCEPTED_ROUNDS = 1
-LIMIT_S = 1500.0
-TIMEOUT_S = 300.0
+BETWEEN_FLOORS = 3
+TIMEOUT_S = 420.0
 SAME_LOSS_WITHIN = 2e-3
 """Relative, of the last step: bf16 products whose order differs."""
+
+Run = dict[str, Any]
 
 
 def run(work: Path) -> dict[str, Any]:
     """Measure."""
     folder = work / "features"
     run_process([sys.executable, "-m", "benchmarks.features_run", "make", str(folder)], timeout_s=TIMEOUT_S)
-    runs = {name: partial(measured, folder, list(feature.words)) for name, feature in FEATURES.items()}
-    rounds = Rounds(partial(measured, folder, []), runs, *ROUGH)
-    rounds.measure(ACCEPTED_ROUNDS, LIMIT_S)
-    summary = rounds.summary()
-    peaks = {OFF: spread([floor["peak_gib"] for floor in rounds.floors])}
-    peaks |= {name: spread([r.run["peak_gib"] for r in rounds.rounds if r.contender == name]) for name in FEATURES}
-    check_losses(rounds)
-    predicted = {OFF: rounds.floors[0]["predicted_gib"]}
-    predicted |= {r.contender: r.run["predicted_gib"] for r in rounds.rounds}
+    floors, runs = [measured(folder, OFF)], {}
+    for names in groups():
+        taken = {name: measured(folder, name) for name in names}
+        floors.append(measured(folder, OFF))
+        runs |= {name: one | ratio(one, floors[-2:]) for name, one in taken.items()}
+    check_losses(floors[0], runs)
     return {
         "model": f"Qwen3-shaped, {SHAPE}; {ROWS} rows of {TOKENS_A_ROW} tokens a step, bf16 products, fp32 masters",
         "measured_steps": MEASURED_STEPS,
         "unit": "ms a step",
+        "rule": f"a ratio counts when the floors around it agree within {ROUGH[0]:.0%}",
         "features": {name: list(feature.words) for name, feature in FEATURES.items()},
-        "peak_gib": peaks,
-        "predicted_gib": predicted,
-        **summary,
-        "figures": [figure.to_dict() for figure in figures(summary, peaks, predicted)],
+        "floor": spread([floor["value"] for floor in floors]),
+        "floor_runs": floors,
+        "runs": runs,
+        "figures": [figure.to_dict() for figure in figures(floors, runs)],
     }
 
 
-def measured(folder: Path, words: list[str]) -> dict[str, Any]:
+def groups() -> list[list[str]]:
+    """Features that share two floors."""
+    names = list(FEATURES)
+    return [names[start : start + BETWEEN_FLOORS] for start in range(0, len(names), BETWEEN_FLOORS)]
+
+
+def measured(folder: Path, name: str) -> Run:
     """One run."""
+    words = FEATURES[name].words if name != OFF else ()
     command = [sys.executable, "-m", "benchmarks.features_run", "measure", str(folder), *words]
-    found: dict[str, Any] = run_process(command, timeout_s=TIMEOUT_S).last_json()
+    found: Run = run_process(command, timeout_s=TIMEOUT_S).last_json()
+    print(f"  {name}: {found['value']:.0f} ms, {found['peak_gib']:.2f} GiB, predicted {found['predicted_gib']:.2f}")
     return found
 
 
-def check_losses(rounds: Rounds) -> None:
+def ratio(one: Run, floors: list[Run]) -> Run:
+    """Step time over that of the floors around it, and whether it counts."""
+    before, after = (floor["value"] for floor in floors)
+    agree = abs(before - after) <= ROUGH[0] * min(before, after)
+    return {"ratio": 2 * one["value"] / (before + after), "counts": agree}
+
+
+def check_losses(floor: Run, runs: dict[str, Run]) -> None:
     """Raise when a feature that should change nothing trained something else."""
-    expected = rounds.floors[0]["losses"][-1]
-    for one in rounds.rounds:
-        if FEATURES[one.contender].same_loss:
-            found = one.run["losses"][-1]
-            if not abs(found - expected) <= SAME_LOSS_WITHIN * expected:
-                raise ValueError(f"{one.contender}: the loss of the last step is {found}, without it {expected}")
+    expected = floor["losses"][-1]
+    for name, one in runs.items():
+        found = one["losses"][-1]
+        if FEATURES[name].same_loss and not abs(found - expected) <= SAME_LOSS_WITHIN * expected:
+            raise ValueError(f"{name}: the loss of the last step is {found}, without it {expected}")
 
 
-def figures(summary: dict[str, Any], peaks: dict[str, Any], predicted: dict[str, float]) -> list[Figure]:
+def figures(floors: list[Run], runs: dict[str, Run]) -> list[Figure]:
     """Peak memory beside its prediction, and step time, of each."""
-    found = [of_spread("off: step", summary["floor"], "ms")]
-    for name in (OFF, *FEATURES):
-        if peaks[name]["n"]:
-            found.append(of_spread(f"{name}: peak memory", peaks[name], "GiB"))
-            ratio = predicted[name] / peaks[name]["median"]
-            found.append(Figure(f"{name}: predicted / measured", ratio, "×", at_most=1.1, at_least=0.9))
-    for name in FEATURES:
-        found.append(of_spread(f"{name} / off, step time", summary["ratio_to_floor"][name], "×"))
+    found = [Figure("off: step", statistics.median(floor["value"] for floor in floors), "ms")]
+    for name, one in ({OFF: floors[0]} | runs).items():
+        found.append(Figure(f"{name}: peak of tensors", one["peak_gib"], "GiB"))
+        predicted = one["predicted_gib"] / one["peak_gib"]
+        found.append(Figure(f"{name}: predicted / measured", predicted, "×", at_most=1.1, at_least=0.9))
+        if name != OFF:
+            found.append(Figure(f"{name} / off, step time", one["ratio"] if one["counts"] else None, "×"))
     return found

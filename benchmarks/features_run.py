@@ -17,6 +17,7 @@ from benchmarks.processes import status_kb
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.tools.memory_tracker import MemoryTracker
 from mindspeed_mm.fsdp.train.memory_forecast import forecast
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.tasks.train import load_with_plugins
@@ -26,12 +27,13 @@ GIB = 2**20
 
 
 class Costs(Hook):
-    """Seconds and loss of each step, and the peak of this process over them."""
+    """Seconds and loss of each step; of one more step, which is not timed, the most bytes that its tensors held."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.peak_gib = 0.0
+        self.resident_gib, self.live_gib = 0.0, 0.0
+        self._tracker: MemoryTracker | None = None
 
     def on_train_begin(self, engine: TrainEngine) -> None:
         """Forget the peak of loading: the file that was mapped counted in it."""
@@ -39,15 +41,22 @@ class Costs(Hook):
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Note them."""
+        if self._tracker is not None:
+            self._tracker.__exit__(None, None, None)
+            self.live_gib = self._tracker.peak().total_bytes / 2**30
+            return
         self.seconds.append(result.seconds - result.data_seconds)
         self.losses.append(result.loss)
-        self.peak_gib = status_kb("self", "VmHWM") / GIB
+        if len(self.seconds) == WARM_UP_STEPS + MEASURED_STEPS:
+            self.resident_gib = status_kb("self", "VmHWM") / GIB
+            self._tracker = MemoryTracker(engine.model, engine.optimizer, engine.device)
+            self._tracker.__enter__()
 
 
 def make(folder: Path) -> None:
     """Write them."""
     training = {
-        "train_iters": WARM_UP_STEPS + MEASURED_STEPS,
+        "train_iters": WARM_UP_STEPS + MEASURED_STEPS + 1,
         "micro_batch_size": ROWS,
         "adam_fused": True,
         "lr": 1e-5,
@@ -66,10 +75,10 @@ def measure(folder: Path, words: list[str]) -> dict[str, Any]:
     return {
         "value": 1000 * statistics.median(costs.seconds[WARM_UP_STEPS:]),
         "first_step_ms": 1000 * costs.seconds[0],
-        "peak_gib": costs.peak_gib - before_gib,
-        "predicted_gib": prediction.resident / 2**30,
-        "predicted_live_gib": prediction.peak / 2**30,
-        "before_gib": before_gib,
+        "peak_gib": costs.live_gib,
+        "predicted_gib": prediction.peak / 2**30,
+        "resident_gib": costs.resident_gib - before_gib,
+        "predicted_resident_gib": prediction.resident / 2**30,
         "losses": costs.losses,
         "trained_parameters": sum(p.numel() for p in engine.model.parameters() if p.requires_grad),
     }
@@ -80,7 +89,15 @@ def first_micro_batch(arguments: Arguments) -> Batch:
     data = arguments.data
     dataset, _ = build_mm_dataset(data.dataset_param, seed=arguments.training.seed)
     rows = arguments.training.micro_batch_size
-    loader = build_mm_dataloader(dataset, data.dataloader_param, micro_batch_size=rows, seed=arguments.training.seed)
+    loader = build_mm_dataloader(
+        dataset,
+        data.dataloader_param,
+        micro_batch_size=rows,
+        gradient_accumulation_steps=1,
+        dp_rank=0,
+        dp_size=1,
+        seed=arguments.training.seed,
+    )
     batch: Batch = next(iter(loader))[0]
     return batch
 
