@@ -1,8 +1,9 @@
 """What each memory and fine-tuning feature gains and costs, on a model of 0.32 B parameters on a CPU.
 
 Every feature runs in a process of its own; three of them stand between two runs of the plain configuration. Peak
-memory is the most that the tensors of a step held, by an instrument that follows them; beside it stands the prediction,
-and what the process had resident, with what its allocator keeps. On a CPU the host is the device: what is moved to the
+memory is the most that the tensors of a step held, by an instrument that follows them, in the forward pass (where
+activations are at their most) and in all (where it may be the optimizer's update); beside it stand the prediction, and
+what the process had resident, with what its allocator keeps. On a CPU the host is the device: what is moved to the
 host saves nothing here, and its price shows.
 """
 
@@ -84,7 +85,8 @@ def figures(floors: list[Run], runs: dict[str, Run]) -> list[Figure]:
     """Peak memory beside its prediction, and step time, of each."""
     found = [Figure("off: step", statistics.median(floor["value"] for floor in floors), "ms")]
     for name, one in ({OFF: floors[0]} | runs).items():
-        found.append(Figure(f"{name}: peak of tensors", one["peak_gib"], "GiB"))
+        found.append(Figure(f"{name}: most held in the forward pass", one["forward_gib"], "GiB"))
+        found.append(Figure(f"{name}: most held in a step", one["peak_gib"], "GiB"))
         predicted = one["predicted_gib"] / one["peak_gib"]
         found.append(Figure(f"{name}: predicted / measured", predicted, "×", at_most=1.1, at_least=0.9))
         if name != OFF:

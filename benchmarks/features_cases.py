@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from benchmarks.communication_formula import Decoder
 
 ROWS = 2
-TOKENS_A_ROW = 512
-"""Enough for activations to be the peak: with fewer it is the optimizer's update."""
+TOKENS_A_ROW = 256
 WARM_UP_STEPS = 1
 MEASURED_STEPS = 1
 

@@ -32,7 +32,7 @@ class Costs(Hook):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.resident_gib, self.live_gib = 0.0, 0.0
+        self.resident_gib, self.live_gib, self.forward_gib = 0.0, 0.0, 0.0
         self._tracker: MemoryTracker | None = None
 
     def on_train_begin(self, engine: TrainEngine) -> None:
@@ -44,6 +44,8 @@ class Costs(Hook):
         if self._tracker is not None:
             self._tracker.__exit__(None, None, None)
             self.live_gib = self._tracker.peak().total_bytes / 2**30
+            passes = self._tracker.module_peaks().values()
+            self.forward_gib = max(each.get("forward", 0) for each in passes) / 2**30
             return
         self.seconds.append(result.seconds - result.data_seconds)
         self.losses.append(result.loss)
@@ -76,6 +78,7 @@ def measure(folder: Path, words: list[str]) -> dict[str, Any]:
         "value": 1000 * statistics.median(costs.seconds[WARM_UP_STEPS:]),
         "first_step_ms": 1000 * costs.seconds[0],
         "peak_gib": costs.live_gib,
+        "forward_gib": costs.forward_gib,
         "predicted_gib": prediction.peak / 2**30,
         "resident_gib": costs.resident_gib - before_gib,
         "predicted_resident_gib": prediction.resident / 2**30,
