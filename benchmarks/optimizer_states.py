@@ -20,7 +20,7 @@ from benchmarks.rounds import spread
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 768, 2048, 6, 12288
 STEPS = 3
-ROUNDS = 3
+ROUNDS = 2
 TIMEOUT_S = 600.0
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
