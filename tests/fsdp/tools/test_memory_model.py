@@ -60,12 +60,13 @@ CASES = [
     (),
     (BF16, ACCUMULATE),
     (BF16, RECOMPUTE),
-    ("training.lora.enable=true", BF16),
+    ("training.lora.enable=true", "training.lora.quantize=nf4", BF16),
     ("features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=64"),
     ("features.enable_activation_offload=true",),
 ]
 MORE = [
     (BF16,),
+    ("training.lora.enable=true", BF16),
     (ACCUMULATE,),
     (RECOMPUTE, "features.recompute_plan.mode=selective"),
     ("training.optimizer=muon",),

@@ -210,7 +210,7 @@ class _Step:
 
         def as_computed(name: str, parameter: nn.Parameter) -> tuple[Sequence[int], torch.dtype]:
             own, shards = held.get(name, (None, 0))
-            dtype = self._compute if shards and self._compute else parameter.dtype
+            dtype = self._computed(parameter.dtype) if shards else parameter.dtype
             return (own.shape if own is not None and shrinks else parameter.shape), dtype
 
         self._simulation.fake_parameters(model, as_computed)
@@ -236,6 +236,10 @@ class _Step:
         blocks = tuple({pattern_of(block) for block in spec.blocks})
         self._simulation.share_of = lambda module: of_blocks if module.startswith(blocks) else of_others
 
+    def _computed(self, stored: torch.dtype) -> torch.dtype:
+        """What sharding gathers a parameter in: bytes of a packed one stay bytes."""
+        return self._compute if self._compute is not None and stored.is_floating_point else stored
+
     def _sharded(self, unit: HeldUnit) -> ShardedUnit:
         plan = self._arguments.parallel.fsdp_plan
         parameters = dict(self._model.named_parameters())
@@ -245,7 +249,7 @@ class _Step:
         return ShardedUnit(
             names=unit.names,
             parameters=tuple(parameters[p.name] for p in unit.parameters),
-            whole_bytes=sum(p.padded_numel * (self._compute or p.dtype).itemsize for p in unit.parameters),
+            whole_bytes=sum(p.padded_numel * self._computed(p.dtype).itemsize for p in unit.parameters),
             trained_numel=sum(p.padded_numel for p in unit.parameters if p.is_trained),
             shards=unit.shards,
             compute=compute,
