@@ -1,9 +1,9 @@
 """What each memory and fine-tuning feature gains and costs, on a model of 0.32 B parameters on a CPU.
 
 Every feature runs in a process of its own; three of them stand between two runs of the plain configuration. Peak
-memory is the most that the tensors of a step held, by an instrument that follows them, in the forward pass (where
-activations are at their most) and in all (where it may be the optimizer's update); beside it stand the prediction, and
-what the process had resident, with what its allocator keeps. On a CPU the host is the device: what is moved to the
+memory is the most that the tensors of a step held, by an instrument that follows them; beside it stand the prediction,
+and what the process had resident, with what its allocator keeps. The same prediction says what each would hold with so
+many tokens that activations are the peak. On a CPU the host is the device: what is moved to the
 host saves nothing here, and its price shows.
 """
 
@@ -14,7 +14,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.features_cases import FEATURES, MEASURED_STEPS, OFF, ROWS, SHAPE, TOKENS_A_ROW
+from benchmarks.features_cases import (
+    FEATURES,
+    MEASURED_STEPS,
+    OFF,
+    PREDICTED_ROWS,
+    PREDICTED_TOKENS_A_ROW,
+    ROWS,
+    SHAPE,
+    TOKENS_A_ROW,
+)
 from benchmarks.figures import Figure
 from benchmarks.processes import run as run_process
 from benchmarks.rounds import ROUGH, spread
@@ -37,6 +46,8 @@ def run(work: Path) -> dict[str, Any]:
         floors.append(measured(folder, OFF))
         runs |= {name: one | ratio(one, floors[-2:]) for name, one in taken.items()}
     check_losses(floors[0], runs)
+    command = [sys.executable, "-m", "benchmarks.features_run", "predict", str(folder)]
+    predicted = run_process(command, timeout_s=TIMEOUT_S).last_json()
     return {
         "model": f"Qwen3-shaped, {SHAPE}; {ROWS} rows of {TOKENS_A_ROW} tokens a step, bf16 products, fp32 masters",
         "measured_steps": MEASURED_STEPS,
@@ -46,6 +57,9 @@ def run(work: Path) -> dict[str, Any]:
         "floor": spread([floor["value"] for floor in floors]),
         "floor_runs": floors,
         "runs": runs,
+        "predicted_rows": PREDICTED_ROWS,
+        "predicted_tokens_a_row": PREDICTED_TOKENS_A_ROW,
+        "predicted": predicted,
         "figures": [figure.to_dict() for figure in figures(floors, runs)],
     }
 
@@ -85,7 +99,6 @@ def figures(floors: list[Run], runs: dict[str, Run]) -> list[Figure]:
     """Peak memory beside its prediction, and step time, of each."""
     found = [Figure("off: step", statistics.median(floor["value"] for floor in floors), "ms")]
     for name, one in ({OFF: floors[0]} | runs).items():
-        found.append(Figure(f"{name}: most held in the forward pass", one["forward_gib"], "GiB"))
         found.append(Figure(f"{name}: most held in a step", one["peak_gib"], "GiB"))
         predicted = one["predicted_gib"] / one["peak_gib"]
         found.append(Figure(f"{name}: predicted / measured", predicted, "×", at_most=1.1, at_least=0.9))

@@ -8,6 +8,9 @@ from benchmarks.communication_formula import Decoder
 
 ROWS = 2
 TOKENS_A_ROW = 256
+PREDICTED_ROWS = 4
+PREDICTED_TOKENS_A_ROW = 2048
+"""Where activations, not the optimizer's update, are the peak."""
 WARM_UP_STEPS = 1
 MEASURED_STEPS = 1
 

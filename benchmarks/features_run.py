@@ -1,6 +1,7 @@
 """One process of `benchmarks.features`: writes the model and its rows, or trains a few steps and says what they cost.
 
-`python -m benchmarks.features_run make FOLDER`; `… measure FOLDER WORD…`, which prints one JSON line.
+`python -m benchmarks.features_run make FOLDER`; `… measure FOLDER WORD…` and `… predict FOLDER`, which print one JSON
+line.
 """
 
 from __future__ import annotations
@@ -11,8 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import communication_rank
-from benchmarks.features_cases import MEASURED_STEPS, ROWS, SHAPE, TOKENS_A_ROW, WARM_UP_STEPS
+from benchmarks.features_cases import (
+    FEATURES,
+    MEASURED_STEPS,
+    OFF,
+    PREDICTED_ROWS,
+    PREDICTED_TOKENS_A_ROW,
+    ROWS,
+    SHAPE,
+    TOKENS_A_ROW,
+    WARM_UP_STEPS,
+)
 from benchmarks.processes import status_kb
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
@@ -32,7 +45,7 @@ class Costs(Hook):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.resident_gib, self.live_gib, self.forward_gib = 0.0, 0.0, 0.0
+        self.resident_gib, self.live_gib = 0.0, 0.0
         self._tracker: MemoryTracker | None = None
 
     def on_train_begin(self, engine: TrainEngine) -> None:
@@ -44,8 +57,6 @@ class Costs(Hook):
         if self._tracker is not None:
             self._tracker.__exit__(None, None, None)
             self.live_gib = self._tracker.peak().total_bytes / 2**30
-            passes = self._tracker.module_peaks().values()
-            self.forward_gib = max(each.get("forward", 0) for each in passes) / 2**30
             return
         self.seconds.append(result.seconds - result.data_seconds)
         self.losses.append(result.loss)
@@ -78,13 +89,30 @@ def measure(folder: Path, words: list[str]) -> dict[str, Any]:
         "value": 1000 * statistics.median(costs.seconds[WARM_UP_STEPS:]),
         "first_step_ms": 1000 * costs.seconds[0],
         "peak_gib": costs.live_gib,
-        "forward_gib": costs.forward_gib,
         "predicted_gib": prediction.peak / 2**30,
         "resident_gib": costs.resident_gib - before_gib,
         "predicted_resident_gib": prediction.resident / 2**30,
         "losses": costs.losses,
         "trained_parameters": sum(p.numel() for p in engine.model.parameters() if p.requires_grad),
     }
+
+
+def predict(folder: Path) -> dict[str, Any]:
+    """What each feature would hold on an accelerator, with more tokens than this machine has patience for."""
+    found = {}
+    for name, words in ({OFF: ()} | {name: each.words for name, each in FEATURES.items()}).items():
+        arguments = load_with_plugins(folder / "dense" / "run.yaml", list(words)).arguments
+        prediction = forecast(arguments, random_tokens(), device_type="cuda")
+        sizes = {"peak": prediction.peak, "activations": prediction.activations}
+        found[name] = {f"{what}_gib": size / 2**30 for what, size in sizes.items()}
+    return found
+
+
+def random_tokens() -> Batch:
+    """A micro-batch of the predicted size."""
+    ids = torch.randint(SHAPE.vocabulary, (PREDICTED_ROWS, PREDICTED_TOKENS_A_ROW))
+    ids_of_samples = [str(row) for row in range(PREDICTED_ROWS)]
+    return {"input_ids": ids, "labels": ids, "shift_labels": ids, "sample_ids": ids_of_samples}
 
 
 def first_micro_batch(arguments: Arguments) -> Batch:
@@ -108,5 +136,7 @@ def first_micro_batch(arguments: Arguments) -> Batch:
 if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]))
+    elif sys.argv[1] == "predict":
+        print(json.dumps(predict(Path(sys.argv[2]))))
     else:
         print(json.dumps(measure(Path(sys.argv[2]), sys.argv[3:])))
