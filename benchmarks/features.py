@@ -17,6 +17,8 @@ from typing import Any
 from benchmarks.features_cases import (
     FEATURES,
     MEASURED_STEPS,
+    MORE_ROWS,
+    OF_ACTIVATIONS,
     OFF,
     PREDICTED_ROWS,
     PREDICTED_TOKENS_A_ROW,
@@ -57,6 +59,8 @@ def run(work: Path) -> dict[str, Any]:
         "floor": spread([floor["value"] for floor in floors]),
         "floor_runs": floors,
         "runs": runs,
+        "more_rows": MORE_ROWS,
+        "with_more_rows": {name: peak(folder, name) for name in OF_ACTIVATIONS},
         "predicted_rows": PREDICTED_ROWS,
         "predicted_tokens_a_row": PREDICTED_TOKENS_A_ROW,
         "predicted": predicted,
@@ -76,6 +80,14 @@ def measured(folder: Path, name: str) -> Run:
     command = [sys.executable, "-m", "benchmarks.features_run", "measure", str(folder), *words]
     found: Run = run_process(command, timeout_s=TIMEOUT_S).last_json()
     print(f"  {name}: {found['value']:.0f} ms, {found['peak_gib']:.2f} GiB, predicted {found['predicted_gib']:.2f}")
+    return found
+
+
+def peak(folder: Path, name: str) -> Run:
+    """Bytes alone, of a larger micro-batch."""
+    words = FEATURES[name].words if name != OFF else ()
+    command = [sys.executable, "-m", "benchmarks.features_run", "peak", str(folder), *words]
+    found: Run = run_process(command, timeout_s=TIMEOUT_S).last_json()
     return found
 
 

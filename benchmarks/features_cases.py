@@ -8,6 +8,8 @@ from benchmarks.communication_formula import Decoder
 
 ROWS = 2
 TOKENS_A_ROW = 256
+MORE_ROWS = 8
+"""Where activations are part of the peak, for features that are about them."""
 PREDICTED_ROWS = 4
 PREDICTED_TOKENS_A_ROW = 2048
 """Where activations, not the optimizer's update, are the peak."""
@@ -57,3 +59,5 @@ FEATURES = {
     "compiled blocks": Feature(("features.compile=true",)),
     "recompute + chunked loss + bf16 states": Feature((RECOMPUTE, *CHUNKS, BF16_STATES), same_loss=False),
 }
+OF_ACTIVATIONS = (OFF, "recompute, full", "recompute, selective", "recompute, attention kept", "chunked loss")
+"""Measured with more rows as well."""

@@ -1,7 +1,7 @@
 """One process of `benchmarks.features`: writes the model and its rows, or trains a few steps and says what they cost.
 
-`python -m benchmarks.features_run make FOLDER`; `… measure FOLDER WORD…` and `… predict FOLDER`, which print one JSON
-line.
+`python -m benchmarks.features_run make FOLDER`; `… measure FOLDER WORD…`, `… peak FOLDER WORD…` and `… predict FOLDER`,
+which print one JSON line.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from benchmarks import communication_rank
 from benchmarks.features_cases import (
     FEATURES,
     MEASURED_STEPS,
+    MORE_ROWS,
     OFF,
     PREDICTED_ROWS,
     PREDICTED_TOKENS_A_ROW,
@@ -42,7 +43,8 @@ GIB = 2**20
 class Costs(Hook):
     """Seconds and loss of each step; of one more step, which is not timed, the most bytes that its tensors held."""
 
-    def __init__(self) -> None:
+    def __init__(self, timed_steps: int = WARM_UP_STEPS + MEASURED_STEPS) -> None:
+        self._timed_steps = timed_steps
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.resident_gib, self.live_gib = 0.0, 0.0
@@ -60,7 +62,7 @@ class Costs(Hook):
             return
         self.seconds.append(result.seconds - result.data_seconds)
         self.losses.append(result.loss)
-        if len(self.seconds) == WARM_UP_STEPS + MEASURED_STEPS:
+        if len(self.seconds) == self._timed_steps:
             self.resident_gib = status_kb("self", "VmHWM") / GIB
             self._tracker = MemoryTracker(engine.model, engine.optimizer, engine.device)
             self._tracker.__enter__()
@@ -95,6 +97,15 @@ def measure(folder: Path, words: list[str]) -> dict[str, Any]:
         "losses": costs.losses,
         "trained_parameters": sum(p.numel() for p in engine.model.parameters() if p.requires_grad),
     }
+
+
+def measure_peak(folder: Path, words: list[str]) -> dict[str, Any]:
+    """The second step's peak with more rows, beside its prediction."""
+    asked = [f"training.micro_batch_size={MORE_ROWS}", "training.train_iters=2", *words]
+    config, costs = load_with_plugins(folder / "dense" / "run.yaml", asked), Costs(timed_steps=1)
+    predicted = forecast(config.arguments, first_micro_batch(config.arguments)).peak / 2**30
+    communication_rank.Quiet(config, hooks=[costs]).train()
+    return {"peak_gib": costs.live_gib, "predicted_gib": predicted}
 
 
 def predict(folder: Path) -> dict[str, Any]:
@@ -136,6 +147,8 @@ def first_micro_batch(arguments: Arguments) -> Batch:
 if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]))
+    elif sys.argv[1] == "peak":
+        print(json.dumps(measure_peak(Path(sys.argv[2]), sys.argv[3:])))
     elif sys.argv[1] == "predict":
         print(json.dumps(predict(Path(sys.argv[2]))))
     else:
