@@ -181,6 +181,28 @@ def test_prefetch_follows_a_stack_and_never_enters_a_tower(monkeypatch):
     }
 
 
+def test_inner_modules_are_gathered_with_their_blocks(monkeypatch):
+    """With them at once, and wherever they are gathered ahead; in backward from the last to the first."""
+    names = ["layers.0", "layers.1", "layers.2"]
+    blocks = {name: Recorder() for name in names}
+    monkeypatch.setattr(fully_shard_parallel, "_wrapped", lambda _, unit: blocks[unit.names[0]])
+    told = {id(block): name for name, block in blocks.items()}
+    monkeypatch.setattr(fully_shard_parallel, "_inside", lambda block: [f"{told[id(block)]}.{k}" for k in "ab"])
+    set_prefetch(nn.Module(), plan_units(names, TIES), forward=1, backward=1, hooked=["layers.0", "layers.1"])
+    seen = {name: [[told.get(id(m), m) for m in found] for found in (b.ahead, b.behind)] for name, b in blocks.items()}
+    assert seen == {
+        "layers.0": [
+            ["layers.0.a", "layers.0.b", "layers.1", "layers.1.a", "layers.1.b"],
+            ["layers.0.b", "layers.0.a"],
+        ],
+        "layers.1": [
+            ["layers.1.a", "layers.1.b", "layers.2"],
+            ["layers.1.b", "layers.1.a", "layers.0", "layers.0.b", "layers.0.a"],
+        ],
+        "layers.2": [[], ["layers.1", "layers.1.b", "layers.1.a"]],
+    }
+
+
 # On ranks.
 
 

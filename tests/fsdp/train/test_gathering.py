@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import gathered_before
+from mindspeed_mm.fsdp.train import trainer
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
 from tests.helpers.plan_matrix import EP, FP64, in_fp64
@@ -51,6 +54,20 @@ def alone(yamls: dict[str, str]) -> dict[str, Any]:
 def test_parameters_gathered_before_the_step(yamls: dict[str, str], alone: dict[str, Any]) -> None:
     for measured in run_ranks(2, steps, yamls["vlm"], overrides(2, 2, IN_ORDER, PREGATHER)):
         compare_steps(alone["vlm"], measured, TOLERANCE)
+
+
+def test_each_step_begins_with_it(yamls: dict[str, str]) -> None:
+    seen: list[nn.Module] = []
+
+    def note(model: nn.Module) -> Any:
+        seen.append(model)
+        return nullcontext()
+
+    with mock.patch.object(trainer, "gathered_before", note):
+        steps(yamls["vlm"], overrides(1, 2, IN_ORDER))
+        assert seen == []
+        steps(yamls["vlm"], overrides(1, 2, IN_ORDER, PREGATHER))
+    assert len(seen) == 3  # once a step, not once a micro-batch
 
 
 class Block(nn.Module):

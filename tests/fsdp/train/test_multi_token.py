@@ -159,6 +159,20 @@ def test_a_label_too_near_is_seen(yamls: dict[str, str]) -> None:
         compare_steps(steps(yamls["qwen3"], overrides(1, 2, *ON, IN_ORDER)), wrong, 1e-9)
 
 
+def test_labels_and_weights_move_together_and_stay_in_their_document() -> None:
+    batch = {
+        "shift_labels": torch.tensor([[1, 2, 3, 4, 5, 6]]),
+        "loss_weights": torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]),
+        "cu_seq_lens_q": torch.tensor([0, 4, 6], dtype=torch.int32),
+    }
+    moved = multi_token.further(batch, 1)
+    assert moved["shift_labels"].tolist() == [[2, 3, 4, -100, 6, -100]]
+    labelled = moved["shift_labels"] != -100
+    assert moved["loss_weights"][labelled].tolist() == batch["loss_weights"][0, [1, 2, 3, 5]].tolist()
+    rows = {"shift_labels": batch["shift_labels"]}
+    assert multi_token.further(rows, 2)["shift_labels"].tolist() == [[3, 4, 5, 6, -100, -100]]
+
+
 @pytest.fixture(scope="module")
 def padded(yamls: dict[str, str]) -> dict[str, Any]:
     return {name: steps(yamls[name], overrides(1, 2, *ON), packs=False) for name in ("vlm", "qwen3_moe")}
