@@ -1,3 +1,5 @@
-"""Train multimodal models from one YAML. This module holds the version only; importing it does nothing."""
+"""Train multimodal models from one YAML. Importing this module does nothing."""
 
-__version__ = "0.1.0"
+from mindspeed_mm.core.version import __version__
+
+__all__ = ["__version__"]

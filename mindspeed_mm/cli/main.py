@@ -17,9 +17,9 @@ from typing import NoReturn
 
 import click
 
-from mindspeed_mm import __version__
 from mindspeed_mm.core.errors import ExitCode, MMError
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.core.version import __version__
 
 VERBS = {
     "train": "Train a model from one YAML.",

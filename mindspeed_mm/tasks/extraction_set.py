@@ -15,9 +15,9 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm import __version__
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError, StoppedAfterSave
+from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
 from mindspeed_mm.fsdp.data.feature_store.description import Contents, Description, check_same_work, read_description

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm import __version__
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
+from mindspeed_mm.core.version import __version__
 from mindspeed_mm.tasks.card_usage import Usage, usage_of
 from mindspeed_mm.tasks.export_contents import ContentKind
 

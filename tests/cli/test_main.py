@@ -14,7 +14,6 @@ from typing import Any
 import click
 import pytest
 
-from mindspeed_mm import __version__
 from mindspeed_mm.cli import main
 from mindspeed_mm.core.errors import (
     CheckpointError,
@@ -26,6 +25,7 @@ from mindspeed_mm.core.errors import (
     StoppedAfterSave,
     UsageError,
 )
+from mindspeed_mm.core.version import __version__
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm import __version__
 from mindspeed_mm.core.artifacts import RunFolder, append_jsonl, atomic_write_text
 from mindspeed_mm.core.redaction import redact, without_secrets
+from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved
 from mindspeed_mm.fsdp.utils.device import get_device_type
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm import __version__
 from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
 from mindspeed_mm.core.redaction import redact
+from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.checks import unbuilt_features
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig

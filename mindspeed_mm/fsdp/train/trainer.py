@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm import __version__
 from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.redaction import redact
+from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset

@@ -1,0 +1,118 @@
+"""What must hold at the edges of the product, a line each. A test that proves a line is marked
+`@pytest.mark.edge("N1")`; `python -m tests.edges` prints the table of lines and their tests."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+EDGES = {
+    # Numbers
+    "N1": "Inference, evaluation and an exported folder show the model what training showed it.",
+    "N2": "`train_on_prompt` trains no turn that a weight, `train: false` or `mask_history` took out.",
+    "N3": "A model's own loss is divided once: whether it is a sum or a mean is asked, never guessed.",
+    "N4": "A validation pass under a model's own mean loss counts every row once, blank ones not at all.",
+    "N5": "A validation pass replaces no row by another.",
+    "N6": "`val_loss` is the cross-entropy; the other terms have names of their own.",
+    "N7": "A resume notices a changed order of the data.",
+    "N8": "No rows are left out of every epoch.",
+    "N9": "Every tensor that a processor returns and a model takes reaches the model.",
+    "N10": "fp16 trains with a dynamic loss scale, kept in checkpoints.",
+    # Refused, crashed, or not refused
+    "R1": "Adapters continue under pipeline stages.",
+    "R2": "Validation data are read in their own way beside a mixture or a stream.",
+    "R3": "A resume is free to change features that do not change the run.",
+    "R4": "`mm check` refuses what training refuses.",
+    "R5": "A plugin may lie where built-in models lie.",
+    "R6": "A plugin's plain collator trains.",
+    "R7": "The memory forecast is right for a vision-language model under every plan.",
+    "R8": "`mm verify` takes the patterns that train.",
+    "R9": "`mm evaluate` and `mm infer` read the rows that training reads.",
+    "R10": "MindSpeed-MM's FSDP2 YAML files load.",
+    "R11": "Every module of a plugin package is imported.",
+    "R12": "The documented steps of adding a model and a data set run as written.",
+    "R13": "Whisper trains with the collator that its processor asks for.",
+    "R14": "README and `mm check` say which Omni folders train.",
+    "R15": "No key of `inference` is accepted and ignored.",
+    "R16": "Media beside the rows' own file are found.",
+    "R17": "A memory profile that cannot start says why; profiles run on any device.",
+    # Generators
+    "G1": "A changed rows file is noticed by training on features.",
+    "G2": "Every key of `preprocessing` that features depend on is compared with them.",
+    "G3": "The caption drawn from several depends on (seed, epoch, sample id).",
+    "G4": "Each generator run asks for the folders that it uses, once.",
+    "G5": "`mm data check`, `preview` and `stats` show generation data.",
+    "G6": "A pipeline without an optional encoder works.",
+    "G7": "An exported plugin model can be sampled.",
+    "G8": "Cut or empty captions and false declarations of a row are said.",
+    "G9": "How far pictures are enlarged and cut is limited by keys, and said.",
+    "G10": "The same global batch over another split resumes with buckets.",
+    # Floors and devices
+    "F1": "Training starts on torch 2.11.",
+    "F2": "Qwen3-VL trains with images on transformers 5.17.",
+    "F3": "Packed Qwen3-VL rows train on transformers 5.17.",
+    "F4": "The default tests pass at the floors.",
+    "F5": "The floors have a constraints file that installs.",
+    "D1": "Offloaded activations are copied once each way, and freed after their copies.",
+    "D2": "The last module's activations stay on the device.",
+    "D3": "Devices are bound to their process group; copies start from pinned memory.",
+    "D4": "A level-2 profile with packing in bf16 ends.",
+    # Nothing lost, nobody let in
+    "S1": "No writer replaces a source, a run, a checkpoint or a folder that is not ours.",
+    "S2": "A killed export leaves a whole target; the next one heals the rest.",
+    "S3": "A report executes nothing.",
+    "S4": "Ranks import the same code for any number of ranks.",
+    "S5": "A run folder's lock holds between PID namespaces.",
+    "S6": "Written files have the umask's mode.",
+    "S7": "`training.save` never overwrites files that are not the run's.",
+    "S8": "All paths of a configuration have one base.",
+    "S9": "A rank killed inside an asynchronous save ends the job within 15 s.",
+    "S10": "`run.json` records the exit code with which the process ends.",
+    "S11": "Refused shards are named in our words.",
+    "S12": "A mistyped manifest falls back to the older good step.",
+    "S13": "Malformed input is answered with one line about the right file.",
+    "S14": "Outside things are bounded: remote media, stores, workers, trackers.",
+    # Use
+    "U1": "Plain libraries and plugins work beside the installed set.",
+    "U2": "`import mindspeed_mm as mm` trains, checks, infers and evaluates.",
+    "U3": "`mm train` ends with a summary.",
+    "U4": "wandb, swanlab, mlflow and trackio follow a run and never break it.",
+    "U5": "One cause, one line.",
+    "U6": "Rows are padded to a multiple only where a device gains by it.",
+    "U7": "A fine-tuner finds what he looks for first.",
+}
+
+
+def tests_by_edge() -> dict[str, list[str]]:
+    """The tests that are marked for each edge, as pytest names them."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if "mark.edge" not in (text := path.read_text(encoding="utf-8")):
+            continue
+        place = path.relative_to(ROOT)
+        for node in ast.parse(text).body:
+            for edge, name in _marked(node):
+                found.setdefault(edge, []).append(f"{place}::{name}" if name else str(place))
+    return found
+
+
+def _marked(node: ast.stmt) -> Iterator[tuple[str, str]]:
+    """(edge, test) of a marked function or class; (edge, "") of a module's `pytestmark`."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        marks, name = node.decorator_list, node.name
+    elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+        marks, name = [node.value], ""
+    else:
+        return
+    for mark in marks:
+        for call in ast.walk(mark):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("mark.edge"):
+                yield from ((str(argument.value), name) for argument in call.args if isinstance(argument, ast.Constant))
+
+
+if __name__ == "__main__":
+    for edge, tests in tests_by_edge().items():
+        print(edge, EDGES[edge], *tests, sep="\n    ")
