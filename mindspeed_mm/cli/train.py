@@ -36,7 +36,11 @@ Examples:
 )
 @click.option("--weights-only", is_flag=True, help="Take a checkpoint's weights only and start at step 0.")
 @click.option("--allow-fresh", is_flag=True, help="Start from the beginning although no checkpoint there is valid.")
-@click.option("--accept-data-change", is_flag=True, help="Continue although the data set has changed.")
+@click.option(
+    "--accept-data-change",
+    is_flag=True,
+    help="Continue although the data set, or the order of its rows, has changed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print how it ended as JSON.")
 def command(
     config: Path,

@@ -14,7 +14,12 @@ from typing import Any
 from mindspeed_mm.core.errors import CheckpointError, Problem
 
 FREE_KEYS = (
-    "data.dataloader_param.*",
+    "data.dataloader_param.collate_param.*",
+    "data.dataloader_param.enable_preload",
+    "data.dataloader_param.max_*_per_batch",
+    "data.dataloader_param.num_workers",
+    "data.dataloader_param.pin_memory",
+    "data.dataloader_param.prefetch_factor",
     "data.val_dataset_param*",
     "data.dataset_param.basic_parameters.cache_dir",
     "data.dataset_param.basic_parameters.dataset",
@@ -24,13 +29,19 @@ FREE_KEYS = (
     "data.dataset_param.basic_parameters.media_roots*",
     "data.dataset_param.basic_parameters.overwrite_cache",
     "data.dataset_param.basic_parameters.preprocess*",
+    "data.dataset_param.basic_parameters.val_dataset",
+    "data.dataset_param.basic_parameters.val_max_samples",
     "data.dataset_param.basic_parameters.async_preprocess*",
     "data.dataset_param.preprocess_parameters.model_name_or_path",
-    "features.recompute*",
-    "features.enable_*",
-    "features.loss_cfg.router_aux_loss_offload",
     "features.activation_offload_plan*",
     "features.chunk*",
+    "features.compile*",
+    "features.enable_*",
+    "features.ep_balance_plan*",
+    "features.fused_kernels",
+    "features.loss_cfg.router_aux_loss_offload",
+    "features.recompute*",
+    "features.skip_moe_pad_tokens",
     "inference.*",
     "model.model_name_or_path",
     "model.skip_*_recompute",
@@ -61,7 +72,7 @@ FREE_KEYS = (
     "training.verify_checkpoint",
 )
 """May change without a word: where things are, how they are computed, what is written. The data itself is compared by
-its fingerprint, the batch by its global size."""
+its fingerprint, the batch by its global size, limits of tokens and patches by what decides how samples share batches."""
 
 NOTED_KEYS = (
     "data.dataset_param.basic_parameters.max_bad_fraction",
@@ -87,6 +98,12 @@ NOTED_KEYS = (
 """May change, and the log says so: the run goes on in another way from here."""
 
 
+POSITION_NOTE = (
+    "the position in the data is kept: as many samples of this epoch as were drawn before count as drawn from the data "
+    "and in the order of now, so until the epoch ends some may come twice and others not at all"
+)
+"""What is said when changed data, or a changed order of them, were accepted."""
+
 _SAME_STATE = {"training.optimizer": {"adamw", "adamw_swap"}}
 """Values of a key between which a run may change, and the log says so: it is the same run, computed elsewhere."""
 
@@ -104,7 +121,7 @@ def check_resumable(
     Args:
         manifest_context: Context of the run that saved, out of the manifest.
         current_context: Context of this run.
-        accept_data_change: Note a change of the data instead of refusing it.
+        accept_data_change: Note a change of the data, or of the order in which they are taken, instead of refusing it.
 
     Returns:
         What changed and is allowed to, one sentence each, for the log.
@@ -128,7 +145,8 @@ def check_resumable(
             "training.save=<new folder> training.load=<this run> --weights-only.",
             problems=refused,
         )
-    return [str(problem) for problem in noted] + _environment_notes(manifest_context, current_context)
+    meaning = [POSITION_NOTE] if data else []
+    return [str(problem) for problem in noted] + meaning + _environment_notes(manifest_context, current_context)
 
 
 def _config_changes(
@@ -156,11 +174,11 @@ def _is_updated(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
-    then, today = before.get("batching"), now.get("batching")
-    if then and then != today:  # samples of different sizes: what shares a batch depends on it
+    then, today = before.get("batching"), now.get("batching") or {}
+    if then is not None and then != today:  # samples of different sizes: what shares a batch depends on it
         return [
             Problem(
-                _change(*map(_in_words, (then, today or {}))),
+                _change(*map(_in_words, (then, today))),
                 key="micro-batches",
                 way_out="Give micro_batch_size, max_tokens_per_batch and ranks × accumulation as they were.",
             )
@@ -173,7 +191,7 @@ def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Pro
 
 
 def _in_words(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None) or "samples as they come"
 
 
 def _base_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:

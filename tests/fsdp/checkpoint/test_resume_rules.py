@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint.resume import FREE_KEYS, NOTED_KEYS, check_resumable
+from mindspeed_mm.fsdp.checkpoint.resume import FREE_KEYS, NOTED_KEYS, POSITION_NOTE, check_resumable
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
 
@@ -101,7 +101,10 @@ def test_all_refusals_at_once_and_data_may_be_accepted() -> None:
     with pytest.raises(CheckpointError) as caught:
         check_resumable(BEFORE, now)
     assert len(caught.value.problems) == 3
-    assert check_resumable(BEFORE, changed(dataset__rows=8), accept_data_change=True) == ["data: rows  was 7, is 8"]
+    assert check_resumable(BEFORE, changed(dataset__rows=8), accept_data_change=True) == [
+        "data: rows  was 7, is 8",
+        POSITION_NOTE,
+    ]
 
 
 def test_keys_that_a_newer_version_brings_are_noted() -> None:
@@ -140,4 +143,50 @@ def test_other_micro_batches_of_samples_of_different_sizes_are_refused() -> None
     with pytest.raises(CheckpointError, match=r"micro_batch_size 4.*micro_batch_size 2"):
         check_resumable(before, after)
     language = changed() | {"batching": {}}
+    with pytest.raises(CheckpointError, match=r'was "samples as they come", is "kind packed'):
+        check_resumable(language, language | {"batching": {"kind": "packed", "tokens": 64}})
     assert check_resumable(language, language) == []
+
+
+@pytest.mark.edge("N7")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shuffle", False),
+        ("sampler_type", "SequentialSampler"),
+        ("drop_last", False),
+        ("dataloader_mode", "base"),
+        ("shuffle_window", 5),
+    ],
+)
+def test_another_order_of_the_data_is_refused_or_accepted_with_what_the_position_means(key: str, value: Any) -> None:
+    loader = {"shuffle": True, "sampler_type": "x", "drop_last": True, "dataloader_mode": "sampler", "num_workers": 2}
+    before = changed(config__data={"dataloader_param": loader | {"shuffle_window": 9}})
+    now = changed(config__data={"dataloader_param": loader | {"shuffle_window": 9, key: value, "num_workers": 0}})
+    with pytest.raises(CheckpointError, match=rf"dataloader_param\.{key} .*--accept-data-change") as caught:
+        check_resumable(before, now)
+    assert len(caught.value.problems) == 1
+    noted = check_resumable(before, now, accept_data_change=True)
+    assert key in noted[0] and noted[1:] == [POSITION_NOTE]
+
+
+@pytest.mark.edge("R3")
+def test_features_that_only_say_how_it_is_computed_are_free() -> None:
+    """Of the section, the loss and quantised products are what makes it another run."""
+    before = {"config": Arguments().model_dump(mode="json")}
+    features = leaves(before["config"]["features"], "features")
+    changed_keys = []
+    for key in features:
+        now = copy.deepcopy(before)
+        *path, last = key.split(".")
+        place: Any = now["config"]
+        for part in path:
+            place = place[part]
+        place[last] = "another value"
+        try:
+            if check_resumable(before, now):
+                changed_keys.append(key)
+        except CheckpointError:
+            changed_keys.append(key)
+    loss = ["loss_type", "router_aux_loss_coef", "z_loss_coef"]
+    assert changed_keys == [f"features.loss_cfg.{key}" for key in loss]
