@@ -9,7 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
-from mindspeed_mm.tasks.train import load_with_plugins
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from tests.helpers.planned_steps import Quiet
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_run import make_rows, make_tiny_run

@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.tasks.train import load_with_plugins
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 
 
 @dataclass(frozen=True)

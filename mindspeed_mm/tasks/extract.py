@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.device import current_device, set_local_device
@@ -28,7 +29,6 @@ from mindspeed_mm.fsdp.utils.register import data_register
 from mindspeed_mm.tasks.extraction_limits import FEATURES_KEY
 from mindspeed_mm.tasks.extraction_set import Encoders, ExtractOptions, ExtractOutcome, Ranks, SetExtraction
 from mindspeed_mm.tasks.launcher import launch
-from mindspeed_mm.tasks.train import load_with_plugins
 
 MAX_BAD_FRACTION = 0.1
 """Share of rows that may be bad when the configuration does not say: they are listed, and can be looked at."""

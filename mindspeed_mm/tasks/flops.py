@@ -143,7 +143,7 @@ def _counted(
 def _arguments(target: Path, overrides: Sequence[str]) -> Arguments:
     """Those of a YAML; defaults around a model folder."""
     if not target.is_dir():
-        from mindspeed_mm.tasks.train import load_with_plugins
+        from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 
         return load_with_plugins(target, overrides).arguments
     if overrides:

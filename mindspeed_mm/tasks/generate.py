@@ -31,6 +31,7 @@ from mindspeed_mm.fsdp.models.diffusion.sampler import (
 )
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.device import current_device, set_local_device
@@ -39,7 +40,6 @@ from mindspeed_mm.tasks.generator_loading import load_sampler
 from mindspeed_mm.tasks.launcher import launch
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 from mindspeed_mm.tasks.sample_folder import Key, SampleFolder
-from mindspeed_mm.tasks.train import load_with_plugins
 
 _WAIT_S = 7 * 24 * 3600.0
 """Ranks wait for one another at the end, and one may have much more to do."""

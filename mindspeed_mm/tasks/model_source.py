@@ -17,9 +17,9 @@ from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, AdapterFile
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks import export
 from mindspeed_mm.tasks.export_source import noted_model
-from mindspeed_mm.tasks.train import load_with_plugins
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
 EXPORTED = "exported"

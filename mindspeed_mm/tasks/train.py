@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ExitCode, MMError
-from mindspeed_mm.fsdp.params.loader import PluginKeys, ResolvedConfig, load_config, read_plugins
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.launched import LaunchFolder
 
 
@@ -91,21 +91,3 @@ def tell_launcher(error: Exception) -> bool:
         int(os.environ["RANK"]), str(error), code, lost_peers=has_lost_peers(error), printed=not launcher_prints
     )
     return launcher_prints
-
-
-def load_with_plugins(config_path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Import the plugins that a YAML names, then validate it with the keys that they declare."""
-    plugins, model_id, dataset_type = read_plugins(config_path, overrides)
-    if not plugins:
-        return load_config(config_path, overrides)
-    from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
-
-    import_plugin(plugins)
-    for registry, name in ((model_register, model_id), (data_register, dataset_type)):
-        if name is not None:
-            registry.get(name)  # a mistyped id is the cause of unknown keys, not the other way round
-    keys = PluginKeys(
-        model=model_register.config_keys(model_id) if model_id else {},
-        dataset=data_register.config_keys(dataset_type) if dataset_type else {},
-    )
-    return load_config(config_path, overrides, plugin_keys=keys)

@@ -13,9 +13,9 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.optimizer.shards import local
 from mindspeed_mm.fsdp.tools.memory_tracker import MemoryPeak, MemoryTracker
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.tiny_run import WORDS
 
 

@@ -16,12 +16,12 @@ from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 from mindspeed_mm.tasks import export
 from mindspeed_mm.tasks.model_source import resolve_model
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.adapters import denoised
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3

@@ -31,10 +31,10 @@ from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.tasks import extract
 from mindspeed_mm.tasks.extraction import BatchEncoder, plan_batches
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.runs import lines
 from tests.helpers.tiny_generator_run import generator_config, make_tiny_generator_run
 from tests.tasks.extraction_run import SMALL, files, forked, make_run, run, wait_for, write_yaml

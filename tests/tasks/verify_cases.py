@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.tasks.train import load_with_plugins
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.verify.ranks import RankBugError, run_ranks
 from mindspeed_mm.tasks.verify.setup import Job, set_up
 from mindspeed_mm.tasks.verify.table import Row, worst_rows

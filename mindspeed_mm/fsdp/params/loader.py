@@ -1,11 +1,11 @@
-"""From a YAML file and overrides to a checked configuration, with the origin of every value.
+"""From a YAML file, or a mapping in Python, and overrides to a checked configuration, with the origin of every value.
 
-Priority: command line, then the file, then the defaults. All problems of a file are reported at once.
+Priority: overrides, then the file, then the defaults. All problems of a file are reported at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,26 @@ from mindspeed_mm.fsdp.params.checks import check_cross_section
 from mindspeed_mm.fsdp.params.config_text import read_config_text
 from mindspeed_mm.fsdp.params.key_renames import Notes, settle_keys
 from mindspeed_mm.fsdp.params.origins import Origin, dump_with_origins, leaves
-from mindspeed_mm.fsdp.params.overrides import COMMAND_LINE, parse_override, put_over
+from mindspeed_mm.fsdp.params.overrides import (
+    ARGUMENTS,
+    COMMAND_LINE,
+    CONFIGURATION,
+    NOT_FILES,
+    override_of,
+    parse_override,
+    put_over,
+    to_plain,
+)
 from mindspeed_mm.fsdp.params.paths import derive_processor_folder, locate_inputs, resolve_path
 from mindspeed_mm.fsdp.params.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
 from mindspeed_mm.fsdp.params.unknown_keys import judge_keys
 from mindspeed_mm.fsdp.params.value_messages import problems_of
 from mindspeed_mm.fsdp.params.yaml_parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml_tree import Node, clone, find, place_of, plain, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml_tree import Node, Place, as_node, clone, find, place_of, plain, text_at, value_at_key
 
 __all__ = [
+    "Given",
+    "Override",
     "PluginKeys",
     "ResolvedConfig",
     "dump_resolved",
@@ -38,14 +49,21 @@ __all__ = [
 ]
 
 
+Given = Path | Mapping[str, Any]
+"""A configuration: a YAML file, or its sections as a mapping. Paths in a mapping start in the working directory."""
+Override = str | Mapping[str, Any]
+"""What wins over a configuration: `section.key=value`, or sections as a mapping."""
+
+
 @dataclass(frozen=True)
 class ResolvedConfig:
     """A configuration that has been checked."""
 
     arguments: Arguments
     path: Path
+    """The file; of a mapping `configuration`, which is none."""
     text: str
-    """The file as it is on disk."""
+    """The file as it is on disk; a mapping as YAML."""
     origins: dict[str, Origin]
     """Dotted key of every value → where it came from."""
     warnings: tuple[str, ...]
@@ -62,24 +80,27 @@ class ResolvedConfig:
 
     def _where(self, key: str) -> str:
         origin = self.origins.get(key)
-        if origin is None or origin.kind not in ("yaml", COMMAND_LINE):
+        if origin is None or origin.kind not in ("yaml", "python", COMMAND_LINE):
             return ""
         return origin.where or COMMAND_LINE
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, plugin_keys: PluginKeys | None = None) -> ResolvedConfig:
+def load_config(
+    given: Given, overrides: Sequence[Override] = (), *, plugin_keys: PluginKeys | None = None
+) -> ResolvedConfig:
     """Read, check and resolve a configuration.
 
     Args:
-        path: YAML file.
-        overrides: `section.key=value`, each value parsed as YAML.
+        given: YAML file, or a mapping of sections.
+        overrides: `section.key=value`, each value parsed as YAML; or mappings of sections.
         plugin_keys: Keys that imported plugins declared. Without them the keys of an outside plugin are listed as
             unchecked.
 
     Raises:
         ConfigError: Every problem of the file and of the overrides, each with its place.
     """
-    text, root, notes = _read(path, overrides, plugin_keys)
+    path = given if isinstance(given, Path) else Path(CONFIGURATION)
+    text, root, notes = _read(given, overrides, plugin_keys)
     locate_inputs(root, path)
     derive_processor_folder(root)
     scope = build_scope(root, plugin_keys)
@@ -100,13 +121,13 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, plugin_keys: Plugi
     )
 
 
-def read_plugins(path: Path, overrides: Sequence[str] = ()) -> tuple[list[str], str | None, str | None]:
+def read_plugins(given: Given, overrides: Sequence[Override] = ()) -> tuple[list[str], str | None, str | None]:
     """`training.plugin`, `model.model_id` and the dataset type, so that plugins can be imported before all is checked.
 
     Raises:
         ConfigError: The file is not readable as YAML.
     """
-    _, root, _ = _read(path, overrides, None)
+    _, root, _ = _read(given, overrides, None)
     plugins = value_at_key(root, "training.plugin")
     names = [plugins] if isinstance(plugins, str) else plugins if isinstance(plugins, list) else []
     return (
@@ -126,23 +147,31 @@ def dump_resolved(config: ResolvedConfig) -> str:
     return dump_with_origins(resolved_dict(config), config.origins)
 
 
-def _read(path: Path, overrides: Sequence[str], plugin_keys: PluginKeys | None) -> tuple[str, Node, Notes]:
+def _read(given: Given, overrides: Sequence[Override], plugin_keys: PluginKeys | None) -> tuple[str, Node, Notes]:
     """The file's text, and its tree with the overrides in it, every key under the name that it has here."""
-    text = read_config_text(path)
-    document = parse_yaml(text, str(path))
-    notes = Notes(problems=list(document.problems))
-    root = clone(document.root)
+    text, root, problems = _parse(given)
+    notes = Notes(problems=problems)
     if not isinstance(root.value, dict):
         what = "the file is empty" if root.value is None else "the file does not hold sections"
         raise ConfigError(what, where=str(root.place), way_out="It begins with 'model:', 'data:', 'training:' …")
     own_keys = own_model_keys(root, plugin_keys)
     settle_keys(root, notes, own_keys)
     for override in overrides:
-        extra = parse_override(override, notes)
+        extra = parse_override(override, notes) if isinstance(override, str) else override_of(override)
         if extra is not None:
             settle_keys(extra, notes, own_keys)
             put_over(root, extra, notes)
     return text, root, notes
+
+
+def _parse(given: Given) -> tuple[str, Node, list[Problem]]:
+    """The text, its tree, and what is wrong with the text."""
+    if isinstance(given, Path):
+        text = read_config_text(given)
+        document = parse_yaml(text, str(given))
+        return text, clone(document.root), list(document.problems)
+    sections = to_plain(given)
+    return dump_with_origins(sections, {}), as_node(sections, Place(CONFIGURATION)), []
 
 
 def _validate(root: Node, notes: Notes) -> Arguments | None:
@@ -183,8 +212,8 @@ def _all_at_once(path: Path, problems: Sequence[Problem]) -> ConfigError:
 
 
 def _identity(problem: Problem) -> tuple[str, str, str]:
-    """A line of the file may be found wrong under several keys; on the command line keys have no other place."""
-    return (problem.where, problem.what, problem.key if problem.where in ("", COMMAND_LINE) else "")
+    """A line of the file may be found wrong under several keys; outside of files keys have no other place."""
+    return (problem.where, problem.what, problem.key if problem.where in ("", *NOT_FILES) else "")
 
 
 def _by_line(problem: Problem) -> tuple[int, int]:
@@ -205,6 +234,8 @@ def _origin(key: str, root: Node, card_defaults: set[str]) -> Origin:
     place = entry.node.place
     if place.source == COMMAND_LINE:
         return Origin("command line")
+    if place.source in (ARGUMENTS, CONFIGURATION):
+        return Origin("python", place.source)
     if place.source.startswith("derived: "):
         return Origin("derived", place.source.removeprefix("derived: "))
     return Origin("yaml", str(place))

@@ -16,8 +16,9 @@ _WORDS_WITH_MEANING = frozenset({"true", "false", "null", "yes", "no", "on", "of
 class Origin:
     """Where a value came from."""
 
-    kind: Literal["default", "card", "yaml", "command line", "derived"]
-    """`card`: default of a model's or dataset's own key. `derived`: worked out from other values."""
+    kind: Literal["default", "card", "yaml", "command line", "python", "derived"]
+    """`card`: default of a model's or dataset's own key. `python`: given in a call. `derived`: worked out from other
+    values."""
     where: str = ""
     """file:line:column, or what it was derived from."""
 
@@ -67,4 +68,4 @@ def _scalar(value: Any) -> str:
     if isinstance(value, float):
         text = repr(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
-    return json.dumps(value)
+    return json.dumps(value, default=str)

@@ -1,15 +1,24 @@
-"""`section.key=value` on the command line, put over the file's tree."""
+"""`section.key=value` on the command line, or sections given in Python, put over the file's tree."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.params.key_renames import Notes
 from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml_parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, Place, clone, merge, nest, plain
+from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, Place, as_node, clone, nest, plain
 
 COMMAND_LINE = "command line"
 """The place of everything that an override holds."""
+ARGUMENTS = "arguments"
+"""The place of sections that a call in Python gives beside a configuration."""
+CONFIGURATION = "configuration"
+"""The place of a configuration that is a mapping in Python, not a file."""
+NOT_FILES = (COMMAND_LINE, ARGUMENTS, CONFIGURATION)
 
 
 def parse_override(override: str, notes: Notes) -> Node | None:
@@ -41,20 +50,29 @@ def _stamp(node: Node) -> None:
         _stamp(item)
 
 
-def put_over(root: Node, extra: Node, notes: Notes) -> None:
-    """Merge an override, unless it goes through a value that holds no keys."""
-    here, there, key = root, extra, []
-    while isinstance(there.value, dict) and len(there.value) == 1:
-        name, entry = next(iter(there.value.items()))
-        key.append(name)
-        held = here.value.get(name)
-        if held is None or held.node.value is None:
-            break
-        if isinstance(entry.node.value, dict) and not isinstance(held.node.value, dict):
+def override_of(values: Mapping[str, Any]) -> Node:
+    """A tree of sections that were given in Python."""
+    return as_node(to_plain(values), Place(ARGUMENTS))
+
+
+def to_plain(value: Any) -> Any:
+    """What a YAML file could say: paths as texts, the rest as it is."""
+    if isinstance(value, Mapping):
+        return {str(name): to_plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def put_over(root: Node, extra: Node, notes: Notes, *, key: str = "") -> None:
+    """Merge an override key by key; what would go through a value that holds no keys is a problem in `notes`."""
+    for name, entry in extra.value.items():
+        here = f"{key}.{name}" if key else name
+        held = root.value.get(name)
+        if held is None or held.node.value is None or not isinstance(entry.node.value, dict):
+            root.value[name] = entry
+        elif isinstance(held.node.value, dict):
+            put_over(held.node, entry.node, notes, key=here)
+        else:
             what = f"has no keys below it: it is {show(plain(held.node))} at {held.node.place}"
-            notes.problems.append(Problem(what, COMMAND_LINE, ".".join(key)))
-            return
-        if not isinstance(held.node.value, dict):
-            break
-        here, there = held.node, entry.node
-    merge(root, extra)
+            notes.problems.append(Problem(what, entry.key.source, here))

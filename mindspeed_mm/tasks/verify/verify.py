@@ -16,8 +16,8 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.checks import unbuilt_features
 from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
 from mindspeed_mm.fsdp.params.path_checks import check_paths
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.model_kind import is_generator
-from mindspeed_mm.tasks.train import load_with_plugins
 from mindspeed_mm.tasks.verify.faults import PlannedRun, check_fault, find_fault
 from mindspeed_mm.tasks.verify.progress import VerifyProgress
 from mindspeed_mm.tasks.verify.ranks import run_ranks

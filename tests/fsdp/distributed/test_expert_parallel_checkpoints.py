@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state,
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import assemble
-from mindspeed_mm.tasks.train import load_with_plugins
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import full, record_weights
 from tests.helpers.tiny_models import make_tiny_qwen3_moe

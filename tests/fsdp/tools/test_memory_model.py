@@ -10,8 +10,8 @@ import pytest
 
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, Ledger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory_forecast import forecast
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.distributed import run_ranks
 from tests.helpers.measured_memory import StepMemory, make_long_rows, measured
 from tests.helpers.tiny_generator_run import make_tiny_generator_run

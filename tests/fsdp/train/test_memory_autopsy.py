@@ -11,9 +11,9 @@ import torch
 
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.train import memory_advice
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.measured_memory import make_long_rows
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_run import make_tiny_run

@@ -12,10 +12,10 @@ import torch
 
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.fsdp.checkpoint.tree import average_tensors, named_copies, optimizer_tensors
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.step_record import full, of_all_stages, record_weights
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, tensors
 from tests.helpers.tiny_models import make_tiny_qwen3

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers import tiny_models
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.fsdp.checkpoint.tree import optimizer_tensors
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder, full, of_all_stages, record_weights
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
 from tests.helpers.plan_matrix import PLANS, REFUSED, TOLERANCE, Plan, in_fp64, words_of, yaml_of

@@ -19,11 +19,11 @@ from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.sampler import Sampler, plan_batches
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.train import sampling as sampling_module
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.random_state import capture_rng
 from mindspeed_mm.fsdp.train.sampling import SampleHook, build_sample_hook, check_sampling
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, kinds, lines, losses, tensors
 from tests.helpers.tiny_generator_run import make_tiny_generator_run

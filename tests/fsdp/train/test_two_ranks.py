@@ -185,7 +185,7 @@ def by_hand(yaml: Path, checkpoint: dict[str, torch.Tensor]) -> float:
 
     from mindspeed_mm.fsdp.data import build_mm_dataset
     from mindspeed_mm.fsdp.data.build import build_mm_dataloader
-    from mindspeed_mm.tasks.train import load_with_plugins
+    from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 
     words = [word.replace("val_dataset=", "dataset=") for word in validation(str(yaml)) if "val_dataset=" in word]
     arguments = load_with_plugins(yaml, words).arguments

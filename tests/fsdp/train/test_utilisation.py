@@ -16,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount, Work
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
 from mindspeed_mm.fsdp.tools.flops_tool.units import Unit
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.log_hook import LogHook
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.fsdp.train.utilisation import Utilisation
 from mindspeed_mm.fsdp.utils import device_memory
-from mindspeed_mm.tasks.train import load_with_plugins
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines, train
 from tests.helpers.tiny_run import make_rows, make_tiny_run

@@ -1,0 +1,41 @@
+"""A configuration with the plugins that it names: they are imported first, for the keys that they declare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_mm.fsdp.params.loader import (
+    Given,
+    Override,
+    PluginKeys,
+    ResolvedConfig,
+    load_config,
+    read_plugins,
+)
+
+
+def load_with_plugins(given: Given, overrides: Sequence[Override] = ()) -> ResolvedConfig:
+    """Import the plugins that a configuration names, then validate it with the keys that they declare.
+
+    Args:
+        given: A YAML file, or a mapping of sections.
+        overrides: `section.key=value`, or mappings of sections.
+
+    Raises:
+        ConfigError: Every problem of the configuration, or a plugin that cannot be imported.
+    """
+    plugins, model_id, dataset_type = read_plugins(given, overrides)
+    if not plugins:
+        return load_config(given, overrides)
+    # Imported here: only plugins need the registries.
+    from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
+
+    import_plugin(plugins)
+    for registry, name in ((model_register, model_id), (data_register, dataset_type)):
+        if name is not None:
+            registry.get(name)  # a mistyped id is the cause of unknown keys, not the other way round
+    keys = PluginKeys(
+        model=model_register.config_keys(model_id) if model_id else {},
+        dataset=data_register.config_keys(dataset_type) if dataset_type else {},
+    )
+    return load_config(given, overrides, plugin_keys=keys)
