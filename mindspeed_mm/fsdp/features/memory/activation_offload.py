@@ -3,7 +3,9 @@
 What autograd would keep alive are *storages*: each goes to the host once, whatever views of it are saved, and comes
 back with the same strides. A module's storages leave while the next module computes, and are let go of on the device
 when that one is done. In the backward pass, the first tensor that a module wants starts the copies for the module
-before it. With recomputation, what a module saves is its input. Parameters, buffers and small tensors stay.
+before it. What the last module before a backward pass saves is wanted at once: which one that is shows in the first
+pass, and from then on its storages stay. With recomputation, what a module saves is its input. Parameters, buffers and
+small tensors stay.
 """
 
 from __future__ import annotations
@@ -86,10 +88,11 @@ class Stop:
     """
 
     def __init__(self, module: nn.Module, before: Stop | None) -> None:
-        self.parcels: list[weakref.ref[Parcel]] = []
+        self.parcels: weakref.WeakKeyDictionary[Parcel, None] = weakref.WeakKeyDictionary()
+        """In the order in which they were saved; each once, however many saved tensors are views of it."""
         self.sent: torch.Event | None = None
+        self.module = module
         self._before = weakref.ref(before) if before is not None else None
-        self._module = module
         self._seen: set[int] = set()
         self._own: set[int] = set()
 
@@ -101,7 +104,7 @@ class Stop:
     def is_own(self, tensor: torch.Tensor) -> bool:
         """Whether it is a parameter or buffer, or a view of one. Modules that are sharded inside this one have other
         parameters while they run."""
-        for own in (*self._module.parameters(), *self._module.buffers()):
+        for own in (*self.module.parameters(), *self.module.buffers()):
             if id(own) not in self._seen:
                 self._seen.add(id(own))
                 self._own.add(_address(own))
@@ -131,6 +134,8 @@ class Traffic:
         """On their way back and not read yet: their memory must not be given to others before they arrived."""
         self._leaving: Stop | None = None
         self._last: weakref.ref[Stop] | None = None
+        self._wanted_at_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules after which the backward pass began: nothing of theirs is worth a copy."""
 
     def __deepcopy__(self, memo: Any) -> Traffic:
         return memo.setdefault(id(self), Traffic())
@@ -155,14 +160,15 @@ class Traffic:
         parcel = self._parcel(stop, tensor) if _can_travel(tensor) else None
         if parcel is None:
             return tensor.detach()  # autograd must not keep what knows its own history: they would never be freed
-        stop.parcels.append(weakref.ref(parcel))
+        stop.parcels[parcel] = None
         return Ticket(parcel, stop, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def unpack(self, ticket: Any) -> torch.Tensor:
         """The tensor; starts the copies for the module that comes next in the backward pass."""
         if not isinstance(ticket, Ticket):
             return ticket
-        self._leaving = None if self._leaving is ticket.stop else self._leaving
+        if self._leaving is ticket.stop:
+            self._keep_last(ticket.stop)
         self._bring_back(ticket.stop)
         if (before := ticket.stop.before) is not None:
             self._bring_back(before)
@@ -178,7 +184,7 @@ class Traffic:
         key = (StorageWeakRef(storage), tensor._version)
         known = self._known.get(key)
         parcel = known() if known is not None else None
-        if parcel is None and not stop.is_own(tensor):
+        if parcel is None and stop.module not in self._wanted_at_once and not stop.is_own(tensor):
             home = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             parcel = Parcel(home, self._copies.to_host(home))
             self._known[key] = weakref.ref(parcel)
@@ -186,11 +192,17 @@ class Traffic:
 
     def _let_go(self, stop: Stop) -> None:
         self._copies.wait(stop.sent)  # the memory is given to the computing stream again
-        for parcel in _alive(stop):
+        for parcel in stop.parcels:
             parcel.home = None
 
+    def _keep_last(self, stop: Stop) -> None:
+        """The backward pass begins with what was saved last, which is still on the device."""
+        self._leaving = None
+        self._wanted_at_once.add(stop.module)
+        self._copies.wait(stop.sent)  # this once they were copied: the memory is let go of as soon as it has been used
+
     def _bring_back(self, stop: Stop) -> None:
-        missing = [parcel for parcel in _alive(stop) if parcel.home is None]
+        missing = [parcel for parcel in stop.parcels if parcel.home is None]
         for parcel in missing:
             parcel.home = self._copies.to_device(parcel.on_host, parcel.device)
         if missing:
@@ -207,10 +219,6 @@ class Traffic:
             for (storage, version), parcel in self._known.items()
             if parcel() is not None and not storage.expired()
         }
-
-
-def _alive(stop: Stop) -> list[Parcel]:
-    return [parcel for ref in stop.parcels if (parcel := ref()) is not None]
 
 
 def _can_travel(tensor: torch.Tensor) -> bool:
