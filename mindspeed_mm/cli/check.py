@@ -26,10 +26,17 @@ Examples:
     "--config-only", is_flag=True, help="Only the text, keys and values: no plugin is imported, nothing built."
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Check the parallel sizes for this many ranks.")
+@click.option("--accept-data-change", is_flag=True, help="As of mm train: features may be of rows that have changed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def command(
-    ctx: click.Context, config: Path, overrides: tuple[str, ...], config_only: bool, nproc: int | None, as_json: bool
+    ctx: click.Context,
+    config: Path,
+    overrides: tuple[str, ...],
+    config_only: bool,
+    nproc: int | None,
+    accept_data_change: bool,
+    as_json: bool,
 ) -> None:
     """Find what is wrong with CONFIG before training, each finding with its remedy.
 
@@ -37,7 +44,7 @@ def command(
     samples, batch keys against the model's forward, the memory that the first batch will take (with --nproc on a rank
     of so many). OVERRIDES are section.key=value, each parsed as YAML.
     """
-    result = task.run(config, overrides, config_only=config_only, nproc=nproc)
+    result = task.run(config, overrides, config_only=config_only, nproc=nproc, accept_data_change=accept_data_change)
     click.echo(_as_json(result) if as_json else _as_text(result))
     ctx.exit(result.exit_code)
 

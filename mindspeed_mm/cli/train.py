@@ -39,7 +39,7 @@ Examples:
 @click.option(
     "--accept-data-change",
     is_flag=True,
-    help="Continue although the data set, or the order of its rows, has changed.",
+    help="Continue although the data set, or its order, has changed; train features although their rows have.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print how it ended as JSON.")
 def command(

@@ -61,7 +61,12 @@ class CheckResult:
 
 
 def run(
-    config_path: Path, overrides: Sequence[str] = (), *, config_only: bool = False, nproc: int | None = None
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    config_only: bool = False,
+    nproc: int | None = None,
+    accept_data_change: bool = False,
 ) -> CheckResult:
     """Check a configuration.
 
@@ -70,8 +75,10 @@ def run(
         overrides: `section.key=value`.
         config_only: Only what needs neither plugins nor torch.
         nproc: Number of ranks that the parallel sizes are checked for; not given: `WORLD_SIZE`, if it is set.
+        accept_data_change: Features may be of rows that have changed.
     """
     check = _Check(config_path, overrides, nproc)
+    check.accepts_data_change = accept_data_change
     check.attempt("configuration", check.configuration)
     if check.nproc:
         check.attempt("parallel sizes", check.parallel_sizes, needs="configuration")
@@ -96,6 +103,7 @@ class _Check:
         world_size = os.environ.get("WORLD_SIZE", "")
         self.nproc = nproc or (int(world_size) if world_size.isdigit() else 0)
         self.result = CheckResult(path)
+        self.accepts_data_change = False
         self.config: ResolvedConfig
         self.model: Any = None
         self.batch: Batch = {}
@@ -215,6 +223,7 @@ class _Check:
     def first_samples(self) -> None:
         """The data set opens and its first batch is made."""
         from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
+        from mindspeed_mm.fsdp.train.start_checks import check_rows_of_features
 
         arguments = self.config.arguments
         seed = arguments.training.seed
@@ -224,6 +233,7 @@ class _Check:
             val_dataset_param=arguments.data.val_dataset_param,
             encode_ahead=False,
         )
+        self.result.warnings += check_rows_of_features((dataset, validation), accept=self.accepts_data_change)
         loader = build_mm_dataloader(
             dataset,
             arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "prefetch_factor": None}),

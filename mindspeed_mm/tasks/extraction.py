@@ -126,14 +126,14 @@ def _has_room(waiting: Sequence[WorkBatch], following: WorkBatch, threads: int) 
 
 
 def _decode_row(source: RawSource, index: int) -> tuple[FeatureRecord, torch.Tensor] | SkippedRow:
-    place, path = str(source.place(index)), ""
+    place, path, said = str(source.place(index)), "", ""
     try:
         row = source.rows[index]
-        path = row.name
+        path, said = row.name, row.digest
         item = source.item(index, 0)
     except DataError as error:
-        return SkippedRow(index, place, path, str(error))
-    record = FeatureRecord(index, item["sample_id"], place, path, row.captions, source.sizes[index])
+        return SkippedRow(index, place, path, str(error), said)
+    record = FeatureRecord(index, item["sample_id"], place, path, row.captions, source.sizes[index], said=said)
     return record, item["pixels"]
 
 
@@ -207,7 +207,9 @@ def _take_usable(batch: DecodedBatch, latents: torch.Tensor) -> list[int]:
     finite = torch.isfinite(latents).flatten(1).all(dim=1).tolist()
     usable = [at for at, is_finite in enumerate(finite) if is_finite]
     batch.skipped += [
-        SkippedRow(record.row, record.place, record.path, "its latents are not finite: try another --dtype")
+        SkippedRow(
+            record.row, record.place, record.path, "its latents are not finite: try another --dtype", record.said
+        )
         for record, is_finite in zip(batch.records, finite, strict=True)
         if not is_finite
     ]

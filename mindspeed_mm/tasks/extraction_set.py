@@ -205,7 +205,8 @@ class SetExtraction:
         now = self._describe(before)
         if before is None:
             return now
-        check_same_work(before, now, self.folder.description)
+        preprocessing = asdict(SizeSettings.noted(before.preprocessing))
+        check_same_work(replace(before, preprocessing=preprocessing), now, self.folder.description)
         return replace(now, versions=before.versions, contents=before.contents)
 
     def _describe(self, before: Description | None) -> Description:

@@ -40,7 +40,7 @@ def build_mm_dataset(
 
     Args:
         dataset_param: The `dataset_param` section; `preprocess_parameters.model_name_or_path` filled in.
-        seed: Of the split by `val_rate`.
+        seed: Of the split by `val_rate`, and of the captions that generators draw.
         val_dataset_param: A section of its own for validation.
         encode_ahead: Whether `preprocess_on_fly: false` is followed; who looks at a few samples says False.
 
@@ -54,13 +54,13 @@ def build_mm_dataset(
     ways = [key for key, value in {**asked, f"{_BASIC}.val_rate": basic.val_rate or None}.items() if value is not None]
     if len(ways) > 1:
         raise ConfigError(f"validation data come from {' and '.join(ways)}", key=ways[0], way_out="Keep one of them.")
-    train, own_validation = _build(dataset_param, encode_ahead)
+    train, own_validation = _build(dataset_param, encode_ahead, seed)
     if own_validation is not None or not ways:
         return train, own_validation
     if val_dataset_param is not None:
-        return train, _build(val_dataset_param, encode_ahead)[0]
+        return train, _build(val_dataset_param, encode_ahead, seed)[0]
     if own_rows is not None:
-        return train, _build(_for_validation(dataset_param), encode_ahead)[0]
+        return train, _build(_for_validation(dataset_param), encode_ahead, seed)[0]
     return split_dataset(train, basic.val_rate or 0.0, seed, most=basic.val_max_samples)
 
 
@@ -136,10 +136,13 @@ def _slot_bytes(dataset: Any, order: Order) -> int:
     return SLOT_BYTES
 
 
-def _build(dataset_param: DatasetParam, encode_ahead: bool) -> tuple[Any, Any | None]:
+def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[Any, Any | None]:
     entry = data_register.get(dataset_param.dataset_type)
     made = entry(dataset_param.basic_parameters, dataset_param.preprocess_parameters, dataset_param)
     train, validation = made if isinstance(made, tuple) else (made, None)
+    for each in (train, validation):
+        if hasattr(each, "draw_captions"):
+            each.draw_captions(seed)
     if dataset_param.basic_parameters.preprocess_on_fly or not encode_ahead:
         return train, validation
     return encoded_up_front(train, dataset_param), validation and encoded_up_front(validation, dataset_param)

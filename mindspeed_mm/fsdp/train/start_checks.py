@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
+from mindspeed_mm.core.errors import ConfigError, DataError, MachineError, Problem
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -93,6 +93,32 @@ def check_same_data(datasets: Mapping[str, Any], world_size: int) -> None:
             key="data.dataset_param",
             way_out="Give every host the same files: a shared folder, or copies (with their times: rsync -t).",
         )
+
+
+def check_rows_of_features(datasets: Sequence[Any], *, accept: bool = False) -> list[str]:
+    """Refuse features when the rows that the configuration names are no longer those that they were made of.
+
+    Args:
+        datasets: Data sets; those that are made of no features are passed over, None too.
+        accept: Train on the features as they are.
+
+    Returns:
+        What has changed, one sentence each, when it is accepted.
+
+    Raises:
+        DataError: Rows have changed, and that is not accepted; every difference is listed.
+    """
+    found = [problem for dataset in datasets for problem in getattr(dataset, "row_changes", list)()]
+    problems = list(dict.fromkeys(found))  # two parts of one set tell the same
+    if problems and not accept:
+        verdict = Problem(
+            "the rows have changed since features were made of them",
+            key="data.dataset_param.basic_parameters.features_dir",
+            way_out="Restore them; or run mm extract again, with --overwrite; or say --accept-data-change to use the "
+            "features as they are. Where the rows are not at hand, leave basic_parameters.dataset out.",
+        )
+        raise DataError("features and rows do not belong together", problems=[verdict, *problems])
+    return [f"features are used although the rows have changed: {problem}" for problem in problems]
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:

@@ -119,9 +119,23 @@ class TestRaw:
         dataset, _ = build_mm_dataset(param(pictures))
         name = dataset[3]["sample_id"]
         drawn = [dataset.item(3, epoch)["caption"] for epoch in range(40)]
-        assert drawn == [("3", "3 again")[derive_seed(name, epoch, "caption") % 2] for epoch in range(40)]
+        assert drawn == [("3", "3 again")[derive_seed(42, epoch, name, "caption") % 2] for epoch in range(40)]
         assert 8 < drawn.count("3") < 32
         assert dataset[3]["caption"] == drawn[0]
+
+    @pytest.mark.edge("G3")
+    def test_the_seed_of_the_run_decides_about_captions(
+        self, pictures: Path, param: Callable[..., DatasetParam]
+    ) -> None:
+        """Each seed draws its own, in both parts of a split too, and the same again."""
+        sets = [build_mm_dataset(param(pictures), seed=seed)[0] for seed in (5, 6, 5)]
+        drawn = [[each.item(3, epoch)["caption"] for epoch in range(40)] for each in sets]
+        assert drawn[0] == drawn[2] != drawn[1]
+        name = sets[0][3]["sample_id"]
+        assert drawn[1] == [("3", "3 again")[derive_seed(6, epoch, name, "caption") % 2] for epoch in range(40)]
+        parts = build_mm_dataset(param(pictures, val_rate=0.5), seed=6)
+        by_name = {each["sample_id"]: each["caption"] for p in parts for each in (p.item(n, 1) for n in range(len(p)))}
+        assert by_name[name] == drawn[1][1]
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_batches(self, workers: int, pictures: Path, param: Callable[..., DatasetParam]) -> None:
@@ -366,6 +380,8 @@ class Store:
     """A feature store as `open_features` gives one; its numbers are all different."""
 
     components: Any = None
+    skipped: Any = None
+    preprocessing: Any = None
     provenance: Any = {"vae": {"config.json": "00"}}
 
     def __init__(self, count: int = 7) -> None:
@@ -410,7 +426,7 @@ class TestFeatures:
             assert batch.keys() == {"sample_ids", "epochs", "latents", "prompt_embeds", "pooled_prompt_embeds"}
             for row, name in enumerate(batch["sample_ids"]):
                 number = int(name, 16)
-                drawn = derive_seed(name, 0, "caption") % (1 + number % 2)
+                drawn = derive_seed(42, 0, name, "caption") % (1 + number % 2)
                 assert batch["latents"][row].unique().tolist() == [number]
                 assert batch["prompt_embeds"][row].unique().tolist() == [number + 0.5 * drawn]
 

@@ -9,3 +9,4 @@ from mindspeed_mm.fsdp.data.feature_store.provenance import check_provenance as 
 from mindspeed_mm.fsdp.data.feature_store.reader import FeatureStore as FeatureStore
 from mindspeed_mm.fsdp.data.feature_store.reader import open_features as open_features
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord as FeatureRecord
+from mindspeed_mm.fsdp.data.feature_store.records import SkippedRow as SkippedRow

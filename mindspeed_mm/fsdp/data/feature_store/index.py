@@ -78,6 +78,26 @@ def read_index(path: Path) -> list[FeatureRecord]:
     return records
 
 
+def read_skipped(path: Path) -> list[SkippedRow]:
+    """The rows that a finished set lacks.
+
+    Raises:
+        DataError: A line is none of ours.
+    """
+    skipped = []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            skipped.append(SkippedRow(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"is no line of a list of skipped rows ({type(error).__name__}: {error})",
+                where=f"{path}:{number}",
+                way_out="Run mm extract again: it writes the list from the shards.",
+            ) from error
+    return skipped
+
+
 def _placed(
     record: FeatureRecord, homes: Mapping[str, tuple[str, dict[str, TensorFacts]]], folder: Path
 ) -> FeatureRecord:

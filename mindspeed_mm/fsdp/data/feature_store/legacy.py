@@ -42,6 +42,8 @@ class LegacyFeatureStore:
     model_folder = ""
     components = None
     provenance = None
+    skipped = None
+    preprocessing = None
     null_text = None
 
     def __init__(self, folder: Path, adapter: DiffusionAdapter) -> None:

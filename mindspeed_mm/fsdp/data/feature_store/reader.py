@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,10 +21,10 @@ from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     read_tensors,
 )
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.fsdp.data.feature_store.index import count_done, read_index
+from mindspeed_mm.fsdp.data.feature_store.index import count_done, read_index, read_skipped
 from mindspeed_mm.fsdp.data.feature_store.legacy import LIST_FILE, LegacyFeatureStore
 from mindspeed_mm.fsdp.data.feature_store.provenance import Components
-from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, tensor_name
+from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 
 _KEY = "data.dataset_param.basic_parameters.features_dir"
@@ -51,6 +51,14 @@ class FeatureStore(Protocol):
     @property
     def provenance(self) -> dict[str, dict[str, str]] | None:
         """Component → file → SHA-256, wherever the folder lies; None when nobody knows."""
+
+    @property
+    def skipped(self) -> Sequence[SkippedRow] | None:
+        """Rows that could not be used; None when nobody knows which rows there were."""
+
+    @property
+    def preprocessing(self) -> Mapping[str, Any] | None:
+        """What decided which pixels were made of a medium; None when nobody knows."""
 
     @property
     def null_text(self) -> dict[str, torch.Tensor] | None:
@@ -97,7 +105,7 @@ class ShardedFeatureStore:
     def __init__(self, files: FeatureFolder, description: Description) -> None:
         self.folder, self.description = files.path, description
         self.records: Sequence[FeatureRecord] = read_index(files.index)
-        self._null_text = files.null_text
+        self._null_text, self._skipped = files.null_text, files.skipped
         self._owner, self._open = os.getpid(), dict[str, _OpenShard]()
 
     def __len__(self) -> int:
@@ -120,6 +128,16 @@ class ShardedFeatureStore:
     def provenance(self) -> dict[str, dict[str, str]]:
         """Component → file → SHA-256, wherever the folder lies."""
         return {name: {file: mark.sha256 for file, mark in files.items()} for name, files in self.components.items()}
+
+    @property
+    def skipped(self) -> Sequence[SkippedRow]:
+        """Rows that could not be used."""
+        return read_skipped(self._skipped)
+
+    @property
+    def preprocessing(self) -> Mapping[str, Any]:
+        """What decided which pixels were made of a medium."""
+        return self.description.preprocessing
 
     @cached_property
     def null_text(self) -> dict[str, torch.Tensor]:

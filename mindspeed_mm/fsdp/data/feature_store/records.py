@@ -31,6 +31,8 @@ class FeatureRecord:
     """File that holds its tensors."""
     tensors: Mapping[str, TensorFacts] = field(default_factory=dict)
     """Name without the key → dtype and shape: `latents`, `prompt_embeds/0` …"""
+    said: str = ""
+    """`GenerationRow.digest` of the row; empty in sets of versions that did not note it."""
 
     def to_json(self) -> dict[str, Any]:
         """A line of the index."""
@@ -58,6 +60,8 @@ class SkippedRow:
     place: str
     path: str
     reason: str
+    said: str = ""
+    """As in `FeatureRecord`; empty too of a row that could not be read."""
 
 
 def tensor_name(key: str, name: str, caption: int | None = None) -> str:

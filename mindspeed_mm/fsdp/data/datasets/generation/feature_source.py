@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,17 @@ import torch
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaSize
-from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings
-from mindspeed_mm.fsdp.data.feature_store import check_provenance, open_features
+from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption
+from mindspeed_mm.fsdp.data.datasets.generation.row_changes import row_changes
+from mindspeed_mm.fsdp.data.datasets.generation.rows import read_rows
+from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings, differences
+from mindspeed_mm.fsdp.data.feature_store import SkippedRow, check_provenance, open_features
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
 _KEY = "data.dataset_param.basic_parameters.features_dir"
 _PROBLEMS_SHOWN = 5
+_OTHERS = "Undo the change, or extract them anew into another folder."
 
 
 class FeatureSource:
@@ -26,12 +31,12 @@ class FeatureSource:
 
     Args:
         folder: What `mm extract` wrote.
-        basic: `max_samples` is read.
-        preprocess: Sizes that the features should have, where it names any.
+        basic: `max_samples`, and the rows that the features should be of, where it names any.
+        preprocess: What the features should have been made with, where it names a size.
         adapter: The model that is trained.
 
     Raises:
-        DataError: The folder is missing or broken, was made by other weights, or in other sizes.
+        DataError: The folder is missing or broken, was made by other weights, in other sizes or of other frames.
     """
 
     left_out: dict[str, str] = {}
@@ -42,12 +47,13 @@ class FeatureSource:
     ) -> None:
         self._store = open_features(folder, adapter)
         check_provenance(self._store, adapter)
-        self._adapter, self._folder = adapter, folder
+        self._adapter, self._folder, self._basic = adapter, folder, basic
+        self.seed = 0
         self._records = self._store.records[: basic.max_samples]
         if not self._records:
             raise DataError("the feature set is empty", where=str(folder), key=_KEY, way_out="Run mm extract again.")
         self.sizes: list[MediaSize] = [record.size for record in self._records]
-        self._check_sizes(SizeSettings.read(preprocess))
+        self._check_preprocessing(SizeSettings.read(preprocess))
         self._warn_of_duplicates()
 
     def __len__(self) -> int:
@@ -60,7 +66,7 @@ class FeatureSource:
     def item(self, index: int, epoch: int) -> dict[str, Any]:
         """`sample_id`, `epoch`, `latents`, `text` (features of one caption by batch key) and conditions."""
         record = self._records[index]
-        caption = derive_seed(record.key, epoch, "caption") % len(record.captions)
+        caption = drawn_caption(self.seed, epoch, record.key, len(record.captions))
         features = self._store.read(index, caption)
         text = {name: features.pop(name) for name in self._text_keys & features.keys()}
         return {"sample_id": record.key, "epoch": epoch, "text": text, **features}
@@ -84,24 +90,49 @@ class FeatureSource:
             return set(self._store.null_text)
         return {"prompt_embeds", "pooled_prompt_embeds"}
 
-    def _check_sizes(self, settings: SizeSettings) -> None:
-        """Features have their sizes for good: other ones in the YAML would be ignored in silence."""
+    def row_changes(self) -> list[Problem]:
+        """How the rows that the configuration names differ from those that the features were made of; nothing where it
+        names none, or nobody knows what they were."""
+        skipped = self._store.skipped
+        if self._basic.dataset is None or skipped is None:
+            return []
+        changes = self._changes_from(self._basic, skipped)
+        if changes and self._basic.max_samples is not None:  # the features may be of all rows
+            return self._changes_from(self._basic.model_copy(update={"max_samples": None}), skipped) and changes
+        return changes
+
+    def _changes_from(self, basic: BasicParameters, skipped: Sequence[SkippedRow]) -> list[Problem]:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of rows that repeat another, which this set tells itself
+                rows = read_rows(basic.model_copy(update={"on_bad_sample": "skip"}))
+        except DataError as error:
+            return [replace(problem, way_out="") for problem in error.problems]
+        return row_changes(self._store.records, skipped, rows)
+
+    def _check_preprocessing(self, settings: SizeSettings) -> None:
+        """Features are what they are: other settings in the YAML would be ignored in silence."""
         if not settings.is_set:
             return
+        known = self._store.preprocessing
+        if known is None:
+            self._check_sizes(settings)
+            return
+        problems = [
+            replace(problem, where=str(self._folder), way_out=_OTHERS)
+            for problem in differences(SizeSettings.noted(known), settings, self._adapter.geometry)
+        ]
+        if problems:
+            raise DataError("the features were made with other settings than the configuration has", problems=problems)
+
+    def _check_sizes(self, settings: SizeSettings) -> None:
+        """All that can be told of features that do not say how they were made."""
         buckets = Buckets(settings, self._adapter.geometry)
         others = {str(size): size for size in self.sizes if not buckets.takes(size)}
         if others:
             asked = ", ".join(str(size) for size in buckets.sizes[:_PROBLEMS_SHOWN])
+            found = ", ".join(list(others)[:_PROBLEMS_SHOWN])
             raise DataError(
-                "the features have other sizes than data.dataset_param.preprocess_parameters asks for",
-                problems=[
-                    Problem(
-                        f"holds samples of {', '.join(list(others)[:_PROBLEMS_SHOWN])}; asked for are {asked}",
-                        str(self._folder),
-                        _KEY,
-                        "Extract them anew into another folder, or correct the sizes.",
-                    )
-                ],
+                f"holds samples of {found}; asked for are {asked}", where=str(self._folder), key=_KEY, way_out=_OTHERS
             )
 
     def _warn_of_duplicates(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from mindspeed_mm.core.batch import Batch, check_batch
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSource
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
@@ -85,6 +85,15 @@ class GenerationDataset(Dataset[dict[str, Any]]):
     def left_out(self) -> dict[str, str]:
         """Place → reason, of rows that were found unusable before the start."""
         return self._source.left_out
+
+    def draw_captions(self, seed: int) -> None:
+        """Draw captions with this seed, `training.seed`, from now on."""
+        self._source.seed = seed
+
+    def row_changes(self) -> list[Problem]:
+        """How the rows that the configuration names differ from those that its features were made of; nothing of raw
+        media."""
+        return self._source.row_changes() if isinstance(self._source, FeatureSource) else []
 
     @property
     def null_text(self) -> dict[str, torch.Tensor] | None:

@@ -13,8 +13,8 @@ import torch
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
-from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import file_facts
+from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
@@ -55,6 +55,7 @@ class RawSource:
         self.sizes = self._assign_sizes()
         """Size of each row's pixels."""
         self._check_left_out()
+        self.seed = 0
         self._keys: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ class RawSource:
             pixels = media_pixels(row, self.sizes[index], self.media, self._sampling)
         except DataError as error:
             raise _at(row, error) from error
-        caption = row.captions[derive_seed(sample_id, epoch, "caption") % len(row.captions)]
+        caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
         return {"sample_id": sample_id, "epoch": epoch, "caption": caption, "pixels": pixels}
 
     def pixels(self, index: int) -> torch.Tensor:

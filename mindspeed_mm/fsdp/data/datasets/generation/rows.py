@@ -59,6 +59,13 @@ class GenerationRow:
         """What to call the medium in messages and in the index of features."""
         return self.media if isinstance(self.media, str) else f"bytes of {self.place}"
 
+    @property
+    def digest(self) -> str:
+        """What the row says, its place aside, in 16 hex digits; of a medium that stands in the row, its bytes too."""
+        declared = (self.num_frames, self.fps, self.height, self.width)
+        said = (self.media, self.captions, declared, sorted(self.extras.items()))
+        return blake2b(repr(said).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
 
 @dataclass(frozen=True)
 class Columns:

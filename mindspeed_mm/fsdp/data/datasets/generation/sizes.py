@@ -21,14 +21,11 @@ from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 
 ASPECTS = (1 / 2, 9 / 16, 2 / 3, 3 / 4, 1.0, 4 / 3, 3 / 2, 16 / 9, 2.0)
 """Height over width of the buckets that are made of an area."""
-MOST_ENLARGED = 32
-"""Media that would be enlarged more along a side are bad samples."""
-MOST_CUT = 4
-"""So are those of which less than one part in so many would be left."""
 LONGEST_CLIP = 81
 """Most frames of a clip when `num_frames` is not given."""
 
 _KEY = "data.dataset_param.preprocess_parameters"
+_ROUNDING = 1e-9
 _BUCKET = re.compile(r"(\d+)[x×](\d+)(?:[x×](\d+))?")
 
 
@@ -45,6 +42,8 @@ class SizeSettings:
     frame_interval: int = 1
     clip_position: Literal["start", "middle"] = "start"
     short_clips: str = "error"
+    max_enlargement: float = 32
+    max_cut: float = 0.75
 
     @classmethod
     def read(cls, preprocess: PreprocessParameters) -> SizeSettings:
@@ -61,6 +60,11 @@ class SizeSettings:
         if isinstance(given["buckets"], str):
             given["buckets"] = [part.strip() for part in given["buckets"].split(",")]
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def noted(cls, preprocessing: Mapping[str, Any]) -> SizeSettings:
+        """As a feature set has noted them; what its version did not know was as the defaults are."""
+        return cls(**{name: preprocessing[name] for name in cls.__dataclass_fields__ if name in preprocessing})
 
     @property
     def is_set(self) -> bool:
@@ -86,7 +90,7 @@ class Buckets:
     """
 
     def __init__(self, settings: SizeSettings, geometry: MediaGeometry) -> None:
-        self._sampling, self._geometry = settings.sampling, geometry
+        self._settings, self._sampling, self._geometry = settings, settings.sampling, geometry
         self._own_length = settings.num_frames is None and settings.buckets is None
         self.sizes = tuple(dict.fromkeys(_sizes(settings, geometry)))
         for size in self.sizes:
@@ -97,17 +101,23 @@ class Buckets:
         """The bucket of a medium.
 
         Raises:
-            DataError: It has fewer frames than every bucket, and short clips are not filled up; or its height and width
-                are out of all proportion.
+            DataError: It has fewer frames than every bucket, and short clips are not filled up; or it would be enlarged
+                or cut more than the configuration allows.
         """
         size = self._nearest(header)
-        enlarged = max(size.height / header.height, size.width / header.width)
-        kept = size.height * size.width / enlarged**2 / (header.height * header.width)
-        if enlarged > MOST_ENLARGED or kept < 1 / MOST_CUT:
+        change = SizeChange.of(header, size)
+        over = [
+            key
+            for key, value in (("max_enlargement", change.enlarged), ("max_cut", change.cut))
+            if value > getattr(self._settings, key) + _ROUNDING
+        ]
+        if over:
             raise DataError(
                 f"{name} is {header.height}×{header.width}: of the size {size} nearest to it, it would be enlarged "
-                f"{enlarged:.3g} times and {kept:.1%} of it would be left",
-                way_out="Leave it out, or add a size that is nearer to it.",
+                f"{change.enlarged:.3g} times and {change.cut:.1%} of it would be cut away",
+                key=f"{_KEY}.{over[0]}",
+                way_out=f"Leave it out, add a size that is nearer to it, or raise {over[0]} "
+                f"({getattr(self._settings, over[0]):g}).",
             )
         frames = self._frames(header)
         if size.frames > frames and not self._sampling.repeats_short:
@@ -143,6 +153,53 @@ class Buckets:
         aspect = math.log(size.height / size.width) - math.log(header.height / header.width)
         area = math.log(size.height * size.width) - math.log(header.height * header.width)
         return round(abs(aspect), 6), round(abs(area), 6), -size.frames
+
+
+@dataclass(frozen=True)
+class SizeChange:
+    """What becomes of a medium on its way to its size."""
+
+    enlarged: float
+    """Along a side; below 1 it is made smaller."""
+    cut: float
+    """Share of its area that is not seen."""
+
+    @classmethod
+    def of(cls, header: MediaHeader, size: MediaSize) -> SizeChange:
+        """Of a medium that is scaled to cover a size and cut around the middle."""
+        enlarged = max(size.height / header.height, size.width / header.width)
+        kept = size.height * size.width / enlarged**2 / (header.height * header.width)
+        return cls(enlarged, max(0.0, 1 - kept))
+
+
+def differences(then: SizeSettings, now: SizeSettings, geometry: MediaGeometry) -> list[Problem]:
+    """What two settings make otherwise of media, however they are written: one problem for each key.
+
+    Args:
+        then: Some settings, with a size.
+        now: Others, with a size; their keys are named.
+        geometry: What the model takes; the keys about clips count for models of videos only.
+    """
+    before, today = _effect(then, geometry), _effect(now, geometry)
+    size_key = next(key for key in ("buckets", "max_pixels", "height") if getattr(now, key) is not None)
+    return [
+        Problem(f"was {before[name]}, is {today[name]}", key=f"{_KEY}.{size_key if name == 'sizes' else name}")
+        for name in today
+        if before[name] != today[name]
+    ]
+
+
+def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
+    """What settings come to: number and order of buckets, and the way that they are written, do not count."""
+    sizes = sorted({(size.height, size.width, size.frames) for size in Buckets(settings, geometry).sizes})
+    has_own_length = settings.num_frames is None and settings.buckets is None
+    names = ["max_enlargement", "max_cut"]
+    effect: dict[str, Any] = {"sizes": ", ".join(str(MediaSize(frames, *plane)) for *plane, frames in sizes)}
+    if geometry.is_video:
+        effect["num_frames"] = "each clip's own" if has_own_length else "set"
+        names += ["fps", "frame_interval", "clip_position", "short_clips"]
+    given = {name: getattr(settings, name) for name in names}
+    return effect | {name: "not set" if value is None else value for name, value in given.items()}
 
 
 # --- the sizes that the configuration names --------------------------------------------------------------------------
@@ -212,6 +269,8 @@ def _problems_of(name: str, value: Any) -> list[Problem]:
         "fps": "a number above 0",
         "clip_position": "start or middle",
         "short_clips": "error or repeat",
+        "max_enlargement": "a number from 1 on",
+        "max_cut": "a share from 0 to 1",
     }
     if _IS_RIGHT[name](value):
         return []
@@ -245,6 +304,8 @@ _IS_RIGHT = {
     "fps": _is_rate,
     "clip_position": lambda value: value in ("start", "middle"),
     "short_clips": lambda value: value in ("error", "repeat"),
+    "max_enlargement": lambda value: _is_rate(value) and value >= 1,
+    "max_cut": lambda value: value == 0 or (_is_rate(value) and value <= 1),
 }
 
 
