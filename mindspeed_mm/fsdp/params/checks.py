@@ -126,6 +126,17 @@ def _pixel_limits_are_in_order(arguments: Arguments) -> Iterator[Problem]:
                 yield Problem(f"{least} is above {media}_max_pixels, {most}", key=key, way_out="Lower it.")
 
 
+def _prompts_and_history_do_not_contradict(arguments: Arguments) -> Iterator[Problem]:
+    for name in ("dataset_param", "val_dataset_param"):
+        dataset = getattr(arguments.data, name)
+        if dataset and dataset.basic_parameters.train_on_prompt and dataset.basic_parameters.mask_history:
+            yield Problem(
+                "true, but mask_history trains on the last answer only",
+                key=f"data.{name}.basic_parameters.train_on_prompt",
+                way_out="Keep one of them.",
+            )
+
+
 def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
     basic = arguments.data.dataset_param.basic_parameters
     own_rows = basic.val_dataset or getattr(basic, "val_features_dir", None)
@@ -169,6 +180,7 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _scaling_plan_is_regex,
     _weights_have_one_source,
     _pixel_limits_are_in_order,
+    _prompts_and_history_do_not_contradict,
     _validation_has_one_source,
     _prefetch_has_workers,
     tools_problems,

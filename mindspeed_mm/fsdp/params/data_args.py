@@ -132,7 +132,7 @@ class BasicParameters(OpenSection):
     (part-*.parquet) and names of dataset_info.json in dataset_dir; in a list also sections
     `{path, name, attr, max_samples}`."""
     dataset_dir: PathText = "data"
-    """Root of data and media."""
+    """Root of data and media. Not given: media are looked for beside the file of their rows first, then here."""
     cache_dir: PathText | None = None
     """Where samples encoded up front are kept; null: `.mm-cache` beside the first file of rows."""
     template: str | None = None
@@ -145,7 +145,8 @@ class BasicParameters(OpenSection):
     cutoff_len: Positive = 1024
     """Most tokens of a sample."""
     train_on_prompt: Flag = False
-    """Train on the user's turns as well."""
+    """Train on all that is in the conversation but media and the answers that a row takes out (`weight: 0`,
+    `train: false`). Does not go with `mask_history`."""
     mask_history: Flag = False
     """Train on the last turn only."""
     streaming: Flag = False
@@ -255,8 +256,9 @@ class CollateParam(Section):
     """Registered id of the collator (older name `collator_id`); null: by the model's processor."""
     ignore_pad_token_for_loss: Flag = False
     """Accepted from older files: padding is never trained on."""
-    pad_to_multiple_of: Positive = 8
-    """Rows are padded to a multiple of so many tokens."""
+    pad_to_multiple_of: Positive | None = None
+    """Rows are padded to a multiple of so many tokens; null: 8 on accelerators, whose kernels gain by it, and 1 on a
+    CPU."""
 
 
 class DataloaderParam(Section):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.models.share import whole_of
+from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
@@ -32,6 +34,8 @@ def introduce(
         note(f"{word:<6} {part}")
     note(f"loss   {engine.objective.describe()}")
     note(f"data   {loader.describe()}, {_batch(config.arguments.training, state, loader.most_tokens)}")
+    if hasattr(loader.dataset, "build_collator"):
+        note(f"data   {_padding(config.arguments.data.dataloader_param.collate_param)}")
     if loader.estimate_note:
         note(f"data   {loader.estimate_note}")
     note(
@@ -74,6 +78,12 @@ def _batch(training: TrainingArguments, state: ParallelState, most: int | None) 
     if most is not None:
         return f"global batch of at most {most:,} tokens × {shares}"
     return f"global batch {global_batch(training, state)} = {training.micro_batch_size} × {shares}"
+
+
+def _padding(collate_param: CollateParam) -> str:
+    is_given = collate_param.pad_to_multiple_of is not None
+    source = "as pad_to_multiple_of says" if is_given else f"no pad_to_multiple_of; device {get_device_type()}"
+    return f"rows padded to multiples of {padding_multiple(collate_param)} tokens ({source})"
 
 
 def _weights(loaded: LoadReport) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils import data_collator
 from mindspeed_mm.fsdp.data.data_utils.data_collator import (
     DATA_COLLATOR,
     GenericCollator,
@@ -29,6 +30,17 @@ def sample(length: int, trained: int, images: Sequence[Any] = (), name: str = "r
 def collator(owner: Any, positions: Any = None, **options: Any) -> Any:
     plugin = build_mm_plugin(owner, PreprocessParameters())
     return build_collator(owner, plugin, CollateParam(**options), positions=positions)
+
+
+@pytest.mark.edge("U6")
+@pytest.mark.parametrize(
+    ("device", "given", "width"), [("cpu", None, 5), ("cuda", None, 8), ("cuda", 1, 5), ("cpu", 4, 8)]
+)
+def test_rows_are_padded_to_what_the_device_gains_by_unless_a_multiple_is_given(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, device: str, given: int | None, width: int
+) -> None:
+    monkeypatch.setattr(data_collator, "get_device_type", lambda: device)
+    assert collator(tokenizer, pad_to_multiple_of=given)([sample(5, 2)])["input_ids"].shape == (1, width)
 
 
 def test_text_batch_is_padded_right_and_shifted_once(tokenizer: Any) -> None:
@@ -56,7 +68,7 @@ def test_rows_are_no_longer_than_asked(tokenizer: Any, multiple: int, width: int
 def test_media_of_all_rows_are_joined_in_order(processor: Any) -> None:
     plugin = build_mm_plugin(processor, PreprocessParameters())
     images = [plugin.encode_image(picture(32 + 16 * i, 32, seed=i)) for i in range(3)]
-    collate = collator(processor, model_name="qwen3vl")
+    collate = collator(processor, model_name="qwen3vl", pad_to_multiple_of=8)
     batch = collate([sample(5, 2, images[:2]), sample(4, 1), sample(3, 1, images[2:])])
     assert batch["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 6], [1, 4, 8]]
     assert torch.equal(batch["pixel_values"], plugin.collate(images)["pixel_values"])
@@ -133,14 +145,15 @@ def test_a_collator_from_outside_may_pack(tokenizer: Any) -> None:
     class Outside(GenericCollator):
         pass
 
-    batch = collator(tokenizer, TextPositions(), model_name="packing-for-test")([sample(3, 1), sample(2, 1)])
+    collate = collator(tokenizer, TextPositions(), model_name="packing-for-test", pad_to_multiple_of=8)
+    batch = collate([sample(3, 1), sample(2, 1)])
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
 
 
 def test_image_tokens_are_marked_and_padding_is_not(processor: Any) -> None:
     row = sample(3, 1)
     row["input_ids"][1] = processor.image_token_id
-    batch = collator(processor)([row])
+    batch = collator(processor, pad_to_multiple_of=8)([row])
     assert batch["mm_token_type_ids"].tolist() == [[0, 1, 0, 0, 0, 0, 0, 0]]
     assert batch["mm_token_type_ids"].dtype == torch.int32
 

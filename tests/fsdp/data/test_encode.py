@@ -187,7 +187,18 @@ class TestWeights:
 
     def test_the_prompt_counts_one(self, build: Build) -> None:
         weights = build(self.ROW, train_on_prompt=True)[0]["loss_weights"]
-        assert set(weights.tolist()) == {1.0, 0.25}
+        assert set(weights.tolist()) == {1.0, 0.25, 0.0}
+
+    @pytest.mark.edge("N2")
+    @pytest.mark.parametrize("taken_out", [{"weight": 0}, {"train": False}, {"mask": True}])
+    def test_train_on_prompt_trains_no_answer_that_is_taken_out(
+        self, build: Build, processor: Any, taken_out: dict[str, Any]
+    ) -> None:
+        answered = turns("one?", "two", "three?", "four", "five?", "six")
+        answered[3] |= taken_out
+        sample = build({"messages": answered}, train_on_prompt=True)[0]
+        untrained = sample["input_ids"][sample["labels"] == IGNORED]
+        assert processor.tokenizer.decode(untrained) == "four<|im_end|>"
 
     def test_history_is_masked_whatever_its_weight(self, build: Build, processor: Any) -> None:
         sample = build({"messages": self.ROW["messages"][:4]}, mask_history=True)[0]

@@ -30,6 +30,7 @@ def arguments(values: dict[str, Any]) -> Arguments:
 BASIC = "data.dataset_param.basic_parameters"
 
 
+@pytest.mark.edge("N2")
 @pytest.mark.parametrize(
     ("values", "key", "message"),
     [
@@ -51,6 +52,11 @@ BASIC = "data.dataset_param.basic_parameters"
             {"data.dataset_param.preprocess_parameters": {"image_min_pixels": 9, "image_max_pixels": 8}},
             "data.dataset_param.preprocess_parameters.image_min_pixels",
             "image_max_pixels, 8",
+        ),
+        (
+            {f"{BASIC}.train_on_prompt": True, f"{BASIC}.mask_history": True},
+            f"{BASIC}.train_on_prompt",
+            "mask_history",
         ),
         ({f"{BASIC}.val_dataset": "a", f"{BASIC}.val_rate": 0.1}, f"{BASIC}.val_dataset", "val_rate"),
         ({"training.val_interval": 5}, "training.val_interval", "no rows for validation"),

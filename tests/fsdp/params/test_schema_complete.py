@@ -67,7 +67,7 @@ DEFAULTS = {f"parallel.{key}": value for key, value in DEFAULTS.items()} | {
     "data.dataset_param.preprocess_parameters.audio_sampling_rate": 16000,
     "data.dataloader_param.num_workers": 2,
     "data.dataloader_param.enable_preload": False,
-    "data.dataloader_param.collate_param.pad_to_multiple_of": 8,
+    "data.dataloader_param.collate_param.pad_to_multiple_of": None,
     "features.recompute": False,
     "features.chunkloss_plan.apply_module": "lm_head",
     "features.chunkloss_plan.chunk_size": 1024,

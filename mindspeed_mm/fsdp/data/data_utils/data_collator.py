@@ -20,11 +20,15 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
 from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, in_one_form, inputs_of_samples
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample
+from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
 Collator = Callable[[Sequence[Any]], Batch]
 CollatorClass = TypeVar("CollatorClass", bound=Callable[..., Collator])
+
+PADDING_ON_ACCELERATORS = 8
+"""Tokens: matrix products of half precision want sizes that are multiples of it."""
 
 DATA_COLLATOR = Registry("data.dataloader_param.collate_param.model_name")
 _EXTRA_KEYS: dict[str, frozenset[str]] = {}
@@ -115,7 +119,7 @@ class GenericCollator:
     Args:
         processor: Processor or tokenizer.
         plugin: The media plugin that encoded the samples.
-        collate_param: `pad_to_multiple_of` is read.
+        collate_param: `pad_to_multiple_of` is read; null: by the device.
         positions: Pack, and count tokens by this rule.
     """
 
@@ -123,7 +127,7 @@ class GenericCollator:
         self, processor: Any, plugin: MediaPlugin, collate_param: Any, positions: PositionRule | None = None
     ) -> None:
         self._plugin = plugin
-        self._multiple = collate_param.pad_to_multiple_of
+        self._multiple = padding_multiple(collate_param)
         self._pad_id = tokenizer_of(processor).pad_token_id
         self._positions = positions
 
@@ -160,6 +164,11 @@ class GenericCollator:
 def shifted(tokens_L: np.ndarray, fill: float) -> np.ndarray:
     """What the token behind each one has."""
     return np.append(tokens_L[1:], np.array([fill], dtype=tokens_L.dtype))
+
+
+def padding_multiple(collate_param: Any) -> int:
+    """The number of tokens that rows are padded to a multiple of: as configured, else what this device gains by."""
+    return collate_param.pad_to_multiple_of or (1 if get_device_type() == "cpu" else PADDING_ON_ACCELERATORS)
 
 
 def padded_rows(

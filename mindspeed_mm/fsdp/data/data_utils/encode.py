@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -255,13 +256,16 @@ class SampleEncoder:
 
     def _turns(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> Turns:
         """The first `end` messages as tokens."""
-        weights = self._weights(sample, end)
-        text, spans = self._rendering.render_with_spans(
-            self._messages(sample, end), [weight != 0 for weight in weights], self._tokens.protect(sample.tools)
-        )
+        weights, messages = self._weights(sample, end), self._messages(sample, end)
+        has_words = [
+            weight != 0 or (self._options.train_on_prompt and message["role"] == "assistant")
+            for weight, message in zip(weights, messages, strict=True)
+        ]
+        text, spans = self._rendering.render_with_spans(messages, has_words, self._tokens.protect(sample.tools))
         placed, encoding = self._tokenised(sample, end, text, expansions)
         counts = np.full(len(encoding.ids), float(self._options.train_on_prompt), dtype=np.float32)
-        for span, weight in zip(spans, filter(None, weights), strict=True):
+        # A weight of 0 is written too: with train_on_prompt everything counts that no weight takes out.
+        for span, weight in zip(spans, compress(weights, has_words), strict=True):
             first, last = token_span(encoding, placed.moved(span))
             counts[first:last] = weight
         ids = np.array(encoding.ids, dtype=np.int64)

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.data.dataloader.buckets import TOKENS_KEY, BucketOrder
 from mindspeed_mm.fsdp.data.dataloader.buffered import BufferedOrder
 from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
@@ -90,7 +91,7 @@ def _shape(dataloader_param: DataloaderParam, deal: Deal, basic: BasicParameters
     """What a micro-batch may hold; None: so many samples as they come."""
     tokens, patches = dataloader_param.max_tokens_per_batch, dataloader_param.max_patches_per_batch
     of_cutoff = deal.micro_batch_size * basic.cutoff_len
-    multiple = dataloader_param.collate_param.pad_to_multiple_of
+    multiple = padding_multiple(dataloader_param.collate_param)
     if basic.packs:
         return BatchShape("packed", tokens or of_cutoff, patches)
     has_budget = dataloader_param.sampler_type == BUDGET_SAMPLER or dataloader_param.dataloader_mode == "variable"

@@ -91,6 +91,15 @@ class RowTable:
         """How row `index` is laid out."""
         return self._formats[self._locate(index)[0]]
 
+    def folder(self, index: int) -> Path:
+        """Where the file of row `index` lies."""
+        return self._readers[self._locate(index)[0]].path.parent
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where files of rows lie, each folder once."""
+        return list(dict.fromkeys(reader.path.parent for reader in self._readers))
+
     @property
     def formats(self) -> set[RowFormat]:
         """All layouts that rows have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowStream, open_stream, stream_facts
@@ -69,6 +70,15 @@ class StreamTable:
     def row_format(self, index: int) -> RowFormat:
         """How row `index` is laid out."""
         return self._locate(index)[0].row_format
+
+    def folder(self, index: int) -> Path:
+        """Where the file of row `index` lies."""
+        return self._locate(index)[0].stream.path.parent
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where files of rows lie, each folder once."""
+        return list(dict.fromkeys(file.stream.path.parent for file in self._files))
 
     @property
     def formats(self) -> set[RowFormat]:

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
+from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, open_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, Place, Sample, SampleSize
@@ -55,6 +56,8 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
         self._attr = dataset_param.attr
         self.streams = basic_param.streaming
         """Whether rows are found while they are asked for: nobody knows how many, but `has` tells."""
+        self._looks_beside = "dataset_dir" not in basic_param.model_fields_set
+        """Nobody has said where media are: they are looked for beside their rows first."""
         self._rows: Any = (open_streamed_rows if self.streams else open_rows)(basic_param, dataset_param.attr)
         self._check_pairs()
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
@@ -81,7 +84,10 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
     def sample(self, index: int) -> Sample:
         """Row `index`, converted but not encoded."""
         row, place = self._rows.row(index), self._rows.place(index)
-        return convert_text(row, place) if self._is_text else convert_row(row, self._rows.row_format(index), place)
+        if self._is_text:
+            return convert_text(row, place)
+        sample = convert_row(row, self._rows.row_format(index), place)
+        return with_media_beside(sample, str(self._rows.folder(index))) if self._looks_beside else sample
 
     def measure(self, index: int) -> SampleSize:
         """The size that encoding sample `index` gives, its media known by their headers where those tell.
@@ -171,7 +177,8 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
         self.plugin = build_mm_plugin(self.processor, preprocess)
         self.template = None if self._is_text else build_template(self.processor, basic)
         limits = MediaLimits.of(preprocess, allow_remote=basic.allow_remote_media)
-        self.media = MediaLoader(basic.dataset_dir, basic.media_roots, limits)
+        beside = self._rows.folders if self._looks_beside else ()
+        self.media = MediaLoader(basic.dataset_dir, (*basic.media_roots, *beside), limits)
         self._encoder = SampleEncoder(
             tokens=Tokens(
                 tokenizer,

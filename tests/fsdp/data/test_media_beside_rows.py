@@ -1,0 +1,60 @@
+"""Media that lie beside the file of their rows, with and without `dataset_dir`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from tests.fsdp.data.conftest import conversation, picture, write_jsonl
+
+pytestmark = pytest.mark.edge("R16")
+
+
+def data_set(model: Path, *files: Path, **basic: Any) -> Any:
+    param = {
+        "basic_parameters": {"dataset": [str(file) for file in files], **basic},
+        "preprocess_parameters": {"model_name_or_path": str(model)},
+    }
+    return build_mm_dataset(DatasetParam.model_validate(param))[0]
+
+
+def rows_beside(folder: Path, width: int, source: Any) -> Path:
+    folder.mkdir()
+    picture(width, 32).save(folder / "a.png")
+    return write_jsonl(folder / "rows.jsonl", [conversation(images=[source])])
+
+
+def grid_width(sample: Any) -> int:
+    return int(sample["media"][0].tensors["grid_thw"][2])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("source", ["a.png", {"path": "a.png"}])
+def test_each_file_finds_the_pictures_beside_it(vlm_folder: Path, tmp_path: Path, streams: bool, source: Any) -> None:
+    files = [rows_beside(tmp_path / f"set{width}", width, source) for width in (32, 64)]
+    dataset = data_set(vlm_folder, *files, streaming=streams)
+    assert grid_width(dataset[1]) == 2 * grid_width(dataset[0])
+    assert dataset.measure(1).patches == 2 * dataset.measure(0).patches
+
+
+def test_an_absolute_path_beside_the_rows_is_inside_the_media_roots(vlm_folder: Path, tmp_path: Path) -> None:
+    dataset = data_set(vlm_folder, rows_beside(tmp_path / "set", 32, str(tmp_path / "set" / "a.png")))
+    assert dataset[0]["media"]
+
+
+def test_a_given_dataset_dir_is_the_only_place(vlm_folder: Path, tmp_path: Path) -> None:
+    file = rows_beside(tmp_path / "set", 32, "a.png")
+    with pytest.raises(DataError, match="not found"):
+        data_set(vlm_folder, file, dataset_dir=str(tmp_path))[0]
+
+
+def test_media_outside_both_stay_refused(vlm_folder: Path, tmp_path: Path) -> None:
+    picture(32, 32).save(tmp_path / "secret.png")
+    file = rows_beside(tmp_path / "set", 32, "../secret.png")
+    with pytest.raises(DataError, match="outside the media roots"):
+        data_set(vlm_folder, file)[0]
