@@ -72,7 +72,8 @@ FREE_KEYS = (
     "training.verify_checkpoint",
 )
 """May change without a word: where things are, how they are computed, what is written. The data itself is compared by
-its fingerprint, the batch by its global size, limits of tokens and patches by what decides how samples share batches."""
+its fingerprint, the batch by its global size, limits of tokens and patches by what decides how samples share
+batches."""
 
 NOTED_KEYS = (
     "data.dataset_param.basic_parameters.max_bad_fraction",
