@@ -12,6 +12,7 @@ import shutil
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -217,17 +218,33 @@ class LockOwner:
     started: str
     """Start time of the process in the kernel's clock ticks: tells a reused pid apart."""
     run_id: str
+    pid_namespace: str = ""
+    """What the pid counts in: containers of one host number their processes anew, perhaps under one host name."""
 
     @classmethod
     def this_process(cls, run_id: str) -> LockOwner:
         """The calling process."""
-        return cls(socket.gethostname(), _boot_id(), os.getpid(), _start_ticks(os.getpid()), run_id)
+        pid = os.getpid()
+        return cls(socket.gethostname(), _boot_id(), pid, _start_ticks(pid), run_id, _pid_namespace())
 
     def is_gone(self, silent_for_s: float) -> bool:
-        """Whether the owner is dead: seen directly on this host, by its heartbeat on another."""
-        if self.host != socket.gethostname():
+        """Whether the owner is dead: seen directly among the processes of this host, by its heartbeat elsewhere. A
+        host of the same name that was booted at another time is elsewhere too: it may be another machine."""
+        here = LockOwner.this_process("")
+        places = ((owner.host, owner.boot, owner.pid_namespace) for owner in (self, here))
+        if len(set(places)) > 1:
             return silent_for_s > _SILENT_AFTER_S
-        return self.boot != _boot_id() or self.started != _start_ticks(self.pid)
+        return self.started != _start_ticks(self.pid)
+
+
+def _pid_namespace() -> str:
+    """Identity of this process's PID namespace, when /proc shows its processes; else an identity of its own, which no
+    other process shares."""
+    try:
+        shows_us = Path("/proc/self").readlink().name == str(os.getpid())
+        return Path("/proc/self/ns/pid").readlink().name if shows_us else f"unseen-{uuid.uuid4()}"
+    except OSError:
+        return ""
 
 
 def _boot_id() -> str:
@@ -307,6 +324,8 @@ class RunFolder:
                 self.lock_file.unlink(missing_ok=True)
 
     def _refuse_second_job(self) -> None:
+        if self.lock_file.is_dir():
+            raise MachineError("is a folder, where a run keeps its lock file", where=str(self.lock_file), key=self._key)
         owner = self._owner()
         if owner is None:
             return

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -169,7 +170,7 @@ def test_job_of_another_process(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("change", [{"pid": 2**22 + 1, "started": "1"}, {"started": "1"}, {"boot": "before"}])
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1, "started": "1"}, {"started": "1"}])
 def test_lock_of_a_dead_process_on_this_host_is_stale(change: dict[str, object], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     leave_lock(folder, replace(LockOwner.this_process("dead"), **change))
@@ -177,14 +178,60 @@ def test_lock_of_a_dead_process_on_this_host_is_stale(change: dict[str, object],
         assert json.loads(folder.lock_file.read_text())["run_id"] == "mine"
 
 
-def test_job_on_another_host_lives_as_long_as_it_beats(tmp_path: Path) -> None:
+@pytest.mark.edge("S5")
+@pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"boot": "another"}, {"pid_namespace": "pid:[1]"}])
+def test_job_whose_process_cannot_be_seen_lives_as_long_as_it_beats(change: dict[str, str], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    elsewhere = replace(LockOwner.this_process("far"), host="elsewhere")
+    elsewhere = replace(LockOwner.this_process("far"), started="1", **change)
     leave_lock(folder, elsewhere, silent_for_s=100)
-    with pytest.raises(MachineError, match=r"host elsewhere, .*seen 100 s ago"), folder.lock("mine"):
+    with pytest.raises(MachineError, match=r"in use by run far .*seen 100 s ago"), folder.lock("mine"):
         pass
     leave_lock(folder, elsewhere, silent_for_s=200)
     with folder.lock("mine"):
+        pass
+
+
+@pytest.mark.edge("S5")
+@pytest.mark.parametrize("proc", [["--mount-proc"], []])
+def test_a_container_under_the_same_host_name_does_not_take_the_lock(proc: list[str], tmp_path: Path) -> None:
+    container = ["unshare", "--pid", "--fork", *proc]
+    if not shutil.which("unshare") or subprocess.run([*container, "true"], capture_output=True).returncode:
+        pytest.skip("no PID namespaces here")
+    script = (
+        "import sys; from mindspeed_mm.core.artifacts import RunFolder\n"
+        "with RunFolder(sys.argv[1]).lock('other'):\n    print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as outside:
+        assert outside.stdout is not None
+        outside.stdout.readline()
+        inside = subprocess.run([*container, *command], input=b"", capture_output=True)
+        assert inside.returncode and b"in use by run other" in inside.stderr
+        outside.communicate()
+    with subprocess.Popen([*container, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as inside_first:
+        assert inside_first.stdout is not None
+        inside_first.stdout.readline()
+        with pytest.raises(MachineError, match="in use by run other"), RunFolder(tmp_path).lock("mine"):
+            pass
+        inside_first.communicate()
+
+
+@pytest.mark.edge("S5")
+def test_lock_of_an_older_version_lives_as_long_as_it_beats(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    leave_lock(folder, LockOwner.this_process("old"))
+    owner = json.loads(folder.lock_file.read_text())
+    del owner["pid_namespace"]
+    folder.lock_file.write_text(json.dumps(owner))
+    with pytest.raises(MachineError, match="in use by run old"), folder.lock("mine"):
+        pass
+
+
+@pytest.mark.edge("S13")
+def test_a_folder_in_place_of_the_lock_file_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.lock_file.mkdir()
+    with pytest.raises(MachineError, match=rf"{folder.lock_file}.*is a folder"), folder.lock("mine"):
         pass
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
@@ -37,6 +38,7 @@ from mindspeed_mm.fsdp.optimizer.build import kind_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.state_room import state_room
 
+RESTORE = "Restore the checkpoint from a copy, or name an older one in training.load."
 WEIGHTS_ONLY = "Say --weights-only to take the weights and start with a fresh optimizer."
 
 OptimizerState = dict[str, dict[str, torch.Tensor]]
@@ -121,7 +123,9 @@ def _fill_copies(model: nn.Module, optimizer: torch.optim.Optimizer | None, ema:
 def load_state(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
     """What the trainer had handed over as JSON; empty for a checkpoint from elsewhere."""
     path = checkpoint.path / layout.TRAINER_STATE
-    return json.loads(path.read_text()) if path.exists() else {}
+    if checkpoint.manifest is None and not path.exists():
+        return {}
+    return read_json_object(path, CheckpointError, way_out=RESTORE)
 
 
 def load_rng(checkpoint: CommittedCheckpoint, ranks: Ranks) -> dict[str, torch.Tensor] | None:
@@ -129,7 +133,10 @@ def load_rng(checkpoint: CommittedCheckpoint, ranks: Ranks) -> dict[str, torch.T
     if checkpoint.manifest is None or checkpoint.manifest.world_size != ranks.world_size:
         return None
     path = checkpoint.path / layout.rng_file(ranks.rank)
-    return load_file(path) if path.exists() else None
+    try:
+        return load_file(path) if path.exists() else None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(path), way_out=RESTORE) from error
 
 
 class TensorIndex:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
 from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.layout import MANIFEST
 
 FORMAT = "mindspeed-mm-checkpoint"
@@ -75,29 +77,49 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: It may not be read, or comes from a newer version.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        raise InvalidCheckpoint(f"has no {MANIFEST}: it was interrupted, or comes from elsewhere", where=str(folder))
     try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise InvalidCheckpoint(
-            f"has no {MANIFEST}: it was interrupted, or comes from elsewhere", where=str(folder)
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except ValueError as error:
-        raise InvalidCheckpoint(f"is broken: {error}", where=str(path)) from error
+        content = read_json_object(path, InvalidCheckpoint, way_out="")
+    except InvalidCheckpoint as error:
+        if isinstance(error.__cause__, PermissionError):  # not damaged: an older one must not be taken instead
+            raise CheckpointError("cannot be read: permission denied", where=str(path)) from error
+        raise
     _check_format(content, path)
     try:
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        return Manifest(**{**content, "files": files})
+        manifest = Manifest(**{**content, "files": files})
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidCheckpoint(f"is not a manifest: {error}", where=str(path)) from error
+    _check_types(manifest, path)
+    return manifest
 
 
-def _check_format(content: Any, path: Path) -> None:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "iteration": (int,),
+    "world_size": (int,),
+    "optimizer": (str, NoneType),
+    "ties": (dict,),
+    "dtype": (str, NoneType),
+    "context": (dict,),
+    "time": (int, float),
+}
+
+
+def _check_types(manifest: Manifest, path: Path) -> None:
+    """A value of the wrong kind is damage like any other: it must not surface where it is used."""
+    for name, types in _TYPES.items():
+        if type(value := getattr(manifest, name)) not in types:  # isinstance would take true for 1
+            raise InvalidCheckpoint(f"is not a manifest: {value!r:.40} in it is mistyped", where=str(path), key=name)
+    for name, record in manifest.files.items():
+        if type(record.size) is not int or type(record.sha256) is not str or Path(name).name != name:
+            raise InvalidCheckpoint(f"is not a manifest: its entry of '{name:.80}' is mistyped", where=str(path))
+
+
+def _check_format(content: Mapping[str, Any], path: Path) -> None:
+    if content.get("format") != FORMAT or type(version := content.get("format_version")) is not int:
         raise InvalidCheckpoint("is not a manifest of a checkpoint", where=str(path))
-    version = content.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if version > FORMAT_VERSION:
         raise CheckpointError(
             f"has format version {version}, this installation reads up to {FORMAT_VERSION}",
             where=str(path),

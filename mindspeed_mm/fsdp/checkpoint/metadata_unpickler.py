@@ -36,11 +36,11 @@ _ALLOWED = (
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
 )
 
-# What damaged bytes make an unpickler raise.
-_BROKEN: tuple[type[Exception], ...] = (
+BROKEN: tuple[type[Exception], ...] = (
     *(pickle.UnpicklingError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError),
-    *(OverflowError, MemoryError, RecursionError, RuntimeError),
+    *(OverflowError, MemoryError, RecursionError, RuntimeError, AssertionError),
 )
+"""What damaged bytes make an unpickler, or torch's reader of tensors, raise."""
 
 
 class _Refused(Exception):
@@ -72,7 +72,7 @@ def read_metadata(folder: Path) -> Metadata:
             where=str(path),
             way_out="Do not load it: it may have been made to run code.",
         ) from error
-    except _BROKEN as error:
+    except BROKEN as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"is broken: {type(error).__name__}: {reason}", where=str(path)) from error
     return metadata

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
+from mindspeed_mm.core.errors import CheckpointError, MMError
+from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import BROKEN, MetadataReader
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 
 Tree = dict[str, dict[str, torch.Tensor]]
@@ -36,6 +36,31 @@ class _TruthfulFileSystem(FileSystem):
             if cause is None:
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+class _NamingFileSystem(FileSystem):
+    """Names the file whose content torch cannot read. Its own words name none, and advise to let the file run code."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except BROKEN as error:
+            raise CheckpointError(
+                _why_unreadable(error),
+                where=str(path),
+                way_out="Restore the checkpoint from a copy, or name an older one in training.load.",
+            ) from error
+
+
+def _why_unreadable(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    if "weights_only" in str(error):  # torch's advice is to turn that off, and so to let the file run code
+        return "is refused: it is damaged, or holds more than tensors"
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"is damaged: {type(error).__name__}: {text}"
 
 
 def _os_error(error: BaseException) -> OSError | None:
@@ -71,6 +96,7 @@ def read_tree(tree: dict[str, Any], reader: MetadataReader, ranks: Ranks | None 
         CheckpointError: A file is missing or broken.
     """
     group = ranks.group if ranks else None
+    reader.fs = _NamingFileSystem()
     with _plain_errors(Path(reader.path)), _without_process_group_warning():
         dcp.load(tree, storage_reader=reader, process_group=group, no_dist=group is None)
 
@@ -82,6 +108,8 @@ def _plain_errors(folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, MMError):
+            raise cause from error
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, cause.filename) from error
         text = (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
+from mindspeed_mm.fsdp.checkpoint.layout import TRAINER_STATE, list_iterations
+from mindspeed_mm.fsdp.checkpoint.loading import RESTORE
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
@@ -58,7 +59,24 @@ class ResumePoint:
             return None
         state = self.reader.load(self.checkpoint, model, optimizer if self.with_optimizer else None, ema)
         take_from_base(model)
-        return None if self.weights_only else state
+        if self.weights_only:
+            return None
+        _check_state(state, self.checkpoint.path / TRAINER_STATE)
+        return state
+
+
+def _check_state(state: Mapping[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` when the loop's state lacks something or holds another kind of value. Files are compared
+    with the manifest before, but not under `training.verify_checkpoint: size` or `none`."""
+    wrong = [name for name in ("iteration", "consumed_samples", "skipped_in_a_row") if type(state.get(name)) is not int]
+    wrong += [name for name in ("data_position", "bad_samples") if not isinstance(state.get(name), dict)]
+    if "data_position" not in wrong:
+        position = state["data_position"]
+        wrong += [f"data_position.{name}" for name in ("epoch", "index") if type(position.get(name)) is not int]
+    if wrong:
+        raise CheckpointError(
+            f"is no state of a training: {', '.join(wrong)} missing or mistyped", where=str(path), way_out=RESTORE
+        )
 
 
 def find_resume_point(

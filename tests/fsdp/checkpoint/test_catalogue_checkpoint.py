@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.checkpoint import layout, manifest
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from tests.fsdp.checkpoint import small_run
 from tests.fsdp.checkpoint.small_run import CONTEXT, build, saved_run
+from tests.helpers.permissions import unreadable
 
 NEWEST = "iter_0000003"
 SHARD = "__0_0.distcp"
@@ -133,10 +134,34 @@ def newer_format(save: Path) -> None:
     edit("MANIFEST.json", lambda text: text.replace(b'"format_version": 1', b'"format_version": 9'))(save)
 
 
-def unreadable(save: Path) -> None:
-    """What a permission problem looks like to a superuser, for whom chmod means nothing: not a file."""
-    (save / NEWEST / "MANIFEST.json").unlink()
-    (save / NEWEST / "MANIFEST.json").mkdir()
+def manifest_with(**changes: Any) -> Callable[[Path], None]:
+    """A manifest that is JSON, with some of its values replaced."""
+    return edit("MANIFEST.json", lambda text: json.dumps(json.loads(text) | changes).encode())
+
+
+def without_permission(save: Path) -> Outcome:
+    with unreadable(save / NEWEST / "MANIFEST.json"):
+        return resume(save)
+
+
+def unverified(save: Path) -> Outcome:
+    """Resume as with `training.verify_checkpoint: none`: damage is met where it is read."""
+    return resume(save, verify_checkpoint="none")
+
+
+def pickle_in_a_shard(save: Path) -> None:
+    """Every tensor's bytes become an archive that would run something."""
+    path = save / NEWEST / SHARD
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_x2"))
+
+
+def folder_in_place_of(name: str) -> Callable[[Path], None]:
+    def damage(save: Path) -> None:
+        (save / NEWEST / name).unlink()
+        (save / NEWEST / name).mkdir()
+
+    return damage
 
 
 def in_place_of_the_run(**files: str) -> Callable[[Path], None]:
@@ -178,8 +203,10 @@ CASES = [
     Case("91-missing-shard", remove(SHARD), rf"{NEWEST}/{SHARD} +file is missing", 2),
     Case("91-mixed-steps", mixed_steps, rf"{NEWEST}/{SHARD} +(content has changed|has \d+ bytes)", 2),
     Case("91-renamed", lambda s: (s / NEWEST).rename(s / "iter_0000009"), r"holds step 3, which its name contrad", 2),
-    Case("91-manifest-cut", edit("MANIFEST.json", lambda b: b[:99]), r"MANIFEST\.json +is broken: ", 2),
-    Case("91-manifest-alien", edit("MANIFEST.json", lambda b: b"[]"), r"is not a manifest of a checkpoint", 2),
+    Case("91-manifest-cut", edit("MANIFEST.json", lambda b: b[:99]), r"MANIFEST\.json +is not valid JSON: ", 2),
+    Case("91-manifest-alien", edit("MANIFEST.json", lambda b: b"[]"), r"MANIFEST\.json +holds a list, not", 2),
+    Case("91-manifest-other", edit("MANIFEST.json", lambda b: b"{}"), r"is not a manifest of a checkpoint", 2),
+    Case("91-manifest-folder", folder_in_place_of("MANIFEST.json"), r"MANIFEST\.json +cannot be read: Is a dir", 2),
     Case("91-named", remove(SHARD), r"iter_0000003 is damaged\. An older one is \S+/iter_0000002", action=named()),
     Case("91-all", all_damaged, r"no checkpoint in it is good\. Restore one, or say --allow-fresh.*missing"),
     Case("92-tracker", edit(layout.TRACKER, lambda b: b"40", "."), r"tracker names step 40, which is not there", 3),
@@ -249,7 +276,7 @@ CASES = [
         action=context(global_batch=8),
     ),
     Case("97-world-size", nothing, r"world size was 1, is 2: .* resharded", 3, action=context(world_size=2)),
-    Case("98-unreadable", unreadable, r"MANIFEST\.json +cannot be read: "),
+    Case("98-unreadable", nothing, r"MANIFEST\.json +cannot be read: permission denied", action=without_permission),
     Case(
         "F16-data",
         nothing,
@@ -257,6 +284,12 @@ CASES = [
         action=context(dataset={"rows": 4}),
     ),
 ]
+
+
+MISTYPED: dict[str, Any] = {
+    "iteration": "3", "world_size": None, "files": [], "optimizer": 7, "ties": [], "dtype": 16, "context": "x",
+    "time": "now", "format_version": "1",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +315,39 @@ def test_bad_checkpoint(case: Case, run: Path, tmp_path: Path) -> None:
         said = str(caught.value)
     assert re.search(case.said, said, re.DOTALL), said
     assert not (save / "was-run").exists()
+
+
+@pytest.mark.edge("S12")
+@pytest.mark.parametrize("field", MISTYPED)
+def test_a_mistyped_manifest_falls_back_to_the_older_step(field: str, run: Path, tmp_path: Path) -> None:
+    save = shutil.copytree(run, tmp_path / "run")
+    manifest_with(**{field: MISTYPED[field]})(save)
+    outcome = resume(save)
+    assert outcome.step == 2
+    assert re.search(rf"skipped {save}/{NEWEST}/MANIFEST\.json ", outcome.said), outcome.said
+
+
+@pytest.mark.edge("S12")
+@pytest.mark.parametrize("record", [{"size": "9", "sha256": "x"}, {"size": 9, "sha256": None}, {"size": 9}, 3])
+def test_a_mistyped_record_of_a_file_falls_back_to_the_older_step(record: Any, run: Path, tmp_path: Path) -> None:
+    save = shutil.copytree(run, tmp_path / "run")
+    manifest_with(files={SHARD: record})(save)
+    assert resume(save).step == 2
+
+
+@pytest.mark.edge("S11")
+@pytest.mark.parametrize("damage", [pickle_in_a_shard, edit(SHARD, lambda b: b"no tensor" * len(b))])
+def test_a_shard_that_torch_refuses_is_named_in_our_words(
+    damage: Callable[[Path], None], run: Path, tmp_path: Path
+) -> None:
+    save = shutil.copytree(run, tmp_path / "run")
+    damage(save)
+    with pytest.raises(MMError) as caught:
+        unverified(save)
+    said = str(caught.value)
+    assert caught.value.exit_code == ExitCode.DATA
+    assert f"{save}/{NEWEST}/{SHARD}" in said and "damaged" in said
+    assert "weights_only" not in said and "\n" not in said
 
 
 def test_nothing_saved_yet_is_a_fresh_start(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""Reads JSON files that others wrote: what is not an object, for whatever reason, is one error that names the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import MMError
+
+
+def read_json_object(
+    path: Path, error: type[MMError], *, key: str = "", way_out: str = "Copy the file again."
+) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        path: The file.
+        error: Class of what is raised.
+        key: The configuration key that led here, for the message.
+        way_out: What to do about a file that is broken.
+
+    Raises:
+        MMError: Of class `error`. The file is not there, may not be read, is a folder, or holds anything else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as problem:
+        raise error(f"cannot be read: {problem.strerror}", where=str(path), key=key) from problem
+    except (ValueError, RecursionError) as problem:  # a ValueError too: bytes that are no text
+        reason = str(problem) or type(problem).__name__
+        raise error(f"is not valid JSON: {reason}", where=str(path), key=key, way_out=way_out) from problem
+    if not isinstance(content, dict):
+        raise error(f"holds {_kind(content)}, not a table of settings", where=str(path), key=key, way_out=way_out)
+    return content
+
+
+def _kind(content: Any) -> str:
+    if isinstance(content, list):
+        return "a list"
+    return "nothing (null)" if content is None else f"the value {json.dumps(content)[:40]}"
