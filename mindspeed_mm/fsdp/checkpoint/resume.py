@@ -56,6 +56,7 @@ FREE_KEYS = (
     "training.init_model_with_meta_device",
     "training.load*",
     "training.log_interval",
+    "training.report_to",
     "training.lora.lora_target_modules_support",
     "training.lora.pretrained_lora_path",
     "training.manual_gc_interval",

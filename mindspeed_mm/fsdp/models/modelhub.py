@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models import multi_token
 from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementation
@@ -81,12 +81,30 @@ class ModelHub:
             )
         else:
             model = _build_by_class(model_args, overrides or {}, feature_args, param_dtype)
-        _freeze(model, model_args.freeze)
-        set_dtypes(model, param_dtype)
-        if is_transformers(type(model)):
-            own_rules = conversion_rules(model)  # type: ignore[arg-type]
-            model._mm_conversion_rules = [*multi_token.renamings(model), *own_rules]  # type: ignore[assignment]
-        return model
+        return _prepared(model, model_args, param_dtype)
+
+    @staticmethod
+    def adopt(model: nn.Module, model_args: ModelArguments, *, param_dtype: torch.dtype | None = None) -> nn.Module:
+        """A model that the caller has built, prepared as `build` does. It is changed in place and keeps its values.
+
+        Args:
+            model: With values.
+            model_args: The `model` section; what it says of building a model goes unused.
+            param_dtype: As in `build`.
+
+        Raises:
+            ConfigError: A pattern of `freeze` matches nothing, or nothing is left to train.
+            ModelFolderError: Parameters have no values.
+        """
+        empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if empty:
+            raise ModelFolderError(
+                f"'{empty[0]}' has no values: it is on the meta device",
+                where=type(model).__name__,
+                key="model",
+                way_out="Give a model with weights, or name its folder.",
+            )
+        return _prepared(model, model_args, param_dtype)
 
     @staticmethod
     def load_weights(
@@ -139,6 +157,16 @@ class ModelHub:
         )
         notes = folder_warnings(source, trust_remote_code=model_args.trust_remote_code)
         return replace(report, warnings=(*notes, *report.warnings))
+
+
+def _prepared(model: nn.Module, model_args: ModelArguments, param_dtype: torch.dtype | None) -> nn.Module:
+    """With frozen modules, the masters' types and the rules by which weights are stored."""
+    _freeze(model, model_args.freeze)
+    set_dtypes(model, param_dtype)
+    if is_transformers(type(model)):
+        own_rules = conversion_rules(model)  # type: ignore[arg-type]
+        model._mm_conversion_rules = [*multi_token.renamings(model), *own_rules]  # type: ignore[assignment]
+    return model
 
 
 def _check_no_further_tokens(model_args: ModelArguments) -> None:

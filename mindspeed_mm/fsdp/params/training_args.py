@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, EmaArguments, SamplingArguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
@@ -26,6 +26,13 @@ from mindspeed_mm.fsdp.params.value_types import (
 
 NotNegative = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+def _listed(value: Any) -> Any:
+    """One name, names with commas between them, or a list."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    return () if value in (None, ["none"]) else value
 
 
 class LrScaling(Section):
@@ -180,6 +187,12 @@ class TrainingArguments(Section):
     """Longest wait for other ranks in a save."""
     log_interval: Positive = 1
     """Steps between log lines."""
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"], ...], BeforeValidator(_listed)
+    ] = ("tensorboard",)
+    """Where the logged numbers go beside `metrics.jsonl`; []: nowhere. All but tensorboard come with the extra `track`,
+    and each follows its own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI …). One that fails never
+    ends the run."""
     val_interval: Natural = 0
     """Steps between validations; 0: none."""
     val_micro_batch_size: Positive | None = None

@@ -96,6 +96,7 @@ def assemble(
     weights: Path | None = None,
     load_weights: bool = True,
     packs: bool = False,
+    given: nn.Module | None = None,
 ) -> Assembled:
     """Build, shard and load the model that the configuration names.
 
@@ -105,12 +106,13 @@ def assemble(
         weights: Folder of weights other than `model.model_name_or_path` (`training.load` with a Hugging Face folder).
         load_weights: False leaves the parameters without values: a checkpoint will fill them.
         packs: Prepare the model for packed rows even where the configuration asks for none.
+        given: A model with its values, to be trained in place of what `model` names.
 
     Raises:
         ConfigError: A pattern of the plan matches nothing.
         ModelFolderError: Weights are missing, left over or of another shape.
     """
-    model = build_model(arguments)
+    model = build_model(arguments, given)
     if packs or packs_rows(arguments):
         apply_packed_rows(model, attention=arguments.model.attn_implementation)
     spec = resolve_spec(model)
@@ -158,10 +160,14 @@ def assemble(
     )
 
 
-def build_model(arguments: Arguments) -> nn.Module:
-    """The model on one device, without values, with its adapters and the experts that the configuration chooses."""
+def build_model(arguments: Arguments, given: nn.Module | None = None) -> nn.Module:
+    """The model on one device, without values unless it is given, with its adapters and the experts that the
+    configuration chooses."""
     param_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
-    model = ModelHub.build(arguments.model, param_dtype=param_dtype, feature_args=arguments.features)
+    if given is not None:
+        model = ModelHub.adopt(given, arguments.model, param_dtype=param_dtype)
+    else:
+        model = ModelHub.build(arguments.model, param_dtype=param_dtype, feature_args=arguments.features)
     if arguments.training.lora.enable:
         targets = model._mm_adapter.lora_targets if is_generator(model) else ()  # type: ignore[union-attr]
         apply_lora(model, arguments.training.lora, default_targets=targets, param_dtype=param_dtype)

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -48,8 +49,8 @@ class ValidationHook(Hook):
         losses = engine.evaluate(self._batches())
         metrics = {"step": result.step, "val_loss": sum(losses.values())}
         self._record.metrics(metrics)
+        engine.validated_step, engine.validation = result.step, {k: v for k, v in metrics.items() if k != "step"}
         self._record.event("validate", result.step, loss=metrics["val_loss"])
-        self._progress.scalars(metrics)
         self._progress.note(f"step {result.step}: validation loss {metrics['val_loss']:.4f}")
 
 
@@ -79,6 +80,7 @@ class CheckpointHook(Hook):
         self._progress = progress
         self._untold: tuple[int, float] | None = None
         """A save that was begun: its step, and the seconds that training stood still for it."""
+        self._saved_step = 0
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Save when it is time."""
@@ -88,13 +90,21 @@ class CheckpointHook(Hook):
             self._save(engine)
 
     def on_train_end(self, engine: TrainEngine) -> None:
-        """Wait for a save that is under way: one that fails is a failed run."""
+        """Save where a hook has ended the run, and wait for a save that is under way: one that fails is a failed
+        run."""
+        if engine.stop_wanted and self._saved_step != engine.iteration:
+            self._save(engine)
+        self.on_failure(engine)
+
+    def on_failure(self, engine: TrainEngine) -> None:
+        """Wait for a save that is under way."""
         with engine.phase("save", self._training.save_timeout_s):
             self._guarded(engine, self._manager.wait)
         self._tell()
 
     def _save(self, engine: TrainEngine) -> None:
         started = time.perf_counter()
+        self._saved_step = engine.iteration
         state = engine.state()
         if not self._training.no_save_rng:
             state["rng"] = capture_rng()
@@ -191,6 +201,24 @@ class DataHook(Hook):
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, self._loader.counts, group=self._group)
         return gathered
+
+
+class CallbackHook(Hook):
+    """Calls a function after every step, validation and save included; when it returns True the run ends there.
+
+    Args:
+        function: Called with the step's result.
+    """
+
+    def __init__(self, function: Callable[[StepResult], object]) -> None:
+        self._function = function
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        """Call it."""
+        if engine.validated_step == result.step:
+            result = replace(result, validation=engine.validation)
+        if self._function(result) is True:
+            engine.stop()
 
 
 class GarbageCollectionHook(Hook):

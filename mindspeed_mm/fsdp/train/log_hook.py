@@ -56,12 +56,21 @@ class LogHook(Hook):
         last = result.step == engine.last_step or engine.stopping
         if result.step % self._interval and not last and result.step != self._first_step + 1:
             return
+        self._log(engine, result)
+
+    def _log(self, engine: TrainEngine, result: StepResult) -> None:
         metrics = self._summary(engine, result)
         self._window.clear()
-        self._record.metrics(metrics)
         self._progress.step(metrics, engine.last_step, engine.schedule.total_steps)
+        self._record.metrics(metrics)
 
     def on_train_end(self, engine: TrainEngine) -> None:
+        """Log what is left where another hook has ended the run, and take the bar away."""
+        if self._window:
+            self._log(engine, self._window[-1])
+        self._progress.end_steps()
+
+    def on_failure(self, engine: TrainEngine) -> None:
         """Take the bar away."""
         self._progress.end_steps()
 

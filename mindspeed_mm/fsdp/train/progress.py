@@ -1,7 +1,5 @@
-"""What a person sees of a run: a table line per log interval, a live bar with the time left on a terminal, a log file.
-
-The same numbers go to TensorBoard. A tracker that fails never stops the training.
-"""
+"""What a person sees of a run: a table line per log interval, a live bar with the time left on a terminal and in a
+notebook, a log file."""
 
 from __future__ import annotations
 
@@ -61,20 +59,14 @@ class Progress:
     Args:
         rank: Global rank.
         log_file: Where the plain lines go, or None.
-        tensorboard: Folder of TensorBoard events, or None.
         stream: Where people look.
     """
 
-    def __init__(
-        self, rank: int, log_file: Path | None = None, tensorboard: Path | None = None, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, rank: int, log_file: Path | None = None, stream: TextIO | None = None) -> None:
         self._speaks = rank == 0
         self._stream: TextIO | None = (stream or sys.stdout) if self._speaks else None
         self._live = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in os.environ
         self._log: TextIO | None = None
-        self._tensorboard_folder = tensorboard if self._speaks else None
-        self._tensorboard: Any = None
-        self._summary: Any = None
         self._lines = 0
         if log_file is not None and self._speaks:
             self._open_log(log_file)
@@ -99,28 +91,6 @@ class Progress:
         live = bar(metrics["step"], last_step, metrics["eta_s"]) if self._live else ""
         self._print(header + format_line(metrics) + "\n" + live)
         self._write_log(log_line(metrics, total_steps))
-        self.scalars(metrics)
-
-    def scalars(self, metrics: dict[str, Any]) -> None:
-        """The numbers of a step to TensorBoard."""
-        if self._tensorboard_folder is None:
-            return
-        try:
-            if self._tensorboard is None:
-                # Imported after the first step was shown: it costs a third of a second and nobody waits for it.
-                from tensorboard.compat.proto.summary_pb2 import Summary
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._summary = Summary
-                # What a killed start had logged beyond its checkpoint is done again.
-                self._tensorboard = SummaryWriter(str(self._tensorboard_folder), purge_step=metrics["step"])
-            numbers = {name: v for name, v in metrics.items() if isinstance(v, int | float) and name != "step"}
-            values = [self._summary.Value(tag=name, simple_value=float(v)) for name, v in numbers.items()]
-            # One event a step: one for each number costs a millisecond a step.
-            self._tensorboard.file_writer.add_summary(self._summary(value=values), metrics["step"])
-        except Exception as error:  # noqa: BLE001  (foreign code: nothing that a tracker does may end a run)
-            self._tensorboard_folder = self._tensorboard = None
-            self.note(f"warning: TensorBoard events stop here ({error}); metrics.jsonl goes on")
 
     def end_steps(self) -> None:
         """Take the bar away; lines of prose may follow."""
@@ -130,11 +100,10 @@ class Progress:
     def close(self) -> None:
         """Flush and close what is open."""
         self.end_steps()
-        for output in (self._tensorboard, self._log):
-            if output is not None:
-                with suppress(Exception):  # as above
-                    output.close()
-        self._tensorboard = self._tensorboard_folder = self._log = None
+        if self._log is not None:
+            with suppress(OSError):
+                self._log.close()
+        self._log = None
 
     def _open_log(self, path: Path) -> None:
         try:

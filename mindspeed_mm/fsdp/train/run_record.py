@@ -18,7 +18,9 @@ import torch
 from mindspeed_mm.core.artifacts import RunFolder, append_jsonl, atomic_write_text
 from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.core.version import __version__
-from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, resolved_dict
+from mindspeed_mm.fsdp.params.origins import leaves
+from mindspeed_mm.fsdp.train.trackers import TrackedRun, Trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
 RECORDED_PACKAGES = ("torch", "torchvision", "transformers", "peft", "safetensors", "datasets", "numpy", "pillow")
@@ -33,16 +35,26 @@ class RunRecord:
         folder: The run folder, or None when nothing is to be written.
         rank: Global rank.
         warn: Tells people.
+        trackers: Follow the numbers too.
     """
 
-    def __init__(self, folder: RunFolder | None, rank: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        rank: int,
+        warn: Callable[[str], None],
+        trackers: Trackers | None = None,
+    ) -> None:
         self.folder = folder if rank == 0 else None
+        self._trackers = trackers if rank == 0 else None
         self._warn = warn
         self._failing = False
         self._run: dict[str, Any] = {}
 
-    def begin(self, config: ResolvedConfig, facts: dict[str, Any]) -> None:
-        """Write the configuration as given and as resolved, and `run.json`, all without secrets."""
+    def begin(self, config: ResolvedConfig, facts: dict[str, Any], first_step: int = 1) -> None:
+        """Write the configuration as given and as resolved, and `run.json`, all without secrets; tell the trackers."""
+        if self._trackers is not None:
+            self._trackers.begin(self._tracked(config, first_step))
         if self.folder is None:
             return
         self._run = {
@@ -59,6 +71,8 @@ class RunRecord:
 
     def end(self, status: str, exit_code: int) -> None:
         """Write how the run ended, if it began."""
+        if self._trackers is not None:
+            self._trackers.end(exit_code)
         if self._run:
             self._run |= {"status": status, "exit_code": exit_code, "ended": time.time()}
             self._write_run()
@@ -70,9 +84,19 @@ class RunRecord:
             self._try(self.folder.events, lambda path: append_jsonl(path, record))
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """Append to `metrics.jsonl`."""
+        """Append to `metrics.jsonl`, and tell the trackers."""
+        if self._trackers is not None:
+            self._trackers.log(record)
         if self.folder is not None:
             self._try(self.folder.metrics, lambda path: append_jsonl(path, {**record, "time": time.time()}))
+
+    def _tracked(self, config: ResolvedConfig, first_step: int) -> TrackedRun:
+        values = dict(leaves(redact(resolved_dict(config))))
+        settings = {key: value for key, value in values.items() if config.origins[key].kind != "default"}
+        folder = self.folder.path if self.folder is not None else None
+        return TrackedRun(
+            folder.resolve().name if folder is not None else config.path.stem, settings, folder, first_step
+        )
 
     def _write_run(self) -> None:
         if self.folder is not None:

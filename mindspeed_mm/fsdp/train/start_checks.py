@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.checks import unbuilt_features
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.path_checks import check_save_folder
+from mindspeed_mm.fsdp.train.trackers import check_trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type, supports_bf16
 
 
@@ -26,10 +27,11 @@ def check_config(config: ResolvedConfig) -> None:
     """What can be refused before anything is joined, read or built.
 
     Raises:
-        MMError: A feature is not built, or the run folder cannot be written.
+        MMError: A feature is not built, a tracker is not installed, or the run folder cannot be written.
     """
     refuse_unbuilt(config)
     training = config.arguments.training
+    check_trackers(training.report_to)
     if training.save:
         check_save_folder(Path(training.save))
     if training.save_format == "hf" and not config.arguments.model.model_name_or_path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,6 +51,9 @@ class StepResult:
     data_seconds: float
     skipped: str = ""
     """Why the step was not applied, with rank and samples; empty when it was."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """What a validation after this step measured, `val_loss` first; empty when there was none. Filled in for functions
+    that are called after the step."""
 
     @property
     def loss(self) -> float:
@@ -144,6 +147,12 @@ class TrainEngine:
     autopsy: Autopsy | None = None
     meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None
     hooks: list[Hook] = field(default_factory=list)
+    stop_wanted: bool = False
+    """Whether a hook has asked for an end."""
+    validated_step: int = 0
+    """The step after which the latest validation came; 0 when there was none."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """What it measured."""
     iteration: int = 0
     consumed_samples: int = 0
     skipped_in_a_row: int = 0
@@ -221,6 +230,12 @@ class TrainEngine:
             skipped=skipped,
         )
 
+    def stop(self) -> None:
+        """End the run after this step and save; for hooks. Several ranks end after the next step, in which they agree
+        on it."""
+        self.stop_wanted = True
+        self.stopping = self.stopping or self.all_ranks is None
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the loop itself; it does not depend on the number of ranks."""
         return {
@@ -273,7 +288,7 @@ class TrainEngine:
     def _tally(self, prepared: Sequence[Batch]) -> Tally:
         """Sum over all ranks what a step needs to know before it starts. Host numbers over the host's own backend:
         the device is not waited for."""
-        stop = self.stop_signal is not None and self.stop_signal.requested
+        stop = self.stop_wanted or (self.stop_signal is not None and self.stop_signal.requested)
         towers = self.towers.present(prepared) if self.towers else {}
         bad = getattr(getattr(self, "loader", None), "untold_bad_samples", 0)
         local = Tally.of(self.objective, prepared, stop, towers, bad, self.meter)

@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
@@ -41,15 +42,16 @@ from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
+from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.adapter_start import adapter_start_hooks
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.failures import PeersLost, ending_of, explained, has_lost_peers
 from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward, PlainForwardBackward, PregatheredForwardBackward
 from mindspeed_mm.fsdp.train.generator import GeneratorParts
 from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
-from mindspeed_mm.fsdp.train.hooks import CheckpointHook, DataHook, GarbageCollectionHook, ValidationHook
+from mindspeed_mm.fsdp.train.hooks import CallbackHook, CheckpointHook, DataHook, GarbageCollectionHook, ValidationHook
 from mindspeed_mm.fsdp.train.introduction import global_batch, introduce
 from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
 from mindspeed_mm.fsdp.train.log_hook import LogHook
@@ -71,7 +73,8 @@ from mindspeed_mm.fsdp.train.start_checks import (
     fingerprint,
 )
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
-from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, TrainEngine, without_limit
+from mindspeed_mm.fsdp.train.trackers import Tracker, Trackers
+from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, StepResult, TrainEngine, without_limit
 from mindspeed_mm.fsdp.utils.device import (
     allow_short_fp32,
     check_device_count,
@@ -82,6 +85,17 @@ from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 PATIENCE_S = 60.0
 """How much longer a collective waits than the watchdog."""
+
+
+@dataclass(frozen=True)
+class GivenObjects:
+    """What a caller in Python has built itself."""
+
+    model: nn.Module | None = None
+    """Trained in place: it keeps its values, and has the trained ones afterwards."""
+    train_set: Any = None
+    """As a plugin's data set: samples by number, and a `collate_fn`."""
+    validation_set: Any = None
 
 
 @dataclass(frozen=True)
@@ -103,16 +117,31 @@ class Trainer:
     """One run, from a resolved configuration to its last step.
 
     Args:
-        config: The configuration.
+        config: The configuration: resolved, or a YAML file, or a mapping of its sections.
         options: What the command line adds.
-        hooks: Called around steps after those of the run itself.
+        hooks: Called around steps after those of the run itself; a function is called with the result of each step,
+            and ends the run by returning True.
+        given: Objects of the caller that take the place of what the configuration names.
+        trackers: Follow the numbers of the run, beside those of `training.report_to`.
     """
 
-    def __init__(self, config: ResolvedConfig, options: TrainOptions | None = None, hooks: Sequence[Hook] = ()) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig | Given | str,
+        options: TrainOptions | None = None,
+        hooks: Sequence[Hook | Callable[[StepResult], object]] = (),
+        *,
+        given: GivenObjects | None = None,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
+        if not isinstance(config, ResolvedConfig):
+            config = load_with_plugins(Path(config) if isinstance(config, str) else config)
         self.config = config
         self.arguments: Arguments = config.arguments
         self.options = options or TrainOptions()
-        self.hooks = tuple(hooks)
+        self.hooks = tuple(hook if isinstance(hook, Hook) else CallbackHook(hook) for hook in hooks)
+        self.given = given or GivenObjects()
+        self.trackers = tuple(trackers)
         self.run_id = f"{config.path.stem}-{uuid.uuid4().hex[:8]}"
         self.generator: GeneratorParts | None = None
         self.iteration = 0
@@ -159,6 +188,7 @@ class Trainer:
                 weights=weights,
                 load_weights=resume.checkpoint is None,
                 packs=bool(self.options.packs),
+                given=self.given.model,
             )
             optimizer = build_optimizer(assembled.model, self.arguments.training, self.arguments.features)
             ema = Ema(assembled.model, self.arguments.training.ema) if self.arguments.training.ema.enable else None
@@ -178,7 +208,7 @@ class Trainer:
         if self.options.dry_run:
             self.progress.note("dry run: everything was built, nothing was run")
             return None
-        record.begin(self.config, self._facts(context, engine))
+        record.begin(self.config, self._facts(context, engine), engine.iteration + 1)
         if resume.checkpoint is not None:
             record.event("resume", engine.iteration, checkpoint=str(resume.checkpoint.path))
         # What has been built lives to the end: the collector need not look at it, nor workers copy its pages.
@@ -251,17 +281,20 @@ class Trainer:
             self.progress = Progress(
                 self.rank,
                 log_file=folder.log / "train.log" if folder is not None else None,
-                tensorboard=folder.tensorboard if folder is not None else None,
                 stream=sys.stderr if self.options.progress_to_stderr else sys.stdout,
             )
             try:
-                yield RunRecord(folder, self.rank, self.progress.note)
+                names = self.arguments.training.report_to if self.rank == 0 else ()
+                trackers = Trackers.of(names, self.trackers, self.progress.note)
+                yield RunRecord(folder, self.rank, self.progress.note, trackers)
             finally:
                 self.progress.close()
 
     def _build_data(self) -> tuple[Any, Any]:
         """The data sets. Encoding samples up front may take hours: one process does it, those that wait for it wait in
         no collective, and nothing limits them."""
+        if self.given.train_set is not None:
+            return self.given.train_set, self.given.validation_set
         data = self.arguments.data
         sections = [section for section in (data.dataset_param, data.val_dataset_param) if section is not None]
         is_short = all(section.basic_parameters.preprocess_on_fly for section in sections)
@@ -428,7 +461,7 @@ class Trainer:
         }
 
     def _raise_if_stopped(self, engine: TrainEngine) -> None:
-        if not engine.stopping or engine.iteration >= engine.schedule.total_steps:
+        if not engine.stopping or engine.stop_wanted or engine.iteration >= engine.schedule.total_steps:
             return
         save = self.arguments.training.save
         if save and checkpoint_folder(Path(save), engine.iteration).is_dir():

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 from mindspeed_mm.fsdp.train.progress import HEADER, Progress, format_line, short_count
+from mindspeed_mm.fsdp.train.trackers import TrackedRun, Trackers
 from mindspeed_mm.fsdp.utils.work_progress import clock
 
 METRICS = {
@@ -34,13 +35,14 @@ def test_log_file_has_the_words_that_older_tools_are_searched_for(tmp_path: Path
 
 
 def test_tensorboard_reads_every_number_of_every_step(tmp_path: Path) -> None:
-    progress = Progress(0, tensorboard=tmp_path, stream=io.StringIO())
+    trackers = Trackers.of(["tensorboard"], (), print)
+    trackers.begin(TrackedRun("run", {}, tmp_path, 1))
     for step in (1, 2):
-        progress.step({**METRICS, "step": step, "loss": 1.0 / step}, 2, 2)
-    progress.close()
+        trackers.log({**METRICS, "step": step, "loss": 1.0 / step})
+    trackers.end(0)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == METRICS.keys() - {"step"}
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
@@ -48,8 +50,8 @@ def test_tensorboard_reads_every_number_of_every_step(tmp_path: Path) -> None:
 
 def test_other_ranks_say_nothing(tmp_path: Path) -> None:
     stream = io.StringIO()
-    progress = Progress(1, log_file=tmp_path / "train.log", tensorboard=tmp_path / "tb", stream=stream)
+    progress = Progress(1, log_file=tmp_path / "train.log", stream=stream)
     progress.step(METRICS, 900, 900)
     progress.note("a word")
     progress.close()
-    assert stream.getvalue() == "" and not (tmp_path / "train.log").exists() and not (tmp_path / "tb").exists()
+    assert stream.getvalue() == "" and not (tmp_path / "train.log").exists()

@@ -1,0 +1,287 @@
+"""Follows the numbers of a run beside its own files: TensorBoard, Weights & Biases, SwanLab, MLflow, Trackio.
+
+Each library decides for itself, by its own environment variables (WANDB_MODE, SWANLAB_MODE, MLFLOW_TRACKING_URI,
+TRACKIO_DIR …), where its numbers go; offline stays offline. A tracker that fails is named once and left out from then
+on: it never ends a run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.errors import MachineError
+
+PROJECT = "mindspeed-mm"
+"""Name of the project, or experiment, where a tracker's own variable names no other."""
+IDENTITIES = "trackers.json"
+"""File in the run folder's `log/`: the id under which each service knows the run, so that a resumed one goes on."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run before its first number."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """Dotted key → value of what was given, without secrets."""
+    folder: Path | None
+    """Where files may be put; None for a run that keeps none."""
+    first_step: int
+    """The first step that will be logged; what was logged from there on by a start that was killed is done again."""
+    identities: dict[str, str] = field(default_factory=dict)
+    """Tracker → id of the run there, from an earlier start; a tracker adds its own."""
+
+
+class Tracker:
+    """One place that follows a run. Whatever it raises is said to people, and the run goes on without it."""
+
+    package: str
+    """What must be importable."""
+
+    def begin(self, run: TrackedRun) -> None:
+        """The run starts or goes on."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Numbers of a step; a step may come several times with different names."""
+        raise NotImplementedError
+
+    def end(self, exit_code: int) -> None:
+        """The run has ended."""
+
+
+class TensorBoard(Tracker):
+    """Event files in `tb/` of the run folder."""
+
+    package = "tensorboard"
+
+    def begin(self, run: TrackedRun) -> None:
+        """Remember where."""
+        self._folder, self._first_step = run.folder, run.first_step
+        self._writer: Any = None
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """One event a step: one for each number costs a millisecond a step."""
+        if self._folder is None:
+            return
+        # Imported after the first step was shown: it costs a third of a second.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._folder / "tb"), purge_step=self._first_step)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step)
+
+    def end(self, exit_code: int) -> None:
+        """Flush and close."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB(Tracker):
+    """Weights & Biases. https://docs.wandb.ai/ref/python/sdk/functions/init"""
+
+    package = "wandb"
+
+    def begin(self, run: TrackedRun) -> None:
+        """Start a run, or go on with that of an earlier start."""
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            id=run.identities.get(self.package),
+            resume="allow",
+            dir=str(run.folder) if run.folder is not None else None,
+            config=dict(run.settings),
+        )
+        run.identities[self.package] = self._run.id
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Send the numbers."""
+        self._run.log(dict(numbers), step=step)
+
+    def end(self, exit_code: int) -> None:
+        """Mark the run as finished or failed."""
+        self._run.finish(exit_code=exit_code)
+
+
+class SwanLab(Tracker):
+    """SwanLab. https://docs.swanlab.cn/en/api/py-init.html"""
+
+    package = "swanlab"
+
+    def begin(self, run: TrackedRun) -> None:
+        """Start an experiment, or go on with that of an earlier start."""
+        import swanlab
+
+        self._module = swanlab
+        logs = {"logdir": str(run.folder / "swanlab")} if run.folder is not None else {}
+        if "SWANLAB_LOG_DIR" in os.environ:
+            logs = {}
+        known = run.identities.get(self.package)
+        started = swanlab.init(
+            project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
+            experiment_name=run.name,
+            config=dict(run.settings),
+            **logs,
+            **({"id": known, "resume": "allow"} if known else {}),
+        )
+        identity = getattr(getattr(started, "public", None), "run_id", None)
+        if identity:
+            run.identities[self.package] = str(identity)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Send the numbers."""
+        self._module.log(dict(numbers), step=step)
+
+    def end(self, exit_code: int) -> None:
+        """Mark the experiment as finished or failed."""
+        self._module.finish(**({} if exit_code == 0 else {"state": "crashed", "error": f"exit code {exit_code}"}))
+
+
+class MLflow(Tracker):
+    """MLflow, by its client: whatever else a notebook logs with `mlflow` stays apart.
+    https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html"""
+
+    package = "mlflow"
+    _most_params = 100
+    """Parameters of one request."""
+
+    def begin(self, run: TrackedRun) -> None:
+        """Start a run, or go on with that of an earlier start."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        known = run.identities.get(self.package)
+        if known is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            experiment = self._client.get_experiment_by_name(name)
+            number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+            known = self._client.create_run(number, run_name=run.name).info.run_id
+            params = [Param(key, str(value)[:500]) for key, value in run.settings.items()]
+            for first in range(0, len(params), self._most_params):
+                self._client.log_batch(known, params=params[first : first + self._most_params])
+        else:
+            self._client.update_run(known, status="RUNNING")
+        self._id = run.identities[self.package] = known
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Send the numbers in one request."""
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in numbers.items()])
+
+    def end(self, exit_code: int) -> None:
+        """Mark the run as finished or failed."""
+        self._client.set_terminated(self._id, status="FINISHED" if exit_code == 0 else "FAILED")
+
+
+class Trackio(Tracker):
+    """Trackio. https://huggingface.co/docs/trackio"""
+
+    package = "trackio"
+
+    def begin(self, run: TrackedRun) -> None:
+        """Start a run, or go on with that of an earlier start."""
+        import trackio
+
+        name = run.identities.setdefault(self.package, run.name)
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        self._run = trackio.init(project=project, name=name, config=dict(run.settings), resume="allow", embed=False)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Send the numbers."""
+        self._run.log(dict(numbers), step=step)
+
+    def end(self, exit_code: int) -> None:
+        """Write what waits."""
+        self._run.finish()
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "swanlab": SwanLab,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+"""By the names of `training.report_to`."""
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise `MachineError` for a tracker that is not installed."""
+    missing = [TRACKERS[name].package for name in names if importlib.util.find_spec(TRACKERS[name].package) is None]
+    if missing:
+        raise MachineError(
+            f"not installed: {', '.join(missing)}",
+            key="training.report_to",
+            way_out="Install the extra: pip install 'mindspeed-mm[track]'; or take it out of the list.",
+        )
+
+
+class Trackers:
+    """All that follow one run; on ranks other than 0 there are none.
+
+    Args:
+        trackers: By name.
+        warn: Tells people.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
+        self._trackers = dict(trackers)
+        self._warn = warn
+
+    @classmethod
+    def of(cls, names: Sequence[str], further: Sequence[Tracker], warn: Callable[[str], None]) -> Trackers:
+        """Those of `training.report_to`, and further ones."""
+        named = {name: TRACKERS[name]() for name in names}
+        return cls(named | {type(tracker).__name__: tracker for tracker in further}, warn)
+
+    def begin(self, run: TrackedRun) -> None:
+        """Tell all of them that the run starts."""
+        file = run.folder / "log" / IDENTITIES if run.folder is not None else None
+        if file is not None and file.exists():
+            with suppress(OSError, ValueError):  # the services then see a new run
+                run.identities.update(json.loads(file.read_text(encoding="utf-8")))
+        before = dict(run.identities)
+        self._each(lambda tracker: tracker.begin(run), "does not follow this run")
+        if file is not None and run.identities != before:
+            with suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write_text(file, json.dumps(run.identities))
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """The numbers among a step's metrics."""
+        numbers = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+        }
+        self._each(lambda tracker: tracker.log(numbers, metrics["step"]), "stops here")
+
+    def end(self, exit_code: int) -> None:
+        """Tell all of them how the run ended."""
+        self._each(lambda tracker: tracker.end(exit_code), "could not be closed")
+        self._trackers.clear()
+
+    def _each(self, action: Callable[[Tracker], None], failing: str) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # noqa: BLE001  (foreign code: nothing that a tracker does may end a run)
+                del self._trackers[name]
+                reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+                self._warn(f"warning: {name} {failing} ({reason}); metrics.jsonl goes on")
