@@ -43,7 +43,7 @@ Examples:
 )
 @click.option("--merge", is_flag=True, help="Of a run that trained adapters: write the whole model, adapters merged.")
 @click.option("--transformer-only", is_flag=True, help="Of a generator: leave encoders and other components out.")
-@click.option("--overwrite", is_flag=True, help="Replace OUT when it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote at OUT.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
     run: Path,

@@ -34,7 +34,7 @@ PATH = click.Path(path_type=Path)
     type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
     help="Of the weights; otherwise as the base has them.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the folder when it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote there.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
     base: Path,

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import time
 import uuid
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.errors import MachineError
 
 SAMPLES_MANIFEST = "samples.jsonl"
 _CHUNK_BYTES = 4 << 20
@@ -54,66 +55,6 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
 def atomic_write_text(path: Path, text: str) -> None:
     """`atomic_write_bytes` of UTF-8 text."""
     atomic_write_bytes(path, text.encode())
-
-
-@contextmanager
-def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder that appears under its name only when its content is complete and on the disk.
-
-    Args:
-        path: The final name.
-        overwrite: Replace what stands there; without it an existing folder that is not empty is an error.
-
-    Yields:
-        The folder `<path>.tmp` to write into. It is removed when the body raises.
-
-    Raises:
-        UsageError: The target exists.
-        MachineError: Its parent cannot be written.
-    """
-    _undo_broken_swap(path)
-    if _is_occupied(path) and not overwrite:
-        raise UsageError(
-            "the target exists", where=str(path), way_out="Choose another folder, or say --overwrite to replace it."
-        )
-    draft = path.with_name(f"{path.name}.tmp")
-    make_writable_folder(path.parent)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    try:
-        yield draft
-        fsync_tree(draft)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    _swap_in(draft, path)
-
-
-def _is_occupied(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and any(path.iterdir()))
-
-
-def _former(path: Path) -> Path:
-    return path.with_name(f"{path.name}.former")
-
-
-def _undo_broken_swap(path: Path) -> None:
-    """Take back what a process killed between the two renames of `_swap_in` had put aside."""
-    if _former(path).exists() and not path.exists():
-        _former(path).rename(path)
-
-
-def _swap_in(draft: Path, path: Path) -> None:
-    """Give `draft` the name `path`; what stood there goes away only after that."""
-    former = _former(path)
-    if path.exists():
-        path.rename(former)
-    draft.rename(path)
-    fsync_path(path.parent)
-    if former.is_dir():
-        shutil.rmtree(former)
-    else:
-        former.unlink(missing_ok=True)
 
 
 def fsync_tree(folder: Path) -> None:
@@ -189,11 +130,10 @@ def make_writable_folder(path: Path) -> None:
     """
     if path.exists() and not path.is_dir():
         raise MachineError("is a file, not a folder", where=str(path), way_out="Name a folder to write to.")
-    probe = path / f".probe-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path, prefix=".probe-"):  # without a name, where the file system can do that
+            pass
     except OSError as error:
         raise MachineError(
             f"cannot be written: {error.strerror or error}",

@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_mm.core.artifacts import atomic_folder, free_bytes
+from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.folder_writing import atomic_folder, check_target
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors, Weights
 from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
-from mindspeed_mm.tasks.export_contents import ContentKind, open_contents
+from mindspeed_mm.tasks.export_contents import ContentKind, folders_read, open_contents
 from mindspeed_mm.tasks.export_source import resolve_source
 from mindspeed_mm.tasks.model_card import write_model_card
 
@@ -61,15 +62,16 @@ def run(
             weights under adapters; None takes what the run started from.
         merge: Of a run that trained adapters, write the whole model with the adapters added to its weights.
         transformer_only: Of a generator, write `transformer/` alone.
-        overwrite: Replace an existing target.
+        overwrite: Replace what an earlier export or merge has written there.
         max_shard_bytes: Largest size of one weights file, unless a single tensor is larger.
 
     Raises:
         CheckpointError: The checkpoint is damaged, absent or of another model.
         ModelFolderError: The model folder is gone or does not fit.
-        UsageError: The target exists, or `transformer_only` where there is no generator.
+        UsageError: The target may not be written (`check_target`), or `transformer_only` where there is no generator.
         MachineError: The target cannot be written.
     """
+    check_target(target, overwrite=overwrite)  # before the checkpoint is read, which may take long
     found = resolve_source(source, step, model_folder)
     reader = DcpTensors(found.checkpoint, weights)
     with (
@@ -81,7 +83,7 @@ def run(
             transformer_only=transformer_only,
             max_shard_bytes=max_shard_bytes,
         ) as contents,
-        atomic_folder(target, overwrite=overwrite) as draft,
+        atomic_folder(target, overwrite=overwrite, sources=folders_read(found)) as draft,
     ):
         needed = contents.size_bytes + contents.other_bytes
         if (free := free_bytes(draft)) < needed:

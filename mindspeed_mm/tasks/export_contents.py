@@ -272,3 +272,11 @@ def base_weights_folder(source: ExportSource) -> Path:
     """Where the weights are that the adapters stand on: where `training.load` says, or in the model folder."""
     load = source.arguments.training.load if source.arguments is not None and not source.is_told else None
     return told_weights(load) or source.model_folder
+
+
+def folders_read(source: ExportSource) -> list[Path]:
+    """What an export must not write over: the checkpoint, the model folder, and what adapters stand on."""
+    folders = [source.checkpoint.path, source.model_folder, base_weights_folder(source)]
+    if source.arguments is not None:
+        folders += [Path(folder) for folder in source.arguments.training.lora.frozen_adapters]
+    return folders

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.core.artifacts import atomic_folder, free_bytes
+from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
+from mindspeed_mm.core.folder_writing import atomic_folder, check_target
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
 from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
@@ -58,14 +59,15 @@ def run(
         scales: How many times each adapter is added: one number for all, or one for each; 1 without. −1 takes one out
             of a folder that it was merged into.
         dtype: As of `mm export`.
-        overwrite: Replace an existing folder.
+        overwrite: Replace what an earlier export or merge has written there.
         max_shard_bytes: Largest size of one weights file, unless a single tensor is larger.
 
     Raises:
         ModelFolderError: The adapters are of another model, or of a kind that is not known.
-        UsageError: Numbers of scales and adapters differ, or `out` exists.
+        UsageError: Numbers of scales and adapters differ, or `out` may not be written.
         MachineError: The target cannot be written.
     """
+    check_target(out, overwrite=overwrite, sources=(base, *adapters))
     if not adapters:
         return _merge_run(base, out, scales, dtype, overwrite, max_shard_bytes)
     if recognise(base) != "hf":
@@ -89,7 +91,7 @@ def run(
             contents = generator_contents(base, outline, made, rule, max_shard_bytes)
         else:
             contents = model_contents(base, made, rule, max_shard_bytes, torch_type)
-        with atomic_folder(out, overwrite=overwrite) as draft:
+        with atomic_folder(out, overwrite=overwrite, sources=(base, *adapters)) as draft:
             if (free := free_bytes(draft)) < (needed := contents.size_bytes + contents.other_bytes):
                 raise MachineError(f"{needed:,} bytes are needed, {free:,} are free", where=str(out))
             contents.write(draft)

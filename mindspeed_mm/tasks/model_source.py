@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import RunFolder, sha256_file
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
@@ -125,5 +125,5 @@ def _exported(source: Path, run: Path, weights: Weights | None, *, is_generator:
 def _remove_others(target: Path) -> None:
     """One export of a run is kept: each is as large as the model."""
     for folder in target.parent.glob("iter_*"):
-        if folder != target and not folder.name.endswith(".tmp"):
-            shutil.rmtree(folder)
+        if folder != target:
+            remove_written(folder)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.core import artifacts
-from mindspeed_mm.core.artifacts import LockOwner, RunFolder, append_jsonl, atomic_folder, atomic_write_text
-from mindspeed_mm.core.errors import ExitCode, MachineError, UsageError
+from mindspeed_mm.core.artifacts import LockOwner, RunFolder, append_jsonl, atomic_write_text
+from mindspeed_mm.core.errors import ExitCode, MachineError
 
 
 def names(folder: Path) -> list[str]:
@@ -53,47 +53,6 @@ def test_write_reaches_the_disk_before_the_rename(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "replace", lambda self, target: (calls.append("rename"), rename(self, target))[1])
     atomic_write_text(tmp_path / "tracker", "7")
     assert calls == ["fsync", "rename", "fsync"]
-
-
-def test_folder_appears_when_complete(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "export"
-    with atomic_folder(target) as draft:
-        (draft / "sub").mkdir()
-        (draft / "sub" / "a").write_text("1")
-        assert not target.exists()
-    assert (target / "sub" / "a").read_text() == "1"
-    assert names(target.parent) == ["export"]
-
-
-def test_failed_folder_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), atomic_folder(tmp_path / "export") as draft:
-        (draft / "a").write_text("1")
-        raise ValueError
-    assert names(tmp_path) == []
-
-
-def test_existing_folder_is_refused_unless_told_otherwise(tmp_path: Path) -> None:
-    target = tmp_path / "export"
-    with atomic_folder(target) as draft:
-        (draft / "old").write_text("1")
-    with pytest.raises(UsageError, match=r"the target exists.*--overwrite"), atomic_folder(target):
-        pass
-    with pytest.raises(ValueError), atomic_folder(target, overwrite=True):
-        raise ValueError
-    assert names(target) == ["old"]
-    with atomic_folder(target, overwrite=True) as draft:
-        (draft / "new").write_text("1")
-    assert names(target) == ["new"]
-    assert names(tmp_path) == ["export"]
-
-
-def test_folder_put_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:
-    (tmp_path / "export.former").mkdir()
-    (tmp_path / "export.former" / "weights").write_text("1")
-    (tmp_path / "export.tmp").mkdir()
-    with pytest.raises(UsageError, match="the target exists"), atomic_folder(tmp_path / "export"):
-        pass
-    assert (tmp_path / "export" / "weights").exists()
 
 
 def test_sha256(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def train(yaml: Path | str, save: Path | str | None, *words: object) -> str:
 
 def newest(save: Path) -> int:
     """The newest committed step: a committed folder has its final name."""
-    return max((int(p.name.removeprefix("iter_")) for p in save.glob("iter_*") if p.suffix != ".tmp"), default=0)
+    return max((int(p.name.removeprefix("iter_")) for p in save.glob("iter_*")), default=0)
 
 
 def tensors(save: Path, step: int | None = None) -> dict[str, torch.Tensor]:

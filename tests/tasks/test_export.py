@@ -149,11 +149,14 @@ def test_existing_target(run_folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "precious").write_text("")
+    with pytest.raises(UsageError, match=r"no mm command wrote there \(precious\)"):
+        export.run(run_folder, target, overwrite=True)
+    assert [p.name for p in target.iterdir()] == ["precious"]
+    (target / "precious").unlink()
+    export.run(run_folder, target)
     with pytest.raises(UsageError, match=r"the target exists.*--overwrite"):
         export.run(run_folder, target)
-    assert [p.name for p in target.iterdir()] == ["precious"]
     export.run(run_folder, target, overwrite=True)
-    assert not (target / "precious").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 
+from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_write_text, free_bytes, fsync_path, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint import layout
@@ -110,7 +110,7 @@ def _write(contents: Contents, draft: Path, ranks: Ranks) -> None:
     write_tree(contents.tree, draft, ranks)
     if contents.rng:
         path = draft / layout.rng_file(ranks.rank)
-        save_file(contents.rng, path)
+        write_safetensors(contents.rng, path)
         fsync_path(path)
     if ranks.is_first:
         atomic_write_text(draft / layout.TRAINER_STATE, contents.state)

@@ -12,6 +12,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
 from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
@@ -90,7 +91,7 @@ def copy_components(source: Path, draft: Path) -> list[str]:
     check_links(source)
     for folder in components:
         check_links(folder)
-        shutil.copytree(folder, draft / folder.name)
+        copy_plain(folder, draft / folder.name)
     for file in (source / INDEX, *sorted(source.glob("LICENSE*"))):
         shutil.copyfile(file, draft / file.name)
     return [folder.name for folder in components]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
-from mindspeed_mm.core.artifacts import atomic_folder
+from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -109,7 +108,7 @@ def write_weights(
             tensor = tensors[key].read()
             if ranks.is_first:
                 shard[key] = tensor.to(dtypes[key]).contiguous()
-        ranks.first("writing", lambda name=name, shard=shard: save_file(shard, folder / name, notes))  # type: ignore[misc]
+        ranks.first("writing", lambda name=name, shard=shard: write_safetensors(shard, folder / name, notes))  # type: ignore[misc]
     if len(shards) > 1:
         parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
         index = folder / f"{stem}.safetensors.index.json"
@@ -155,10 +154,7 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
         raise ModelFolderError("has no config.json", where=str(source), way_out="Name the model's own folder.")
     assets = [path for path in sorted(source.iterdir()) if _is_asset(path)]
     for path in assets:
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name)
-        else:
-            shutil.copyfile(path, folder / path.name)
+        copy_plain(path, folder / path.name)
     if dtype is not None:
         config = _with_dtype(_read_json(folder / "config.json"), str(dtype).removeprefix("torch."))
         config.setdefault("dtype", str(dtype).removeprefix("torch."))
@@ -167,6 +163,8 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
 
 
 def _is_asset(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
     if path.is_dir():
         return path.name in _ASSET_FOLDERS
     if path.name.endswith(".index.json"):

@@ -7,15 +7,18 @@ import shutil
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text, fsync_path
+from mindspeed_mm.core.folder_writing import swap_folders
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
 TRAINER_STATE = "trainer_state.json"
 RELEASE = "release"
-DRAFT_SUFFIX = ".tmp"
-FORMER_SUFFIX = ".former"
+DRAFT_SUFFIX, FORMER_SUFFIX = ".draft", ".former"
+_PREFIX = ".mindspeed-mm-"
+"""Nothing of a user's begins so: what bears such a name may be taken away."""
 _FOLDER = re.compile(r"iter_(\d{7,})")
+_LEFT = re.compile(re.escape(_PREFIX) + r"(iter_\d{7,})\.(?:draft|former)")
 
 
 def checkpoint_folder(save: Path, iteration: int) -> Path:
@@ -24,9 +27,9 @@ def checkpoint_folder(save: Path, iteration: int) -> Path:
 
 
 def draft_folder(save: Path, iteration: int) -> Path:
-    """Where a checkpoint is written before it is committed."""
+    """Where a checkpoint is written before it is committed: `<save>/.mindspeed-mm-iter_0000123.draft`."""
     folder = checkpoint_folder(save, iteration)
-    return folder.with_name(folder.name + DRAFT_SUFFIX)
+    return folder.with_name(f"{_PREFIX}{folder.name}{DRAFT_SUFFIX}")
 
 
 def rng_file(rank: int) -> str:
@@ -58,7 +61,7 @@ def write_tracker(save: Path, iteration: int) -> None:
 
 def remove_checkpoint(folder: Path) -> None:
     """Delete a committed checkpoint: it loses its name first, so that no half of it ever looks committed."""
-    doomed = folder.with_name(folder.name + DRAFT_SUFFIX)
+    doomed = folder.with_name(f"{_PREFIX}{folder.name}{DRAFT_SUFFIX}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     fsync_path(folder.parent)
@@ -67,25 +70,33 @@ def remove_checkpoint(folder: Path) -> None:
 
 def commit(draft: Path, folder: Path) -> None:
     """Give a complete draft its name. A folder of that name that stands there already goes away only after that."""
-    former = folder.with_name(folder.name + FORMER_SUFFIX)
-    if folder.exists():
-        folder.rename(former)
-    draft.rename(folder)
+    if not folder.exists():
+        draft.rename(folder)
+        fsync_path(folder.parent)
+        return
+    former = swap_folders(draft, folder)
     fsync_path(folder.parent)
     shutil.rmtree(former, ignore_errors=True)
 
 
 def remove_leftovers(save: Path) -> list[str]:
     """Clear what a killed job left: drafts, half-deleted folders, an interrupted exchange. Returns their names."""
+    if not save.is_dir():
+        return []
     cleared = []
-    for former in sorted(save.glob(f"iter_*{FORMER_SUFFIX}")):
-        folder = former.with_name(former.name.removesuffix(FORMER_SUFFIX))
-        if folder.exists():
-            shutil.rmtree(former)
-        else:
-            former.rename(folder)
-        cleared.append(former.name)
-    for draft in sorted([*save.glob(f"iter_*{DRAFT_SUFFIX}"), *save.glob(f".{TRACKER}.*{DRAFT_SUFFIX}")]):
-        shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
-        cleared.append(draft.name)
+    for path in sorted(save.iterdir(), key=lambda path: path.suffix != FORMER_SUFFIX):  # these may be needed: first
+        if found := _LEFT.fullmatch(path.name):
+            _clear(path, save / found[1])
+            cleared.append(path.name)
+    for tracker in sorted(save.glob(f".{TRACKER}.*.tmp")):
+        tracker.unlink()
+        cleared.append(tracker.name)
     return cleared
+
+
+def _clear(left: Path, folder: Path) -> None:
+    """Delete what was left, or give a folder that was put aside its name back when nothing has it."""
+    if left.suffix == FORMER_SUFFIX and not folder.exists():
+        left.rename(folder)
+    else:
+        shutil.rmtree(left)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
@@ -56,6 +56,6 @@ class HuggingFaceSaves:
         return self._save / "hf"
 
     def _prune(self, keep: Path) -> None:
-        for folder in self._folder.iterdir():
+        for folder in self._folder.glob("iter_*"):
             if folder != keep and not (self._save / folder.name).is_dir():
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_written(folder)

@@ -196,7 +196,12 @@ LR = CONTEXT["config"]["training"]["lr"]
 CASES = [
     Case("90-no-manifest", remove("MANIFEST.json"), r"skipped \S+/iter_0000003 +has no MANIFEST\.json", 2),
     Case("90-no-metadata", remove(".metadata"), r"iter_0000003/\.metadata +file is missing", 2),
-    Case("90-drafts", lambda s: (s / "iter_0000004.tmp").mkdir(), r"cleared iter_0000004\.tmp", 3),
+    Case(
+        "90-drafts",
+        lambda s: (s / ".mindspeed-mm-iter_0000004.draft").mkdir(),
+        r"cleared \.mindspeed-mm-iter_0000004\.draft",
+        3,
+    ),
     Case("91-truncated", edit(SHARD, lambda b: b[:-7]), rf"{NEWEST}/{SHARD} +has \d+ bytes, \d+ were committed", 2),
     Case("91-flipped", edit(SHARD, flipped), rf"{SHARD} +content has changed: SHA-256 \w+…, \w+… was committed", 2),
     Case("91-extra", lambda s: (s / NEWEST / "x").write_text(""), r"iter_0000003/x +extra file, not in the man", 2),
@@ -351,7 +356,7 @@ def test_a_shard_that_torch_refuses_is_named_in_our_words(
 
 
 def test_nothing_saved_yet_is_a_fresh_start(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000001.tmp").mkdir()  # killed in its first save
+    (tmp_path / ".mindspeed-mm-iter_0000001.draft").mkdir()  # killed in its first save
     assert resume(tmp_path) == Outcome(None)
     assert list(tmp_path.iterdir()) == []
 

@@ -274,7 +274,7 @@ def test_kill_at_random_moments(kills: int, tmp_path: Path) -> None:
     mid_save = 0
     for _ in range(kills):
         kill_at_random(tmp_path, random_moment.random() * 0.1)
-        mid_save += any(name.endswith(".tmp") for name in names(tmp_path))
+        mid_save += any(name.endswith(".draft") for name in names(tmp_path))
         for step in layout.list_iterations(tmp_path):
             folder = layout.checkpoint_folder(tmp_path, step)
             assert verify_files(folder, read_manifest(folder).files, "hash") == []
@@ -285,7 +285,7 @@ def test_kill_at_random_moments(kills: int, tmp_path: Path) -> None:
         newest = found.iteration
         model, optimizer = build(seed=4)
         assert small_run.manager(tmp_path).load(found, model, optimizer)["iteration"] == newest
-        assert not [name for name in names(tmp_path) if name.endswith((".tmp", ".former"))]
+        assert not [name for name in names(tmp_path) if name.endswith((".tmp", ".draft", ".former"))]
     assert newest >= kills  # it did save
     assert mid_save or kills < 20
 

@@ -168,5 +168,5 @@ def test_failed_save_leaves_nothing_and_an_existing_folder_stays(source: Path, t
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("")
-    with pytest.raises(UsageError, match="the target exists"):
-        save_hf(model, tmp_path / "out", source)
+    with pytest.raises(UsageError, match="no mm command wrote"):
+        save_hf(model, tmp_path / "out", source, overwrite=True)

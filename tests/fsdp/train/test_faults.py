@@ -252,7 +252,7 @@ def test_save_that_fails(policy: str, mode: str, yaml: Path, tmp_path: Path, mon
     real = commit.write_tree
 
     def write_tree(tree: Any, draft: Path, ranks: Any) -> None:
-        if draft.name == "iter_0000004.tmp":
+        if draft.name == ".mindspeed-mm-iter_0000004.draft":
             disk_full()
         real(tree, draft, ranks)
 

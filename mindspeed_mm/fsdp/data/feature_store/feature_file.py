@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
 from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import fsync_path
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
@@ -66,15 +66,10 @@ def write_feature_file(
     checksums = {name: checksum(tensor) for name, tensor in sorted(tensors.items())}
     facts = FileFacts(*batches, records, skipped, checksums)
     draft = path.with_name(f".{path.name}.tmp")
-    draft.touch()
-    mode = draft.stat().st_mode  # the library writes for the owner alone, whatever the umask
     try:
-        safetensors.torch.save_file(dict(tensors), draft, metadata={_FACTS: _to_text(facts)})
-        draft.chmod(mode)
+        write_safetensors(tensors, draft, {_FACTS: _to_text(facts)})
         fsync_path(draft)
         draft.replace(path)
-    except SafetensorError as error:
-        raise _os_error(error, path) from error
     finally:
         draft.unlink(missing_ok=True)
     fsync_path(path.parent)
@@ -156,9 +151,3 @@ def _from_text(text: str) -> FileFacts:
     content: dict[str, Any] = json.loads(body)
     records = [FeatureRecord.from_json(line) for line in content.pop("records")]
     return FileFacts(**content | {"records": records, "skipped": [SkippedRow(**row) for row in content["skipped"]]})
-
-
-def _os_error(error: SafetensorError, path: Path) -> OSError:
-    """The library says `... (os error 28)`."""
-    number = str(error).rpartition("os error ")[2].rstrip(") ")
-    return OSError(int(number) if number.isdigit() else 5, str(error), str(path))

@@ -1,0 +1,94 @@
+"""What a folder is to us, told by its files: a checkpoint, a run, a model, or something that one of our writers made.
+
+Writers ask here before they touch anything, so nothing is opened but small files of our own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MARKER = ".mindspeed-mm-folder"
+"""File that tells a folder which one of our writers made; without a suffix, so that no library takes it for its own."""
+MARKER_FORMAT = "mindspeed-mm-folder"
+EXPORT_PLACES = ("hf", "exported")
+"""Folders of a run in which model folders lie."""
+RUN_KIND = "run"
+_TRACKER = "latest_checkpointed_iteration.txt"
+_RECORD_KEYS = {"status", "exit_code", "packages"}
+_MODEL_FILES = ("model_index.json", "adapter_config.json")
+
+
+def read_marker(folder: Path) -> dict[str, Any] | None:
+    """The content of a folder's marker; None when it has none that is ours."""
+    content = _read_json(folder / MARKER)
+    is_ours = isinstance(content, dict) and content.get("format") == MARKER_FORMAT
+    return content if is_ours else None
+
+
+def entries_of(folder: Path) -> Iterator[str]:
+    """Every file, folder and link below a folder by its relative name, the marker left out; links are not followed."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name != MARKER:
+            yield name
+
+
+def foreign_entries(folder: Path) -> list[str]:
+    """What lies in a folder that its marker does not list; everything, when there is no complete list."""
+    marker = read_marker(folder) or {}
+    listed = marker.get("entries")
+    known = set(listed) if isinstance(listed, list) else set()
+    return [name for name in entries_of(folder) if name not in known]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's; somebody's own `run.json` makes none."""
+    if (folder / _TRACKER).is_file() or (read_marker(folder) or {}).get("kind") == RUN_KIND:
+        return True
+    record = _read_json(folder / "run.json")
+    return isinstance(record, dict) and record.keys() >= _RECORD_KEYS
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a committed checkpoint, ours or torch's."""
+    manifest = _read_json(folder / "MANIFEST.json")
+    if isinstance(manifest, dict) and manifest.get("format") == "mindspeed-mm-checkpoint":
+        return True
+    return (folder / ".metadata").is_file() and any(folder.glob("*.distcp"))
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a model or adapters."""
+    if any((folder / name).is_file() for name in _MODEL_FILES):
+        return True
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def kind_of(folder: Path) -> str | None:
+    """`a checkpoint`, `a model folder`, `a run folder`, or None."""
+    kinds = (("a checkpoint", is_checkpoint), ("a model folder", is_model), ("a run folder", is_run))
+    return next((name for name, fits in kinds if fits(folder)), None)
+
+
+def kind_above(path: Path) -> tuple[str, Path] | None:
+    """The checkpoint, model folder or run that a path lies inside of, if any, and where that is. A run's folders of
+    exported models are no part of the run in this sense."""
+    below = path
+    for folder in path.parents:
+        kind = kind_of(folder)
+        if kind == "a run folder" and below.name in EXPORT_PLACES and below != path:
+            return None
+        if kind is not None:
+            return kind, folder
+        below = folder
+    return None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

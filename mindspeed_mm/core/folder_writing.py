@@ -1,0 +1,347 @@
+"""The one door through which a folder is written: it appears whole under its name, and replaces nothing but what came
+through this door before.
+
+While it is written it is called `.mindspeed-mm-<digits>.draft` beside its final place, and its writer holds a lock on
+it. To replace a folder, the two change places in one step. Where the file system cannot do that, the old one is put
+aside as `.mindspeed-mm-<digits>.former` for a moment. Whoever writes beside it next finds what a killed writer left, by
+name, marker and free lock: drafts go away, and a folder that was put aside comes back.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mindspeed_mm.core.artifacts import (
+    atomic_write_text,
+    fsync_path,
+    fsync_tree,
+    make_writable_folder,
+    one_at_a_time,
+)
+from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.exchange import exchange
+from mindspeed_mm.core.folder_kinds import (
+    MARKER,
+    MARKER_FORMAT,
+    entries_of,
+    foreign_entries,
+    is_checkpoint,
+    is_run,
+    kind_above,
+    read_marker,
+)
+from mindspeed_mm.core.version import __version__
+
+_PREFIX, _DRAFT, _FORMER = ".mindspeed-mm-", ".draft", ".former"
+_LONGEST_SHOWN = 120
+
+
+@contextmanager
+def atomic_folder(path: Path, *, overwrite: bool = False, sources: Sequence[Path] = ()) -> Iterator[Path]:
+    """A folder that appears under its name only when its content is complete and on the disk.
+
+    Args:
+        path: The final name; of a link, where it leads.
+        overwrite: Replace what a writer of ours has written there.
+        sources: Files and folders that are read meanwhile: the target may neither be one of them, nor hold one, nor lie
+            in one.
+
+    Yields:
+        A folder beside it to write into. It is removed when the body raises.
+
+    Raises:
+        UsageError: The target is none that may be written; see `check_target`.
+        MachineError: Its parent cannot be written.
+    """
+    target = check_target(path, overwrite=overwrite, sources=sources)
+    make_writable_folder(target.parent)
+    heal(target.parent)
+    target = check_target(path, overwrite=overwrite, sources=sources)  # it may have come back
+    with _locked_draft(target) as draft:
+        try:
+            yield draft
+            _complete(draft, target)
+            _put_in_place(draft, target, overwrite)
+        except BaseException:
+            with suppress(OSError):
+                _remove(draft)
+            raise
+
+
+def check_target(path: Path, *, overwrite: bool = False, sources: Sequence[Path] = ()) -> Path:
+    """The folder that may be written under this name. Changes nothing.
+
+    Args:
+        path: As a person named it.
+        overwrite: As `atomic_folder`.
+        sources: As `atomic_folder`.
+
+    Returns:
+        It, absolute and without links.
+
+    Raises:
+        UsageError: The name cannot be used; it leads nowhere; it is a file, a mount point or the working directory; it
+            is, holds or lies in a source, or lies in a run, a checkpoint or a model folder; it holds something that no
+            writer of ours wrote; or it holds what one wrote, and `overwrite` was not said.
+        MachineError: It cannot be looked at.
+    """
+    target = resolve_output(path)
+    try:
+        _refuse_place(target, sources)
+        _refuse_occupied(target, overwrite)
+    except PermissionError as error:
+        raise MachineError(
+            f"cannot be looked at: {error.strerror}", where=str(target), way_out="Choose another folder."
+        ) from error
+    return target
+
+
+def resolve_output(path: Path) -> Path:
+    """Where something is written that a person named: absolute and without links.
+
+    Raises:
+        UsageError: The name cannot be used, or is a link that leads nowhere.
+    """
+    shown = repr(str(path))[1:-1]
+    shown = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"
+    try:
+        target = path.resolve()
+        if path.is_symlink() and not target.exists():
+            raise UsageError("is a link that leads nowhere", where=shown, way_out="Name the folder itself.")
+        target.exists()  # raises where the name is too long
+    except PermissionError as error:
+        raise MachineError(f"cannot be looked at: {error.strerror}", where=shown, way_out="Choose another.") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UsageError(f"cannot be a path: {reason}", where=shown, way_out="Choose another name.") from error
+    return target
+
+
+def _refuse_place(target: Path, sources: Sequence[Path]) -> None:
+    for source in (source.resolve() for source in sources):
+        if target == source or target in source.parents or source in target.parents:
+            how = "is" if target == source else "holds" if target in source.parents else "lies in"
+            raise _refused(target, f"{how} what is read, {source}")
+    if (above := kind_above(target)) is not None:
+        raise _refused(target, f"lies in {above[0]}, {above[1]}")
+    working = Path.cwd()
+    if target == working or target in working.parents:
+        raise _refused(target, "is the working directory" if target == working else "holds the working directory")
+    if os.path.ismount(target):
+        raise _refused(target, "is a mount point, which cannot be replaced", f"Name a folder in it: {target / 'model'}")
+
+
+def _refuse_occupied(target: Path, overwrite: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise _refused(target, "is a file, not a folder")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if is_run(target) or is_checkpoint(target):
+        raise _refused(target, "is a run folder" if is_run(target) else "is a checkpoint")
+    if foreign := foreign_entries(target):
+        raise _refused(
+            target,
+            f"holds {len(foreign)} files or folders that no mm command wrote there ({', '.join(foreign[:3])}"
+            f"{', …' if len(foreign) > 3 else ''})",
+        )
+    if not overwrite:
+        raise _refused(target, "the target exists", "Choose another folder, or say --overwrite to replace it.")
+
+
+def _refused(target: Path, why: str, way_out: str = "Choose another folder.") -> UsageError:
+    return UsageError(why, where=str(target), way_out=way_out)
+
+
+def remove_written(folder: Path) -> bool:
+    """Take away a folder that a writer of ours made, unless somebody has put something into it; whether it is gone."""
+    if read_marker(folder) is None or folder.is_symlink() or foreign_entries(folder):
+        return False
+    doomed = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}{_DRAFT}")  # no half of it looks whole
+    with _locked(folder):
+        folder.rename(doomed)
+        _remove(doomed)
+    return True
+
+
+def copy_plain(source: Path, target: Path) -> None:
+    """Copy a file, or a folder with all that it holds, with the rights that new files and folders get: a source may be
+    another user's, or read-only. Markers are not copied: they are about the source."""
+    if not source.is_dir():
+        shutil.copyfile(source, target)
+        return
+    target.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.name != MARKER:
+            copy_plain(path, target / path.name)
+
+
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _locked_draft(target: Path) -> Iterator[Path]:
+    """A new draft beside the target. Nobody takes it for left over while this process lives."""
+    draft = target.parent / f"{_PREFIX}{uuid.uuid4().hex}{_DRAFT}"
+    with one_at_a_time(target.parent):
+        draft.mkdir()
+        descriptor = os.open(draft, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        _write_marker(draft, {"name": target.name})
+        yield draft
+    finally:
+        os.close(descriptor)
+
+
+def _complete(draft: Path, target: Path) -> None:
+    """The marker says what belongs to the folder, then everything is forced to the disk."""
+    _write_marker(draft, {"name": target.name, "version": __version__, "entries": list(entries_of(draft))})
+    fsync_tree(draft)
+
+
+def _write_marker(folder: Path, content: dict[str, object]) -> None:
+    atomic_write_text(folder / MARKER, json.dumps({"format": MARKER_FORMAT, **content}, indent=1) + "\n")
+
+
+def _put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
+    """Give a draft its name; what stood there goes away only after that, and only if it is still ours."""
+    if not overwrite or not target.exists() or not any(target.iterdir()):
+        _rename_to_free_name(draft, target)
+        fsync_path(target.parent)
+        return
+    with _locked(target):
+        replaced = swap_folders(draft, target)
+        fsync_path(target.parent)
+        if foreign := foreign_entries(replaced):
+            _swap_back(draft, target, replaced)
+            raise _refused(target, f"'{foreign[0]}' was put there meanwhile")
+        _remove(replaced)
+
+
+def _rename_to_free_name(draft: Path, target: Path) -> None:
+    try:
+        draft.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise _refused(target, "somebody else wrote it meanwhile") from error
+
+
+def swap_folders(new: Path, standing: Path) -> Path:
+    """Let `new` stand where `standing` stands.
+
+    Returns:
+        Where what stood there is now: under the name of `new`, or, where the file system cannot exchange two folders,
+        beside it under `.former`.
+    """
+    if exchange(new, standing):
+        return new
+    former = new.with_suffix(_FORMER)
+    standing.rename(former)
+    new.rename(standing)
+    return former
+
+
+def _swap_back(draft: Path, target: Path, replaced: Path) -> None:
+    if replaced == draft:
+        swap_folders(draft, target)
+    else:
+        target.rename(draft)
+        replaced.rename(target)
+
+
+def _remove(folder: Path) -> None:
+    """Take away a folder of ours, its marker last: half of it is still known as ours."""
+    for path in list(folder.iterdir()):
+        if path.name == MARKER:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (folder / MARKER).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+# --- what a killed writer left ---------------------------------------------------------------------------------------
+
+
+def heal(parent: Path) -> None:
+    """Finish or take back what writers that were killed began in this folder. Folders that live processes work in, and
+    whatever only looks like ours, stay as they are."""
+    with one_at_a_time(parent), suppress(PermissionError):  # another user's are his to heal
+        for former in sorted(parent.glob(f"{_PREFIX}*{_FORMER}")):
+            _take_back(former)
+        for draft in sorted(parent.glob(f"{_PREFIX}*{_DRAFT}")):
+            _remove_dead(draft)
+
+
+def _take_back(former: Path) -> None:
+    """A folder that was put aside gets its name back, unless the new one stands there."""
+    draft = former.with_suffix(_DRAFT)
+    name = (read_marker(draft) or read_marker(former) or {}).get("name")
+    with _claimed(draft) as is_dead:
+        if not is_dead:
+            return
+        if isinstance(name, str) and not (target := former.with_name(Path(name).name)).exists():
+            former.rename(target)
+            fsync_path(former.parent)
+            return
+    _remove_dead(former)
+
+
+def _remove_dead(folder: Path) -> None:
+    """Take away a draft or a replaced folder that nobody works in and that holds nothing but what one of us wrote."""
+    with _claimed(folder) as is_dead:
+        if not is_dead or not folder.is_dir() or folder.is_symlink():
+            return
+        marker = read_marker(folder)
+        if marker is None and any(path.name != MARKER for path in folder.iterdir() if not _is_marker_draft(path)):
+            return
+        if marker is not None and "entries" in marker and foreign_entries(folder):
+            return
+        _remove(folder)
+
+
+def _is_marker_draft(path: Path) -> bool:
+    return path.name.startswith(f".{MARKER}.")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Tell others that this process works with the folder. Best effort: not every file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[bool]:
+    """Whether nobody works in the folder; while the body runs, nobody begins to. One that is gone is nobody's."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
