@@ -62,15 +62,19 @@ TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "chosen_shift_lab
 
 
 def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
-    """Raise `DataError` when a batch holds a key that nobody documents, or lacks those that training needs."""
+    """Raise `DataError` when a batch holds a key that nobody documents, or nothing that training could start from."""
     unknown = sorted(key for key in batch.keys() - BATCH_KEYS.keys() - extra_keys if _of_pair(key) not in BATCH_KEYS)
-    missing = sorted({"sample_ids"} - batch.keys())
-    if not TRAINED_KEYS & batch.keys():
-        missing.append(f"one of {', '.join(sorted(TRAINED_KEYS))}")
-    if unknown or missing:
+    if unknown:
         raise DataError(
-            f"batch keys are off: undocumented {unknown}, missing {missing}",
+            f"batch keys are off: undocumented {unknown}",
             way_out="Declare a plugin's keys with `register_collator(name, keys=[...])`.",
+        )
+    if not (TRAINED_KEYS | {"labels"}) & batch.keys():
+        raise DataError(
+            f"the batch has nothing to train on: its keys are {', '.join(map(repr, batch))}",
+            key="labels",
+            way_out="Give it `labels`, (B, L) with -100 where not trained"
+            f" (or one of {', '.join(sorted(TRAINED_KEYS))}).",
         )
 
 

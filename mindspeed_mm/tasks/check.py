@@ -242,6 +242,7 @@ class _Check:
             dp_rank=0,
             dp_size=1,
             seed=seed,
+            dataset_param=arguments.data.dataset_param,
         )
         self.batch = next(iter(loader))[0]
         if validation is not None:

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import DEFAULT_TIMEOUT_S, WorkerOptions
 from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
 from mindspeed_mm.fsdp.data.split import split_dataset
+from mindspeed_mm.fsdp.params.cards import dataset_cards
 from mindspeed_mm.fsdp.params.data_args import (
     BasicParameters,
     DataloaderParam,
@@ -23,9 +24,12 @@ from mindspeed_mm.fsdp.params.data_args import (
     PreprocessParameters,
 )
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
+from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.fsdp.utils.register import data_register
 
 _BASIC = "data.dataset_param.basic_parameters"
+_TYPE = "data.dataset_param.dataset_type"
 _PIXEL_BYTES = 3
 
 
@@ -75,6 +79,7 @@ def build_mm_dataloader(
     seed: int,
     position: DataPosition | None = None,
     processor: Any = None,
+    dataset_param: DatasetParam | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     group: Any = None,
 ) -> MMDataLoader:
@@ -89,7 +94,8 @@ def build_mm_dataloader(
         dp_size: How many there are.
         seed: Of the order.
         position: Where to start; None: at the beginning.
-        processor: For a plugin's data set without `collate_fn` that names a built-in collator.
+        processor: For a plugin's data set without `collate_fn`, whose samples a built-in collator joins.
+        dataset_param: Names the folder of that processor, where it is not given.
         timeout_s: Longest wait for a micro-batch.
         group: The `dp_size` ranks, which tell each other the sizes of samples; None: this one finds out all of them.
 
@@ -102,7 +108,7 @@ def build_mm_dataloader(
     order, mix = build_order(dataset, dataloader_param, deal, seed, group=group, timeout_s=timeout_s)
     return MMDataLoader(
         dataset,
-        _collator(dataset, dataloader_param, processor),
+        _collator(dataset, dataloader_param, processor, dataset_param),
         order,
         deal,
         seed=seed,
@@ -137,8 +143,7 @@ def _slot_bytes(dataset: Any, order: Order) -> int:
 
 
 def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[Any, Any | None]:
-    entry = data_register.get(dataset_param.dataset_type)
-    made = entry(dataset_param.basic_parameters, dataset_param.preprocess_parameters, dataset_param)
+    made = _make(dataset_param)
     train, validation = made if isinstance(made, tuple) else (made, None)
     for each in (train, validation):
         if hasattr(each, "draw_captions"):
@@ -146,6 +151,22 @@ def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[
     if dataset_param.basic_parameters.preprocess_on_fly or not encode_ahead:
         return train, validation
     return encoded_up_front(train, dataset_param), validation and encoded_up_front(validation, dataset_param)
+
+
+def _make(dataset_param: DatasetParam) -> Any:
+    """What the registered function or class gives, called with those of the sections that it takes."""
+    name = dataset_param.dataset_type
+    entry = data_register.get(name)
+    sections = {
+        "basic_param": dataset_param.basic_parameters,
+        "preprocess_param": dataset_param.preprocess_parameters,
+        "dataset_param": dataset_param,
+    }
+    if name in dataset_cards():
+        return entry(*sections.values())
+    whole_names = {"basic_parameters": "basic_param", "preprocess_parameters": "preprocess_param"}
+    offered = sections | {whole: sections[short] for whole, short in whole_names.items()}
+    return call_plugin(entry, offered, order=tuple(sections), spread=tuple(sections), key=_TYPE, name=name)
 
 
 def _for_validation(dataset_param: DatasetParam) -> DatasetParam:
@@ -167,17 +188,23 @@ def _features_of(basic: BasicParameters, key: str) -> Any:
     return getattr(basic, key, None)
 
 
-def _collator(dataset: Any, dataloader_param: DataloaderParam, processor: Any) -> Collator:
+def _collator(
+    dataset: Any, dataloader_param: DataloaderParam, processor: Any, dataset_param: DatasetParam | None
+) -> Collator:
     """The data set's own `collate_fn` comes first, then what its samples need, then what the configuration names."""
     own = getattr(dataset, "collate_fn", None)
     if own is not None:
         return own
     if hasattr(dataset, "build_collator"):
         return dataset.build_collator(dataloader_param.collate_param)
+    preprocess = dataset_param.preprocess_parameters if dataset_param is not None else PreprocessParameters()
+    if processor is None and preprocess.model_name_or_path is not None:
+        processor = load_processor(preprocess.model_name_or_path, trust_remote_code=preprocess.trust_remote_code)
     if processor is None:
         raise ConfigError(
             f"{type(dataset).__name__} has no collate_fn",
-            key="data.dataset_param.dataset_type",
-            way_out="Give the data set a `collate_fn(samples) -> batch`.",
+            key=_TYPE,
+            way_out="Give the data set a `collate_fn(samples) -> batch`, or name a model folder with a tokenizer, with "
+            "which a built-in collator joins samples that have `input_ids` and `labels`.",
         )
     return build_collator(processor, build_mm_plugin(processor, PreprocessParameters()), dataloader_param.collate_param)

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.model_folder import load_config, native_class, require_folder
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
+from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
 from mindspeed_mm.fsdp.utils.register import model_register
 
 if TYPE_CHECKING:
@@ -67,21 +68,34 @@ def override_config(config: Any, overrides: Mapping[str, Any]) -> None:
 
 
 def construct(model_class: Any, config: Any, model_args: ModelArguments, param_dtype: torch.dtype | None) -> nn.Module:
-    """The model, parameters on the meta device unless its class loads its weights by code of its own."""
+    """The model, parameters on the meta device unless its class loads its weights by code of its own.
+
+    A class of a plugin is called with what its signature takes: `_from_config(config)` as well as
+    `_from_config(model_args)`, `from_pretrained(folder, config=…)` as well as `from_pretrained(model_args)`.
+    """
     choice = choose_attention(model_args.attn_implementation, model_class, param_dtype=param_dtype)
     options = {"dtype": master_dtype(param_dtype), "attn_implementation": choice.name}
     if _loads_itself(model_class) and not model_args.train_from_scratch:
-        return model_class.from_pretrained(require_folder(model_args.model_name_or_path), config=config, **options)
+        require_folder(model_args.model_name_or_path)
+        return _call(model_class.from_pretrained, config, options, model_args, first="folder")
     if not is_transformers(model_class):
         with parameters_on_meta():
-            return (
-                model_class._from_config(config, **options)
-                if hasattr(model_class, "_from_config")
-                else model_class(config)
-            )
+            return _call(getattr(model_class, "_from_config", model_class), config, options, model_args)
     model = _construct_transformers(model_class, config, options, model_args)
     model._mm_attention_choice = choice  # type: ignore[assignment]
     return model
+
+
+def _call(
+    function: Any, config: Any, options: dict[str, Any], model_args: ModelArguments, first: str = "config"
+) -> nn.Module:
+    """Call a way to make a model; `first` is what a parameter of any other name gets."""
+    folder = Path(str(model_args.model_name_or_path)) if model_args.model_name_or_path else None
+    offered = {"config": config, "model_args": model_args, "args": model_args, **options}
+    offered |= dict.fromkeys(("folder", "model_name_or_path", "pretrained_model_name_or_path"), folder)
+    spread = ("config", *options) if first == "folder" else tuple(options)
+    name = model_args.model_id or type(config).__name__
+    return call_plugin(function, offered, order=(first,), spread=spread, key="model.model_id", name=name)
 
 
 def _construct_transformers(
@@ -93,7 +107,10 @@ def _construct_transformers(
     if registered_here:
         options = options | {"attn_implementation": "sdpa"}  # a name of ours is known to a built model only
     with parameters_on_meta(), no_init_weights():
-        model = model_class._from_config(config, **options)
+        if model_args.model_id is None:
+            model = model_class._from_config(config, **options)
+        else:
+            model = _call(model_class._from_config, config, options, model_args)
     model.tie_weights()  # part of the initialisation that was left out
     if registered_here:
         register_attention()

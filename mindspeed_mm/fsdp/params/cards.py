@@ -61,6 +61,18 @@ KNOWN_DATASET_TYPES = frozenset(
 """Dataset types that files name."""
 
 
+def plugin_module(plugin: str) -> str:
+    """The dotted name of what `training.plugin` names: `a.b`, `a/b`, `./a/b` and `a/b.py` are the same."""
+    return plugin.strip().removesuffix(".py").strip("./").replace("/", ".")
+
+
+def is_outside_plugin(plugin: str) -> bool:
+    """Whether it may register what no card lists; a package may lie where the built-in ones lie."""
+    built_in = {*model_modules().values(), *dataset_modules().values()}
+    name = plugin_module(plugin)
+    return not any(module == name or module.rpartition(".")[0] == name for module in built_in)
+
+
 @dataclass(frozen=True)
 class PluginKeys:
     """Keys that outside plugins declared with their registration: key → default (None takes any value).

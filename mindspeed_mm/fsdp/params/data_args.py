@@ -164,8 +164,8 @@ class BasicParameters(OpenSection):
     turn is the JSON of a call or of a list of calls, under any of these names."""
     val_dataset: Files = None
     """Rows for validation."""
-    val_max_samples: Positive | None = None
-    """Most rows taken for validation."""
+    val_max_samples: Natural | None = None
+    """Most rows taken for validation; 0: no validation."""
     val_rate: Ratio | None = None
     """Share of the training rows set aside for validation."""
     packing: Flag = False
@@ -230,6 +230,9 @@ class PreprocessParameters(OpenSection):
     """Samples a second after resampling."""
     trust_remote_code: Flag = False
     """Let the folder's own Python files define the processor. They are run: read them first."""
+    fix_mistral_regex: Flag | None = None
+    """Repair how a tokenizer of Mistral's splits text, which older folders have wrong; null leaves it to transformers,
+    which warns of such folders."""
     image_resolution: Positive | None = None
     """Accepted from older files; `image_max_pixels` counts."""
     video_resolution: Positive | None = None

@@ -6,7 +6,7 @@ Priority: overrides, then the file, then the defaults. All problems of a file ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.checks import check_cross_section
 from mindspeed_mm.fsdp.params.config_text import read_config_text
 from mindspeed_mm.fsdp.params.key_renames import Notes, settle_keys
+from mindspeed_mm.fsdp.params.memory_checks import memory_notes
 from mindspeed_mm.fsdp.params.origins import Origin, dump_with_origins, leaves
 from mindspeed_mm.fsdp.params.overrides import (
     ARGUMENTS,
@@ -185,6 +186,8 @@ def _validate(root: Node, notes: Notes) -> Arguments | None:
         where = problem.where or _where(root, problem.key)
         notes.problems.append(Problem(problem.what, where, problem.key, problem.way_out))
     notes.warnings += _warn_meaningless(root)
+    for note in memory_notes(arguments):
+        notes.warnings.append(replace(note, where=_where(root, note.key)))
     return arguments
 
 

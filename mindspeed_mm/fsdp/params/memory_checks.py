@@ -20,6 +20,24 @@ def memory_problems(arguments: Arguments) -> Iterator[Problem]:
         yield from _rows_can_be_sliced(arguments)
 
 
+def memory_notes(arguments: Arguments) -> Iterator[Problem]:
+    """What is accepted and changes nothing."""
+    features, rows = arguments.features, arguments.training.micro_batch_size
+    if features.enable_chunk_mbs and features.chunkmbs_plan.chunk_mbs >= rows and not _is_filled_up(arguments):
+        yield Problem(
+            f"{features.chunkmbs_plan.chunk_mbs} rows are a whole micro-batch (training.micro_batch_size is {rows}): "
+            "nothing is sliced",
+            key="features.chunkmbs_plan.chunk_mbs",
+            way_out="Lower it to save memory, or set features.enable_chunk_mbs to false.",
+        )
+
+
+def _is_filled_up(arguments: Arguments) -> bool:
+    """Whether a micro-batch has as many rows as fit."""
+    loader = arguments.data.dataloader_param
+    return loader.dataloader_mode == "variable" or loader.sampler_type == "TokenBudgetSampler"
+
+
 def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
     """Torch's re-entrant checkpoint runs its first pass without autograd: nothing that it computes can be kept."""
     plan, model = arguments.features.recompute_plan, arguments.model
@@ -47,22 +65,13 @@ def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
 
 
 def _rows_can_be_sliced(arguments: Arguments) -> Iterator[Problem]:
-    slice_rows, rows = arguments.features.chunkmbs_plan.chunk_mbs, arguments.training.micro_batch_size
-    loader = arguments.data.dataloader_param
-    is_filled_up = loader.dataloader_mode == "variable" or loader.sampler_type == "TokenBudgetSampler"
     if getattr(arguments.data.dataset_param.basic_parameters, "packs", False):
         yield Problem(
             "true, but packing makes one row of a micro-batch: there is nothing to slice",
             key=SLICES,
             way_out="Set it to false, or data.dataset_param.basic_parameters.packing.",
         )
-    elif slice_rows >= rows and not is_filled_up:
-        yield Problem(
-            f"{slice_rows} is not below training.micro_batch_size, {rows}: there would be one slice",
-            key="features.chunkmbs_plan.chunk_mbs",
-            way_out="Raise training.micro_batch_size, or set features.enable_chunk_mbs to false.",
-        )
-    if arguments.parallel.expert_parallel_size > 1 and is_filled_up:
+    if arguments.parallel.expert_parallel_size > 1 and _is_filled_up(arguments):
         yield Problem(
             "true, but micro-batches that are filled up give ranks different numbers of rows, and so of slices, in "
             "each of which they exchange tokens of experts",

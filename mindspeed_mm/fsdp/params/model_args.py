@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mindspeed_mm.fsdp.params.value_types import Flag, Names, Natural, Number, OpenSection, PathText
+from mindspeed_mm.fsdp.params.value_types import Flag, Names, Natural, Number, OpenSection, PathText, renamed
 
 Kernel = Literal["eager", "triton", "ascendc"]
 
@@ -48,8 +48,8 @@ class ModelArguments(OpenSection):
     """Kernel of gated delta-net layers."""
     causal_conv1d_implementation: Kernel | None = None
     """Kernel of causal one-dimensional convolutions."""
-    kda_implementation: Kernel | None = None
-    """Kernel of Kimi delta-attention layers."""
+    kda_implementation: Annotated[Kernel, renamed(fused="triton", naive="eager")] | None = None
+    """Kernel of Kimi delta-attention layers. Older files write `fused` for `triton` and `naive` for `eager`."""
     skip_flash_attn_recompute: Flag = False
     """Keep the results of flash attention instead of recomputing them."""
     skip_gdn_recompute: Flag = False

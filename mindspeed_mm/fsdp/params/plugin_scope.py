@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.params.cards import (
     KNOWN_MODEL_IDS,
     PluginKeys,
     dataset_cards,
+    is_outside_plugin,
     model_cards,
 )
 from mindspeed_mm.fsdp.params.unknown_keys import Scope
@@ -46,7 +47,7 @@ def _own_dataset_keys(root: Node, dataset: str, plugin_keys: PluginKeys | None) 
 def _has_outside_plugin(root: Node) -> bool:
     plugins = value_at_key(root, "training.plugin") or ()
     names = (plugins,) if isinstance(plugins, str) else plugins
-    return any(not str(name).strip("./").startswith("mindspeed_mm") for name in names)
+    return any(is_outside_plugin(str(name)) for name in names)
 
 
 def build_scope(root: Node, plugin_keys: PluginKeys | None) -> Scope:

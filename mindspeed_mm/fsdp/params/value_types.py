@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -13,7 +14,10 @@ _FALSE_WORDS = frozenset({"false", "no", "off"})
 
 
 class Section(BaseModel):
-    """A section of the YAML: frozen, closed to unknown keys; the docstring under a field is its help."""
+    """A section of the YAML: frozen, closed to unknown keys; the docstring under a field is its help.
+
+    Plugins may read it as a mapping: `section["key"]`, `.get`, `in`, `**section`, iteration over its keys.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -28,6 +32,45 @@ class Section(BaseModel):
     def _empty_section(cls, value: Any) -> Any:
         """`section:` with nothing below it is null in YAML: all defaults."""
         return {} if value is None else value
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key, sections as they are. Raises `KeyError`."""
+        return self._entries()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries()
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # pydantic gives pairs, a mapping its keys
+        return iter(self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def __bool__(self) -> bool:
+        return True  # a section without keys is one all the same
+
+    def keys(self) -> KeysView[str]:
+        """Names of all keys, those that plugins added last."""
+        return self._entries().keys()
+
+    def values(self) -> ValuesView[Any]:
+        """Values of all keys."""
+        return self._entries().values()
+
+    def items(self) -> ItemsView[str, Any]:
+        """(key, value) of all keys."""
+        return self._entries().items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or the default where there is no such key."""
+        return self._entries().get(key, default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and lists all the way down, as the YAML has them. A copy: changing it changes no section."""
+        return self.model_dump(mode="json")
+
+    def _entries(self) -> dict[str, Any]:
+        return {**self.__dict__, **(self.model_extra or {})}
 
 
 class OpenSection(Section):

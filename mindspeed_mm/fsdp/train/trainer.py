@@ -316,6 +316,7 @@ class Trainer:
             dp_rank=self.state.data_rank,
             dp_size=self.state.data_size,
             seed=training.seed,
+            dataset_param=self.arguments.data.dataset_param,
             group=self.data_group,
         )
 
@@ -422,6 +423,7 @@ class Trainer:
             dp_rank=self.state.data_rank,
             dp_size=self.state.data_size,
             seed=training.seed,
+            dataset_param=self.arguments.data.dataset_param,
             group=self.data_group,
         )
 

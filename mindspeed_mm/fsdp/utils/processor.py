@@ -23,7 +23,7 @@ _MAX_TEMPLATE_FACTOR = 10_000
 
 
 def load_processor(
-    folder: str | Path, *, use_fast: bool = True, trust_remote_code: bool = False
+    folder: str | Path, *, use_fast: bool = True, trust_remote_code: bool = False, **options: Any
 ) -> ProcessorMixin | PreTrainedTokenizerBase:
     """The processor of a multimodal model's folder, or the tokenizer of a text model's.
 
@@ -31,6 +31,7 @@ def load_processor(
         folder: A local model folder; nothing is ever downloaded.
         use_fast: Take the torchvision image processor; otherwise the one that works with Pillow.
         trust_remote_code: Let a folder run its own processor code. Classes of transformers come first.
+        options: For the tokenizer, as its class takes them; those that are None are left out.
 
     Raises:
         ModelFolderError: No folder or no tokenizer there, a broken file, no padding token, or an unsafe chat template.
@@ -38,11 +39,11 @@ def load_processor(
     folder = Path(folder)
     is_multimodal = _check_files(folder)
     try:
-        processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False)
+        processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False, **options)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         if not (trust_remote_code and "trust_remote_code" in str(error)):
             raise _unreadable(folder, error) from error
-        processor = _read(folder, is_multimodal, use_fast, trust_remote_code=True)
+        processor = _read(folder, is_multimodal, use_fast, trust_remote_code=True, **options)
     _check_padding(processor, folder)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
     for source in template.values() if isinstance(template, dict) else filter(None, [template]):
@@ -50,14 +51,15 @@ def load_processor(
     return processor
 
 
-def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool) -> Any:
+def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool, **options: Any) -> Any:
     ensure_torchvision()
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
 
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    processor = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(str(folder), **options)
+    common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    own = {name: value for name, value in options.items() if value is not None}
+    processor = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(str(folder), **common, **own)
     if is_multimodal and not use_fast:
-        processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **options)
+        processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **common)
     return processor
 
 

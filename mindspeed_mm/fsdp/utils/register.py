@@ -1,4 +1,4 @@
-"""Registries of models, datasets and the smaller parts that a plugin may bring, and the import of plugins.
+"""Registries of models, datasets and the smaller parts that a plugin may bring.
 
 A built-in entry lives in its own folder and is imported when it is first asked for; an outside plugin registers itself
 when `training.plugin` names its package.
@@ -7,14 +7,15 @@ when `training.plugin` names its package.
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import dataset_modules, model_modules
+from mindspeed_mm.fsdp.utils.plugin_import import import_plugin
+
+__all__ = ["Registry", "data_register", "import_plugin", "model_register"]
 
 Entry = TypeVar("Entry")
 
@@ -102,29 +103,3 @@ def _origin(entry: Any) -> str:
 
 model_register = Registry("model.model_id", builtin=model_modules)
 data_register = Registry("data.dataset_param.dataset_type", builtin=dataset_modules)
-
-
-def import_plugin(plugins: Iterable[str]) -> None:
-    """Import the packages that `training.plugin` names, so that their registrations run.
-
-    Args:
-        plugins: Dotted names (`a.b`) or paths (`a/b`); looked for on `sys.path` and in the working directory.
-
-    Raises:
-        ConfigError: A plugin cannot be imported; the cause is in the message.
-    """
-    for plugin in plugins:
-        name = plugin.strip().removesuffix(".py").strip("/").replace("/", ".")
-        working_directory = str(Path.cwd())
-        if working_directory not in sys.path:
-            sys.path.insert(0, working_directory)
-        try:
-            importlib.import_module(name)
-        except ConfigError:
-            raise
-        except Exception as error:  # a plugin is foreign code: whatever it raises is its cause
-            raise ConfigError(
-                f"plugin '{plugin}' cannot be imported: {type(error).__name__}: {error}",
-                key="training.plugin",
-                way_out="Check the path, and that what it imports is installed.",
-            ) from error

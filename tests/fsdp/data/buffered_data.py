@@ -68,14 +68,13 @@ class Texts:
             raise DataError(f"sample {index} is broken", where=f"rows.jsonl:{index}")
 
     def collate_fn(self, samples: Sequence[dict[str, Any]]) -> Batch:
-        names = [sample["sample_id"] for sample in samples]
         rows = [torch.as_tensor(sample["input_ids"]) for sample in samples]
         if self.basic_parameters.packs:
             ids = torch.cat(rows)[None]
             borders = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int32)
-            return {"input_ids": ids, "shift_labels": ids.clone(), "cu_seq_lens_q": borders, "sample_ids": names}
+            return {"input_ids": ids, "shift_labels": ids.clone(), "cu_seq_lens_q": borders}
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
-        return {"input_ids": ids, "shift_labels": ids.clone(), "sample_ids": names}
+        return {"input_ids": ids, "shift_labels": ids.clone()}
 
 
 def mixed_lengths(count: int, most: int = 64, seed: int = 0) -> list[int]:

@@ -45,7 +45,6 @@ class Numbers:
             "input_ids": values,
             "labels": values.clone(),
             "shift_labels": values.clone(),
-            "sample_ids": [s["sample_id"] for s in samples],
             "extras": extras,
         }
 

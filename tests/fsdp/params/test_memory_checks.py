@@ -39,11 +39,6 @@ REENTRANT = "features.recompute_plan.use_reentrant"
             "packing makes one row",
         ),
         (
-            {**SLICES, "features.chunkmbs_plan.chunk_mbs": 4},
-            "features.chunkmbs_plan.chunk_mbs",
-            "there would be one slice",
-        ),
-        (
             {
                 **SLICES,
                 "parallel.expert_parallel_size": 2,
@@ -69,6 +64,7 @@ def test_one_problem_that_names_the_key(values: dict[str, Any], key: str, messag
         {**RECOMPUTE, REENTRANT: True},
         {REENTRANT: True, "features.recompute_plan.mode": "selective", "model.skip_flash_attn_recompute": True},
         {**SLICES, "features.enable_activation_offload": True, **RECOMPUTE},
+        {**SLICES, "features.chunkmbs_plan.chunk_mbs": 4},
         {**SLICES, "features.chunkmbs_plan.chunk_mbs": 8, "data.dataloader_param.dataloader_mode": "variable"},
     ],
     ids=str,

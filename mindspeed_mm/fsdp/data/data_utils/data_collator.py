@@ -41,8 +41,9 @@ def register_collator(
 ) -> Callable[[CollatorClass], CollatorClass]:
     """Decorator that files a collator under `name`.
 
-    The class is called with (processor, plugin, collate_param) and gives a function from samples to a batch, which
-    needs `shift_labels` (labels shifted once to the left inside each document) and `sample_ids`.
+    The class is called with (processor, plugin, collate_param) and gives a function from samples to a batch. What it
+    does not give is added: `shift_labels` (labels shifted once to the left inside each document) is made of `labels`,
+    and `sample_ids` of what the samples are called.
 
     Args:
         name: The id that `collate_param.model_name` uses.
@@ -144,7 +145,7 @@ class GenericCollator:
             pairs = zip(documents, inputs, strict=True)
             positions = [self._positions(document["input_ids"], own | document) for document, own in pairs]
             batch = packed_row(documents, fills, self._multiple, in_one_form(positions))
-        batch |= media | {"sample_ids": [sample["sample_id"] for sample in samples]}
+        batch |= media | _names(samples)
         check_batch(batch)
         return batch
 
@@ -214,16 +215,22 @@ class PairwiseCollator:
 
     def __call__(self, samples: Sequence[EncodedPair]) -> Batch:
         """Row n of both batches answers the same prompt."""
-        batch: Batch = {"sample_ids": [sample["sample_id"] for sample in samples]}
+        batch: Batch = _names(samples)
         for side in PAIR_SIDES:
             rows = self._collate([_side_of(sample, side) for sample in samples])
-            rows.pop("sample_ids")
+            rows.pop("sample_ids", None)
             batch |= {f"{side}_{name}": value for name, value in rows.items()}
         return batch
 
 
 def _side_of(pair: EncodedPair, side: Any) -> EncodedSample:
-    return {**pair[side], "sample_id": pair["sample_id"]}  # type: ignore[literal-required, typeddict-item]
+    return pair[side]  # type: ignore[literal-required, no-any-return]
+
+
+def _names(samples: Sequence[Any]) -> Batch:
+    """`sample_ids`, unless a plugin's samples have no names: the loader gives them its own then."""
+    has_names = all("sample_id" in sample for sample in samples)
+    return {"sample_ids": [sample["sample_id"] for sample in samples]} if has_names else {}
 
 
 def _weights_of(sample: EncodedSample) -> np.ndarray:

@@ -15,6 +15,7 @@ from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
+from mindspeed_mm.fsdp.data.dataloader.completion import completed
 from mindspeed_mm.fsdp.data.dataloader.faults import Fault, Policy, name_of
 from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
@@ -33,6 +34,14 @@ class Request(NamedTuple):
     picks: tuple[Pick, ...]
     blank_rows: int = 0
     """Samples at the end that only fill up: they get no labels, or are told by `blank_rows` of the batch."""
+
+
+class Taken(NamedTuple):
+    """A sample as its data set gave it, and what it is called: nothing is put into a sample, which a collator may take
+    to pieces."""
+
+    sample: Any
+    name: str
 
 
 @dataclass
@@ -89,7 +98,8 @@ class BatchMaker(Dataset[Delivery]):
             DataError: A sample is bad and the policy is to stop.
         """
         faults: list[Fault] = []
-        batch = self._collate(self._take_all(request, faults))
+        taken = self._take_all(request, faults)
+        batch = completed(self._collate([each.sample for each in taken]), [each.name for each in taken])
         if request.blank_rows:
             _blank(batch, request.blank_rows)
         return Delivery(batch, faults)
@@ -98,7 +108,7 @@ class BatchMaker(Dataset[Delivery]):
         """What to call a sample in messages."""
         return name_of(self.dataset, row)
 
-    def _take_all(self, request: Request, faults: list[Fault]) -> list[Any]:
+    def _take_all(self, request: Request, faults: list[Fault]) -> list[Taken]:
         """The samples picked, without bad ones where that is possible; when one's size has no usable sample left, all
         of another size."""
         picks: Sequence[Pick] = request.picks
@@ -115,7 +125,7 @@ class BatchMaker(Dataset[Delivery]):
                     raise DataError(error.problems[0].what, where=error.problems[0].where) from None
         raise DataError(f"{_MOST_SIZES} sizes in a row have no sample that can be used; the last: {faults[-1].reason}")
 
-    def _good(self, picks: Sequence[Pick], faults: list[Fault]) -> list[Any]:
+    def _good(self, picks: Sequence[Pick], faults: list[Fault]) -> list[Taken]:
         """Those of the samples that can be used."""
         good = []
         for pick in picks:
@@ -125,7 +135,7 @@ class BatchMaker(Dataset[Delivery]):
                 faults.append(self._policy.judge(error, self.name(pick.row)))
         return good
 
-    def _take(self, pick: Pick, faults: list[Fault]) -> Any:
+    def _take(self, pick: Pick, faults: list[Fault]) -> Taken:
         """The sample picked, or its replacement: a function of (seed, epoch, index), the same on every rank."""
         row, reason = pick.row, ""
         for attempt in range(1, _MOST_REPLACEMENTS + 1):
@@ -146,7 +156,7 @@ class BatchMaker(Dataset[Delivery]):
         """Whether a replacement keeps the limits of a micro-batch."""
         return self._shape is None or self._shape.fits(self._measurer.size(row))
 
-    def _read(self, pick: Pick, faults: list[Fault]) -> Any:
+    def _read(self, pick: Pick, faults: list[Fault]) -> Taken:
         if self._read_item is not None:
             sample = self._read_item(pick.row, pick.epoch)
         elif self._draws_nothing:
@@ -154,11 +164,10 @@ class BatchMaker(Dataset[Delivery]):
         else:
             with seeded(self._seed, pick):
                 sample = self.dataset[pick.row]
-        if isinstance(sample, dict):
-            sample.setdefault("sample_id", self.name(pick.row))
-            if sample.get("shrunk"):
-                faults.append(Fault("shrunk", self.name(pick.row)))
-        return sample
+        own = sample if isinstance(sample, dict) else {}
+        if own.get("shrunk"):
+            faults.append(Fault("shrunk", self.name(pick.row)))
+        return Taken(sample, str(own.get("sample_id", self.name(pick.row))))
 
     def _unforeseen(self, error: Exception, request: Request) -> DataError:
         names = ", ".join(self.name(pick.row) for pick in request.picks)

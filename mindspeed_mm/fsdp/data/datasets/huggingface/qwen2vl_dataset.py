@@ -172,6 +172,7 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
             preprocess.model_name_or_path,
             use_fast=preprocess.use_fast_tokenizer,
             trust_remote_code=preprocess.trust_remote_code,
+            fix_mistral_regex=preprocess.fix_mistral_regex,
         )
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)

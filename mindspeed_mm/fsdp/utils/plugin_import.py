@@ -1,0 +1,84 @@
+"""Imports what `training.plugin` names: a module, or a package and the modules in it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.cards import plugin_module
+from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+KEY = "training.plugin"
+_NO_PARTS = frozenset({"__init__", "__main__", "setup", "conftest"})
+"""Files of a package that are run by tools, not imported."""
+
+
+def import_plugin(plugins: Iterable[str]) -> None:
+    """Import what `training.plugin` names, so that its registrations run.
+
+    Of a package also each of its modules is imported, in the order of their names: registrations stand in
+    `modeling_<name>.py` and `<name>_dataset.py`, and its `__init__.py` may be empty or missing. Left alone are
+    sub-packages, tests, `setup.py`, `conftest.py`, `__main__.py`, and files whose names are no Python names. An
+    `npu_patch.py` may miss the libraries of an NPU where there is none.
+
+    Args:
+        plugins: Dotted names (`a.b`) or paths (`a/b`); looked for on `sys.path` and in the working directory.
+
+    Raises:
+        ConfigError: A module cannot be imported; its file, its line and the cause are in the message.
+    """
+    ensure_torchvision()  # before a plugin imports transformers
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
+    for plugin in plugins:
+        name = plugin_module(plugin)
+        package = _import(name, plugin)
+        for path in _modules(package):
+            _import(f"{name}.{path.stem}", plugin, path)
+
+
+def _modules(package: ModuleType | None) -> Iterator[Path]:
+    for folder in getattr(package, "__path__", ()):
+        for path in sorted(Path(folder).glob("*.py")):
+            is_test = path.stem.startswith("test_") or path.stem.endswith("_test")
+            if path.stem.isidentifier() and path.stem not in _NO_PARTS and not is_test:
+                yield path
+
+
+def _import(name: str, plugin: str, path: Path | None = None) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ConfigError:
+        raise
+    except Exception as error:  # a plugin is foreign code: whatever it raises is its cause
+        is_for_npus = path is not None and path.stem == "npu_patch" and isinstance(error, ModuleNotFoundError)
+        if is_for_npus and get_device_type() != "npu":
+            return None
+        raise ConfigError(
+            f"plugin '{plugin}' cannot be imported: {type(error).__name__}: {error}",
+            where=place_of_error(error) or str(path or ""),
+            key=KEY,
+            way_out="Check the path, and that what it imports is installed."
+            if isinstance(error, ImportError)
+            else "Repair it there.",
+        ) from error
+
+
+def place_of_error(error: BaseException) -> str:
+    """`file.py:12`: the last line of a plugin's own folder that an exception went through; empty when it met none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    callers = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen importlib")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(callers)]
+    if not frames:
+        return ""
+    plugin = Path(frames[0].filename).parent
+    last = [frame for frame in frames if Path(frame.filename).is_relative_to(plugin)][-1]
+    return f"{last.filename}:{last.lineno}"

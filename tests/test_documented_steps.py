@@ -1,0 +1,159 @@
+"""The steps of the agents' workflow guide, followed as they are written in a copy of the tree: a model folder under
+`fsdp/models/`, a data set folder under `fsdp/data/datasets/`, both named in `training.plugin`, started by torchrun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mindspeed_mm
+from tests.helpers.runs import losses
+from tests.helpers.tiny_models import make_tiny_qwen3
+
+pytestmark = pytest.mark.edge("R5", "R11", "R12")
+
+MODELING = """
+import torch
+from transformers import AutoConfig, Qwen3ForCausalLM
+
+from mindspeed_mm.fsdp.models.steps.npu_patch import apply_patches
+from mindspeed_mm.fsdp.utils.register import model_register
+
+
+@model_register.register("steps")
+class StepsModel(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.inner = Qwen3ForCausalLM(config)
+        apply_patches(self.inner)
+
+    @classmethod
+    def _from_config(cls, model_args):
+        return cls(AutoConfig.from_pretrained(model_args.model_name_or_path))
+
+    @classmethod
+    def from_pretrained(cls, model_args):
+        model = cls._from_config(model_args)
+        model.inner = Qwen3ForCausalLM.from_pretrained(model_args["model_name_or_path"])
+        return model
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        return self.inner(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
+"""
+
+NPU_PATCH = '''
+def apply_patches(model):
+    """Nothing to do off the NPU."""
+'''
+
+DATASET = """
+import json
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from mindspeed_mm.fsdp.utils.register import data_register
+
+
+@data_register.register("steps_rows")
+class StepsDataset(Dataset):
+    def __init__(self, basic_param, preprocess_param, dataset_param):
+        assert "dataset" in basic_param and "no_such_key" not in basic_param
+        assert basic_param.get("no_such_key", 3) == 3
+        assert dict(basic_param) and [key for key in basic_param]
+        assert isinstance(preprocess_param.to_dict()["image_max_pixels"], int)
+        with open(basic_param["dataset"]) as file:
+            self.rows = [json.loads(line)["ids"] for line in file]
+        self.length = basic_param["cutoff_len"]
+        self.attr = dataset_param.attr
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        ids = torch.tensor(self.rows[index][: self.length])
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    @staticmethod
+    def collate_fn(samples):
+        assert set(samples[0]) == {"input_ids", "labels", "attention_mask"}
+        return default_collate(samples)
+"""
+
+CONFIG = """\
+model:
+  model_id: steps
+  model_name_or_path: MODEL
+data:
+  dataset_param:
+    dataset_type: steps_rows
+    basic_parameters:
+      dataset: ROWS
+      cutoff_len: 12
+  dataloader_param:
+    num_workers: 0
+parallel:
+  tensor_parallel_size: 1
+  fsdp_plan:
+    apply_modules:
+      - inner.model.layers.{*}
+training:
+  plugin:
+    - mindspeed_mm/fsdp/models/steps
+    - mindspeed_mm/fsdp/data/datasets/steps
+  train_iters: 2
+  micro_batch_size: 2
+  lr: 1.0e-3
+  save: SAVE
+features:
+  loss_cfg:
+    loss_type: raw
+tools:
+  profiler:
+    enable: false
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with the two folders, and a configuration."""
+    tree = tmp_path_factory.mktemp("tree")
+    shutil.copytree(Path(mindspeed_mm.__file__).parent, tree / "mindspeed_mm")
+    engine = tree / "mindspeed_mm" / "fsdp"
+    for folder, files in {
+        engine / "models" / "steps": {"modeling_steps.py": MODELING, "npu_patch.py": NPU_PATCH},
+        engine / "data" / "datasets" / "steps": {"steps_dataset.py": DATASET},
+    }.items():
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    make_tiny_qwen3(tree / "model")
+    (tree / "rows.jsonl").write_text("".join(f'{{"ids": {[i + n for n in range(14)]}}}\n' for i in range(8)))
+    text = CONFIG.replace("MODEL", str(tree / "model")).replace("ROWS", str(tree / "rows.jsonl"))
+    (tree / "steps_config.yaml").write_text(text.replace("SAVE", str(tree / "out")))
+    return tree
+
+
+def run_in(tree: Path, *words: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    environment.pop("WORLD_SIZE", None)
+    done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_steps_train_by_torchrun(tree: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "mindspeed_mm/fsdp/train/trainer.py"]
+    run_in(tree, sys.executable, *words, "steps_config.yaml")
+    assert sorted(losses(tree / "out")) == [1, 2]
+
+
+def test_the_steps_pass_the_check_from_scratch_too(tree: Path) -> None:
+    """By `_from_config`; the training above takes `from_pretrained`."""
+    words = ["-m", "mindspeed_mm", "check", "steps_config.yaml", "model.train_from_scratch=true"]
+    assert "steps_config.yaml: ok" in run_in(tree, sys.executable, *words)
