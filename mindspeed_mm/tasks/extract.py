@@ -134,7 +134,8 @@ def configured_sets(config: ResolvedConfig, out: Path | None) -> list[tuple[Path
         raise ConfigError("no folder is named", key=FEATURES_KEY, way_out="Set it, or say --out FOLDER.")
     sets = [(Path(folder), basic)]
     val_folder = getattr(param.basic_parameters, "val_features_dir", None)
-    if out is None and val_folder is not None and basic.val_dataset is not None:
+    has_validation = basic.val_dataset is not None and basic.val_max_samples != 0
+    if out is None and val_folder is not None and has_validation:
         update = {"dataset": basic.val_dataset, "max_samples": basic.val_max_samples}
         sets.append((Path(val_folder), basic.model_copy(update=update)))
     return sets

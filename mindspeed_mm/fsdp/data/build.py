@@ -54,8 +54,9 @@ def build_mm_dataset(
     """
     basic = dataset_param.basic_parameters
     own_rows = basic.val_dataset if basic.val_dataset is not None else _features_of(basic, "val_features_dir")
-    asked = {"data.val_dataset_param": val_dataset_param, f"{_BASIC}.val_dataset": own_rows}
-    ways = [key for key, value in {**asked, f"{_BASIC}.val_rate": basic.val_rate or None}.items() if value is not None]
+    own_rows, rate = (None, None) if basic.val_max_samples == 0 else (own_rows, basic.val_rate or None)
+    asked = {"data.val_dataset_param": val_dataset_param, f"{_BASIC}.val_dataset": own_rows, f"{_BASIC}.val_rate": rate}
+    ways = [key for key, value in asked.items() if value is not None]
     if len(ways) > 1:
         raise ConfigError(f"validation data come from {' and '.join(ways)}", key=ways[0], way_out="Keep one of them.")
     train, own_validation = _build(dataset_param, encode_ahead, seed)
@@ -65,7 +66,7 @@ def build_mm_dataset(
         return train, _build(val_dataset_param, encode_ahead, seed)[0]
     if own_rows is not None:
         return train, _build(_for_validation(dataset_param), encode_ahead, seed)[0]
-    return split_dataset(train, basic.val_rate or 0.0, seed, most=basic.val_max_samples)
+    return split_dataset(train, rate or 0.0, seed, most=basic.val_max_samples)
 
 
 def build_mm_dataloader(

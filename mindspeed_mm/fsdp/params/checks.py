@@ -139,11 +139,12 @@ def _prompts_and_history_do_not_contradict(arguments: Arguments) -> Iterator[Pro
 
 def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
     basic = arguments.data.dataset_param.basic_parameters
+    has_own = basic.val_max_samples != 0
     own_rows = basic.val_dataset or getattr(basic, "val_features_dir", None)
     sources = {
         "data.val_dataset_param": arguments.data.val_dataset_param,
-        "data.dataset_param.basic_parameters.val_dataset": own_rows,
-        "data.dataset_param.basic_parameters.val_rate": basic.val_rate,
+        "data.dataset_param.basic_parameters.val_dataset": own_rows if has_own else None,
+        "data.dataset_param.basic_parameters.val_rate": basic.val_rate if has_own else None,
     }
     given = [key for key, value in sources.items() if value]
     if len(given) > 1:
@@ -153,7 +154,9 @@ def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
         yield Problem(
             f"{arguments.training.val_interval}, but there are no rows for validation",
             key="training.val_interval",
-            way_out="Give data.dataset_param.basic_parameters.val_dataset or val_rate.",
+            way_out="Give data.dataset_param.basic_parameters.val_dataset or val_rate."
+            if has_own
+            else "Raise data.dataset_param.basic_parameters.val_max_samples, which is 0.",
         )
 
 

@@ -27,6 +27,7 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     **{f"data.dataset_param.{key}": values for key, values in _DATASET.items()},
     **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
+    "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 

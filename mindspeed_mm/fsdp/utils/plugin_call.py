@@ -56,13 +56,14 @@ def _bind(
 ) -> inspect.BoundArguments:
     signature = inspect.signature(function)
     bound = signature.bind_partial()
+    given = set(signature.parameters)
     for place, parameter in enumerate(signature.parameters.values()):
         is_by_place = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if parameter.kind is parameter.VAR_POSITIONAL:
             bound.arguments[parameter.name] = tuple(offered[each] for each in order[place:])
+            given.update(order[place:])
         elif parameter.kind is parameter.VAR_KEYWORD:
-            rest = {each: offered[each] for each in spread if each not in signature.parameters}
-            bound.arguments[parameter.name] = rest
+            bound.arguments[parameter.name] = {each: offered[each] for each in spread if each not in given}
         elif parameter.name in offered:
             bound.arguments[parameter.name] = offered[parameter.name]
         elif parameter.default is parameter.empty and is_by_place and place < len(order):

@@ -108,6 +108,13 @@ class TestValidation:
         with pytest.raises(ConfigError, match="leaves one side empty"):
             build_mm_dataset(param(path, val_rate=0.01))
 
+    @pytest.mark.edge("R10")
+    def test_no_rows_at_most_are_no_validation(self, tmp_path: Path, param: Param) -> None:
+        path = write_jsonl(tmp_path / "rows.jsonl", texts(20))
+        for source in ({"val_rate": 0.25}, {"val_dataset": str(path)}, {}):
+            train, validation = build_mm_dataset(param(path, val_max_samples=0, **source))
+            assert (len(train), validation) == (20, None)
+
     def test_a_part_goes_through_workers(self, tmp_path: Path, param: Param) -> None:
         path = write_jsonl(tmp_path / "rows.jsonl", texts(20))
         train, _ = build_mm_dataset(param(path, val_rate=0.5))

@@ -88,3 +88,25 @@ def test_text_suite_file() -> None:
     assert arguments.model.model_id is None
     assert arguments.model.use_grouped_expert_matmul is True
     assert arguments.parallel.ep_plan.dispatcher == "alltoall"
+
+
+@pytest.mark.edge("R10")
+def test_file_with_older_words_for_kernels_and_slices_of_whole_micro_batches() -> None:
+    config = load("kimi_delta")
+    arguments = config.arguments
+    assert arguments.model.kda_implementation == "triton"
+    assert load_config(FILES / "kimi_delta.yaml", ["model.kda_implementation=naive"]).arguments.model == (
+        arguments.model.model_copy(update={"kda_implementation": "eager"})
+    )
+    assert arguments.data.dataset_param.basic_parameters.val_max_samples == 0
+    assert arguments.data.dataset_param.preprocess_parameters.fix_mistral_regex is True
+    (note,) = config.warnings
+    assert "kimi_delta.yaml:33:16  features.chunkmbs_plan.chunk_mbs" in note and "nothing is sliced" in note
+    assert unbuilt_features(arguments) == []
+
+
+@pytest.mark.edge("R10")
+def test_file_of_a_model_with_losses_by_name_loads_and_is_not_trained() -> None:
+    arguments = load("speech_tokens").arguments
+    assert arguments.features.loss_cfg.loss_type == "dict"
+    assert [problem.key for problem in unbuilt_features(arguments)] == ["features.loss_cfg.loss_type"]

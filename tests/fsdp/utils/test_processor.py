@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_multimodal_folder_gives_its_processor(folder: Path) -> None:
 def test_the_pillow_backend_can_be_chosen(folder: Path) -> None:
     fast, slow = load_processor(folder), load_processor(folder, use_fast=False)
     assert type(fast.image_processor) is not type(slow.image_processor)
+
+
+@pytest.mark.edge("R10")
+@pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_qwen3_vl])
+def test_options_reach_the_tokenizer(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    asked, unasked = (load_processor(folder, fix_mistral_regex=value) for value in (True, None))
+    assert tokenizer_of(asked).init_kwargs["fix_mistral_regex"] is True
+    assert "fix_mistral_regex" not in tokenizer_of(unasked).init_kwargs
 
 
 def test_text_folder_gives_its_tokenizer(tmp_path: Path) -> None:
