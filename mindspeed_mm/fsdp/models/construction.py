@@ -29,7 +29,9 @@ def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
     if model_args.model_id is None:
         folder = require_folder(model_args.model_name_or_path)
         config = load_config(folder, trust_remote_code=trusted)
-        return native_class(config, folder, trust_remote_code=trusted), config
+        model_class = native_class(config, folder, trust_remote_code=trusted)
+        _check_trains(model_class, config, folder)
+        return model_class, config
     entry = model_register.get(model_args.model_id)
     model_class = entry if isinstance(entry, type) else entry()  # a function puts off a heavy import
     if not is_transformers(model_class) and not _has_config(model_args):
@@ -38,6 +40,24 @@ def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
     config = load_config(folder, trust_remote_code=trusted, plugin_class=model_class)
     _check_fits(model_class, config, model_args)
     return model_class, config
+
+
+def _check_trains(model_class: type, config: Any, folder: Path) -> None:
+    """Raise `ModelFolderError` for a class that generates by its parts and has no forward pass of its own."""
+    if model_class.forward is not nn.Module.forward:  # type: ignore[attr-defined]
+        return
+    parts = [name.removesuffix("_config") for name in getattr(config, "sub_configs", {})]
+    has_thinker = hasattr(config, "thinker_config")
+    thinker = model_class.__name__.replace("For", "ThinkerFor", 1)
+    raise ModelFolderError(
+        f"a {model_class.__name__} ({', '.join(parts)}) has no forward pass: as a whole it cannot be trained yet",
+        where=str(folder / "config.json"),
+        key="architectures",
+        way_out=f"Save its thinker and its processor as a folder of their own: {thinker}.from_pretrained(FOLDER)"
+        ".save_pretrained(NEW), AutoProcessor.from_pretrained(FOLDER).save_pretrained(NEW)."
+        if has_thinker
+        else "Name the folder of the part that is trained.",
+    )
 
 
 def _has_config(model_args: ModelArguments) -> bool:

@@ -40,8 +40,8 @@ class LossConfig(Section):
     """`default` and `per_token_loss` are the same: the sum over all label tokens of the optimizer step, over all
     micro-batches and data ranks, divided by their one global number. `per_sample_loss`: the mean of each sample's own
     mean. `raw`: the model's own loss, given the global number of label tokens where it takes one; a model that returns
-    a bare mean and no count is averaged over micro-batches. `dict`: losses that the model returns by name. Not given: `default` for
-    transformers' language models, `raw` for models that return a loss of their own."""
+    a bare mean and no count is averaged over micro-batches. `dict`: losses that the model returns by name. Not given:
+    `default` for transformers' language models, `raw` for models that return a loss of their own."""
     router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the router's load-balancing loss of mixture-of-experts models."""
     router_aux_loss_offload: Flag = False
