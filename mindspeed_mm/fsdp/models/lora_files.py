@@ -23,6 +23,7 @@ from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.models.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.lora_names import INITIAL, MAGNITUDE, LoraReport, adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.ties import shared_parameters
 
 PEFT_CONFIG = "adapter_config.json"
@@ -219,20 +220,25 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
     assert lora is not None, "the model has no adapters"
     file = AdapterFile.find(Path(path))
     file.check_fits(lora)
-    targets = {
+    whole = whole_of(model)  # of a pipeline's rank: a file holds the adapters of all stages
+    trained = {
         name: tensor
-        for name, tensor in _tensors(model).items()
+        for name, tensor in _tensors(whole).items()
         if name in lora.trained and not name.endswith(INITIAL)  # of an untouched base
     }
     names = file.names()
-    for name, others in _aliases(model).items():
-        if name in targets:
+    for name, others in _aliases(whole).items():
+        if name in trained:
             for other in others:
                 names.pop(other, None)
     entries = read_header(file.weights)
-    _check_same(targets, {name: entries[key].shape for name, key in names.items()}, file.weights)
+    _check_same(trained, {name: entries[key].shape for name, key in names.items()}, file.weights)
+    copies = first_names(model)
     with safe_open(file.weights, framework="pt") as reader, torch.no_grad():
-        for name, target in targets.items():
+        for own_name, target in _tensors(model).items():
+            name = copies.get(own_name, own_name)
+            if name not in trained:
+                continue
             entry = entries[names[name]]
             stored = Stored(names[name], entry.shape, entry.dtype, lambda: reader)
             for piece, region in local_pieces(target):

@@ -127,6 +127,29 @@ def two_ranks(yamls: dict[str, str], cases: list[str]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.edge("R1")
+def test_adapters_continue_under_pipeline_stages(tmp_path: Path) -> None:
+    """Each stage takes its own layers, and a weight that two of them hold, out of one file."""
+    make_tiny_qwen3(tmp_path / "model", num_hidden_layers=4, tie=True)
+    make_rows(tmp_path, images=(0,))
+    lora = {**LORA, "modules_to_save": ["model.embed_tokens", "lm_head"]}
+    settings = {"rank": 4, "target_modules": ["q_proj", "o_proj"], "modules_to_save": ["model.embed_tokens", "lm_head"]}
+    before = adapted_model(tmp_path / "model", **settings)
+    save_adapters(before, tmp_path / "adapters", tmp_path / "model")
+    lora |= {"target_modules": ["q_proj", "o_proj"], "pretrained_lora_path": str(tmp_path / "adapters")}
+    yaml = str(make_tiny_run(tmp_path, training={"lora": lora, "clip_grad": 0.5}))
+    expected = continued_steps(yaml, 1)
+    names = {name for name, gradient in expected[0]["gradients"].items() if gradient is not None}
+    assert any(".layers.0." in name for name in names) and any(".layers.3." in name for name in names)
+    for measured in run_ranks(2, continued_steps, yaml, 4, "parallel.pipeline_parallel_size=2", timeout_s=120.0):
+        compare_steps(expected, measured, 1e-9)
+
+
+def continued_steps(yaml: str, accumulation: int, *more: str) -> list[Any]:
+    with in_fp64():
+        return trained_only(train_steps(yaml, overrides(1, accumulation, *EXACT, *more)))
+
+
 def train(yaml: str, save: Path, *changes: str, **options: Any) -> Any:
     engine = Trainer(
         load_with_plugins(Path(yaml), [f"training.save={save}", *changes]), TrainOptions(**options)
