@@ -75,7 +75,7 @@ def summary(run: RunData) -> list[tuple[str, str]]:
         ("status", str(run.facts.get("status", "unknown"))),
         ("steps", _steps(run)),
         ("training loss", _last(run.steps, "loss")),
-        ("validation loss", _last(run.validations, "val_loss")),
+        ("validation loss", ", ".join([_last(run.validations, "val_loss"), *_other_terms(run.validations)])),
         ("time", _duration(run)),
         ("tokens a second", _median(run.steps, "tokens_per_s")),
         ("waiting for data", _percent(run.steps, "data_share")),
@@ -111,6 +111,14 @@ def _steps(run: RunData) -> str:
 
 def _last(records: Sequence[Record], key: str) -> str:
     return f"{records[-1][key]:.4f}" if records and records[-1][key] is not None else "–"
+
+
+def _other_terms(validations: Sequence[Record]) -> list[str]:
+    """Terms beside the loss in the last validation, by the names that the metrics have."""
+    names = [
+        name for name in (validations[-1] if validations else {}) if name.startswith("val_") and name != "val_loss"
+    ]
+    return [f"{name} {_last(validations, name)}" for name in names]
 
 
 def _duration(run: RunData) -> str:

@@ -63,9 +63,9 @@ def build_mm_dataset(
     if own_validation is not None or not ways:
         return train, own_validation
     if val_dataset_param is not None:
-        return train, _build(val_dataset_param, encode_ahead, seed)[0]
+        return train, _build(_read_whole(val_dataset_param), encode_ahead, seed)[0]
     if own_rows is not None:
-        return train, _build(_for_validation(dataset_param), encode_ahead, seed)[0]
+        return train, _build(_read_whole(_for_validation(dataset_param)), encode_ahead, seed)[0]
     return split_dataset(train, rate or 0.0, seed, most=basic.val_max_samples)
 
 
@@ -83,6 +83,7 @@ def build_mm_dataloader(
     dataset_param: DatasetParam | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     group: Any = None,
+    for_passes: bool = False,
 ) -> MMDataLoader:
     """The loader of one data rank.
 
@@ -99,6 +100,7 @@ def build_mm_dataloader(
         dataset_param: Names the folder of that processor, where it is not given.
         timeout_s: Longest wait for a micro-batch.
         group: The `dp_size` ranks, which tell each other the sizes of samples; None: this one finds out all of them.
+        for_passes: Nothing but `one_pass` is asked of the loader, as for validation.
 
     Raises:
         ConfigError: A sampler, a mode, a limit or a collator is unknown, or does not go with the data set.
@@ -106,7 +108,9 @@ def build_mm_dataloader(
     """
     pin = dataloader_param.pin_memory
     deal = Deal(micro_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
-    order, mix = build_order(dataset, dataloader_param, deal, seed, group=group, timeout_s=timeout_s)
+    order, mix = build_order(
+        dataset, dataloader_param, deal, seed, group=group, timeout_s=timeout_s, for_passes=for_passes
+    )
     return MMDataLoader(
         dataset,
         _collator(dataset, dataloader_param, processor, dataset_param),
@@ -168,6 +172,12 @@ def _make(dataset_param: DatasetParam) -> Any:
     whole_names = {"basic_parameters": "basic_param", "preprocess_parameters": "preprocess_param"}
     offered = sections | {whole: sections[short] for whole, short in whole_names.items()}
     return call_plugin(entry, offered, order=tuple(sections), spread=tuple(sections), key=_TYPE, name=name)
+
+
+def _read_whole(dataset_param: DatasetParam) -> DatasetParam:
+    """For validation, which is a pass over all rows: they are not streamed, and have no shares."""
+    own = {"mix": None, "streaming": False}
+    return dataset_param.model_copy(update={"basic_parameters": dataset_param.basic_parameters.model_copy(update=own)})
 
 
 def _for_validation(dataset_param: DatasetParam) -> DatasetParam:

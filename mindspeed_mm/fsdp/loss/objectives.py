@@ -138,20 +138,22 @@ class TokenCrossEntropy:
 
 
 class ModelLoss:
-    """The loss that the model returns itself (`loss_type: raw`).
+    """The loss that the model returns itself (`loss_type: raw`), the mean over the label tokens of a micro-batch.
 
-    A transformers model is asked for the sum of its token losses (`num_items_in_batch=1`) and divided by the label
-    tokens of the whole step. A model that returns a bare mean is averaged over micro-batches.
+    Over a step it is Σ n_m · loss_m / Σ n_m, with n_m label tokens in micro-batch m: the mean over all label tokens.
+    That holds for models whose loss is a mean, and for those that divide a sum by `num_items_in_batch`, which are told
+    n_m: nobody has to know which of the two a model does, and a signature does not say it. A term that a model adds to
+    its loss is weighted alike. A batch without labels weighs as many samples as it has.
     """
 
     term = "loss"
 
     def __init__(self, model: nn.Module) -> None:
         self._inputs = ModelInputs(model, keep=frozenset({"labels"}))
-        self.sums_tokens = _accepts_item_count(model)
+        self._tells_count = _accepts_item_count(model)
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
-        """Nothing to add.
+        """Add the weight of the micro-batch.
 
         Raises:
             ConfigError: Messages have weights, which the model knows nothing of.
@@ -162,26 +164,44 @@ class ModelLoss:
                 key="features.loss_cfg.loss_type",
                 way_out="Leave it at default.",
             )
-        return batch
+        weight = _own_weight(batch)
+        with_label = {} if weight or "labels" not in batch else {"labels": _with_one_label(batch["labels"])}
+        return batch | with_label | {"_weight": weight}
 
     def tokens(self, batch: Batch) -> BatchTokens:
         """Real tokens and labels."""
         return text_tokens(batch)
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Label tokens where the model sums them, micro-batches where it returns a mean."""
-        if not self.sums_tokens:
-            return {self.term: len(batches)}
-        return {self.term: sum(int((b["shift_labels"] != IGNORED_LABEL).sum()) for b in batches)}
+        """Label tokens."""
+        return {self.term: sum(batch["_weight"] for batch in batches)}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
-        """The model's own loss."""
-        extra = {"num_items_in_batch": 1} if self.sums_tokens else {}
-        return {self.term: output_of(model(**self._inputs(batch), **extra), "loss")}
+        """The model's own loss, times the weight."""
+        weight = batch["_weight"]
+        extra = {"num_items_in_batch": max(weight, 1)} if self._tells_count else {}
+        loss = output_of(model(**self._inputs(batch), **extra), "loss")
+        return {self.term: loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight}
 
     def describe(self) -> str:
         """For the log."""
-        return "the model's own, " + ("a sum over tokens" if self.sums_tokens else "a mean of each micro-batch")
+        told = ", which is told their number" if self._tells_count else ""
+        return f"the model's own, as the mean over label tokens{told}"
+
+
+def _own_weight(batch: Batch) -> int:
+    """Label tokens; of a batch without labels, samples that do not only fill up."""
+    if "shift_labels" in batch:
+        return int((batch["shift_labels"] != IGNORED_LABEL).sum())
+    return len(batch["sample_ids"]) - batch.get("blank_rows", 0)
+
+
+def _with_one_label(labels: torch.Tensor) -> torch.Tensor:
+    """Labels of which one is trained on: the mean over none is not a number, and neither are its gradients. The batch
+    weighs nothing."""
+    labels = labels.clone(memory_format=torch.contiguous_format)
+    labels.view(-1)[-1] = 0
+    return labels
 
 
 def _weights_per_sample(labelled: torch.Tensor, weights: torch.Tensor | None) -> Batch:

@@ -39,9 +39,10 @@ class LossConfig(Section):
     ) = None
     """`default` and `per_token_loss` are the same: the sum over all label tokens of the optimizer step, over all
     micro-batches and data ranks, divided by their one global number. `per_sample_loss`: the mean of each sample's own
-    mean. `raw`: the model's own loss, given the global number of label tokens where it takes one; a model that returns
-    a bare mean and no count is averaged over micro-batches. `dict`: losses that the model returns by name. Not given:
-    `default` for transformers' language models, `raw` for models that return a loss of their own."""
+    mean. `raw`: the model's own loss, taken as the mean over the label tokens of a micro-batch, which weighs as much
+    as it has of them; a model that takes their number (`num_items_in_batch`) is told it. `dict`: losses that the model
+    returns by name. Not given: `default` for transformers' language models, `raw` for models that return a loss of
+    their own."""
     router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the router's load-balancing loss of mixture-of-experts models."""
     router_aux_loss_offload: Flag = False

@@ -26,7 +26,8 @@ from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 
 class ValidationHook(Hook):
-    """Mean loss on held-out samples every `interval` steps.
+    """Mean loss on held-out samples every `interval` steps: `val_loss` is the objective's own (of a language model the
+    cross-entropy), each term beside it has a name of its own (`val_z_loss`, `val_router_aux`).
 
     Args:
         batches: Makes a pass over the validation set, the same each time.
@@ -47,11 +48,13 @@ class ValidationHook(Hook):
         if (result.step % self._interval and not is_last) or (engine.stopping and not is_last):
             return
         losses = engine.evaluate(self._batches())
-        metrics = {"step": result.step, "val_loss": sum(losses.values())}
+        terms = {f"val_{name}": value for name, value in losses.items()}
+        metrics = {"step": result.step, **terms}
         self._record.metrics(metrics)
-        engine.validated_step, engine.validation = result.step, {k: v for k, v in metrics.items() if k != "step"}
-        self._record.event("validate", result.step, loss=metrics["val_loss"])
-        self._progress.note(f"step {result.step}: validation loss {metrics['val_loss']:.4f}")
+        engine.validated_step, engine.validation = result.step, terms
+        self._record.event("validate", result.step, **losses)
+        told = [f"{name} {value:.4f}" for name, value in losses.items()]
+        self._progress.note(f"step {result.step}: validation {', '.join(told)}")
 
 
 class CheckpointHook(Hook):

@@ -128,7 +128,7 @@ def _objective(assembled: Assembled, arguments: Arguments) -> Objective:
         adapter: Any = assembled.adapter
         return FlowMatching(adapter, diffusion, seed=arguments.training.seed, compute_dtype=dtype)
     alone: Any = SimpleNamespace(token_groups=_no_groups)
-    return build_language_objective(arguments, assembled, alone, lambda _: None)
+    return build_language_objective(arguments, assembled, alone)
 
 
 def _no_groups() -> Sequence[Any]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.loss.multi_token import WithMultiToken
-from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, TokenCrossEntropy, build_objective
+from mindspeed_mm.fsdp.loss.objectives import Objective, TokenCrossEntropy, build_objective
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
 from mindspeed_mm.fsdp.models.multi_token import watch_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 
 
-def build_language_objective(
-    arguments: Arguments, assembled: Assembled, state: ParallelState, note: Callable[[str], None]
-) -> Objective:
+def build_language_objective(arguments: Arguments, assembled: Assembled, state: ParallelState) -> Objective:
     """The objective of a model that is no generator.
 
     Raises:
@@ -23,8 +19,6 @@ def build_language_objective(
     """
     loss_cfg, model_args = arguments.features.loss_cfg, arguments.model
     objective: Objective = build_objective(loss_cfg.loss_type, assembled.model, assembled.head)
-    if isinstance(objective, ModelLoss) and not objective.sums_tokens:
-        note("the model returns a mean loss of its own: it is averaged over micro-batches")
     if model_args.mtp_num_layers:
         assert isinstance(objective, TokenCrossEntropy) and assembled.head is not None
         watching = watch_of(assembled.model).watching

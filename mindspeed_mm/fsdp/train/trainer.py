@@ -330,7 +330,7 @@ class Trainer:
         if assembled.adapter is not None:
             self.generator = GeneratorParts(assembled.adapter, self.arguments, self.device)
             return self.generator.build_objective(*datasets)
-        return build_language_objective(self.arguments, assembled, self.state, self.progress.note)
+        return build_language_objective(self.arguments, assembled, self.state)
 
     def _build_engine(
         self,
@@ -425,6 +425,7 @@ class Trainer:
             seed=training.seed,
             dataset_param=self.arguments.data.dataset_param,
             group=self.data_group,
+            for_passes=True,
         )
 
     # --- what is said and written ------------------------------------------------------------------------------------

@@ -255,6 +255,29 @@ class TestOnePass:
         labels = [[int((batch["shift_labels"] >= 0).sum()) for (batch,) in steps] for steps in passes]
         assert labels == [[9], [9], [0]]
 
+    @pytest.mark.edge("N4", "N5")
+    @pytest.mark.parametrize("kind", ["as they come", "packed", "grouped"])
+    @pytest.mark.parametrize("measuring_tells", [True, False])
+    def test_nothing_stands_in_for_what_cannot_be_used(self, kind: str, measuring_tells: bool) -> None:
+        """Too long: 3 and 4, a micro-batch of their own; bad: 7 and 10. Ranks keep the same number of micro-batches."""
+        lengths = [9, 8, 7, 70, 80, 6, 5, 4, 3, 2, 9]
+        policy = {"on_bad_sample": "skip", "max_bad_fraction": 1.0, "cutoff_len": 64, "packing": kind == "packed"}
+        keys = {"sampler_type": "LengthGroupedSampler"} if kind == "grouped" else {}
+        for ranks, micro in ((1, 1), (1, 2), (2, 2), (3, 1), (4, 3)):
+            counted: list[int] = []
+            lengths_of_pass = set()
+            for rank in range(ranks):
+                dataset = Texts(lengths, bad=[7, 10], measuring_tells=measuring_tells, **policy)
+                steps = list(loader(dataset, rank=rank, ranks=ranks, micro=micro, **keys).one_pass())
+                lengths_of_pass.add(len(steps))
+                for (batch,) in steps:
+                    labels = batch["shift_labels"].unique().tolist()
+                    counted += [row for row in labels if row >= 0]
+                    is_blank = labels == [-100]
+                    assert is_blank or kind == "packed" or len(batch["sample_ids"]) == len(set(labels) - {-100})
+            assert sorted(counted) == [0, 1, 2, 5, 6, 8, 9]
+            assert len(lengths_of_pass) == 1
+
 
 class TestSizes:
     def test_a_plugins_data_set_is_measured_by_encoding(self) -> None:

@@ -186,13 +186,14 @@ def test_batch_without_labels_gives_zero_and_zero_gradients():
     assert all(p.grad.abs().max() == 0.0 for p in model.parameters())
 
 
-def test_raw_averages_a_bare_mean_over_micro_batches():
-    given = [batch(1), batch(2, trained=((0, 2), (3, 7)))]
+def test_raw_is_the_mean_over_the_label_tokens_of_all_micro_batches():
+    given = [batch(1), batch(2, trained=((0, 2), (6, 7)))]
     _, counts, loss = run("raw", given)
-    reference = TinyModel()
-    expected = sum(reference(b["input_ids"], b["labels"]).loss for b in given) / 2
-    assert counts["loss"] == 2
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-14)
+    tokens = [int((b["shift_labels"] != -100).sum()) for b in given]
+    means = [TinyModel()(b["input_ids"], b["labels"]).loss.item() for b in given]
+    assert tokens[0] != tokens[1] and counts["loss"] == sum(tokens)
+    expected = (tokens[0] * means[0] + tokens[1] * means[1]) / sum(tokens)
+    assert loss.item() == pytest.approx(expected, abs=1e-14)
 
 
 def test_cross_entropy_without_a_head_is_an_error():

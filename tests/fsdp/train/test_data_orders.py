@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from mindspeed_mm.tasks.report_data import read_run
+from mindspeed_mm.tasks.report_page import summary
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, kinds, lines, losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_run import make_rows, make_tiny_run
@@ -99,3 +101,49 @@ def test_two_ranks_do_what_one_does_and_measure_for_each_other(calm: Path, tmp_p
     assert together == [sorted(step) for step in alone]
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-5)
+
+
+def validated(yaml: Path, save: Path, *words: object) -> dict[str, float]:
+    """What the last validation of a run of one step told."""
+    run(yaml, save, "training.lr=1e-30", "training.train_iters=1", "training.val_interval=1", *words)
+    (found,) = [line for line in lines(save / "metrics.jsonl") if "val_loss" in line]
+    return {name: value for name, value in found.items() if name.startswith("val_")}
+
+
+@pytest.mark.edge("R2")
+def test_validation_data_are_read_whole_beside_a_mixture_or_a_stream(calm: Path, tmp_path: Path) -> None:
+    own = f"{BASIC}.val_dataset={calm.parent / 'more'}"
+    expected = validated(calm, tmp_path / "plain", own)["val_loss"]
+    mix = f"{BASIC}.mix.weights={{rows.jsonl: 2, more: 1}}"
+    ways = {
+        "mixed": (own, both(calm), mix),
+        "mixed and packed": (own, both(calm), *MIXED),
+        "streamed": (own, f"{BASIC}.streaming=true"),
+        "streamed and packed": (own, f"{BASIC}.streaming=true", *PACKED),
+    }
+    for name, words in ways.items():
+        assert validated(calm, tmp_path / name, *words)["val_loss"] == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.edge("R2")
+def test_a_share_set_aside_holds_rows_that_a_mixture_leaves_out(calm: Path, tmp_path: Path) -> None:
+    words = (both(calm), f"{BASIC}.val_rate=0.3")
+    expected = validated(calm, tmp_path / "plain", *words)
+    weights = f"{BASIC}.mix.weights={{rows.jsonl: 0, more: 1}}"
+    assert validated(calm, tmp_path / "mixed", *words, weights) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.edge("N3", "N4", "N6")
+def test_val_loss_is_the_cross_entropy_and_other_terms_have_their_names(calm: Path, tmp_path: Path) -> None:
+    own = (f"{BASIC}.val_dataset={calm.parent / 'more'}", "training.val_micro_batch_size=4")
+    expected = validated(calm, tmp_path / "plain", *own)
+    assert list(expected) == ["val_loss"]
+    loss = "features.loss_cfg"
+    with_z = validated(calm, tmp_path / "z", *own, f"{loss}.z_loss_coef=0.01")
+    assert with_z["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6) and with_z["val_z_loss"] > 0
+    event = [event for event in lines(tmp_path / "z" / "events.jsonl") if event["kind"] == "validate"][-1]
+    assert (event["loss"], event["z_loss"]) == (with_z["val_loss"], with_z["val_z_loss"])
+    raw = validated(calm, tmp_path / "raw", *own, f"{loss}.loss_type=raw")
+    assert raw == pytest.approx(expected, rel=1e-5)
+    shown = dict(summary(read_run(tmp_path / "z")))["validation loss"]
+    assert shown == f"{with_z['val_loss']:.4f}, val_z_loss {with_z['val_z_loss']:.4f}"

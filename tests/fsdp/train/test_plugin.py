@@ -30,7 +30,7 @@ def test_plugin_trains(yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(["train", str(yaml), f"training.save={tmp_path / 'save'}"]) == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
-    assert "averaged over micro-batches" in capsys.readouterr().out
+    assert "the model's own, as the mean over label tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,17 @@ from typing import Any, Literal
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Planned, no_epochs, too_few
+from mindspeed_mm.fsdp.data.dataloader.order import (
+    DataPosition,
+    Deal,
+    MicroBatch,
+    Planned,
+    no_epochs,
+    rows_as_they_stand,
+    too_few,
+)
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, divided, nearest_in_cost
-from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, Sampler, SequentialSampler
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, Sampler
 from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 
 SHARE_ROWS = 32
@@ -93,9 +101,7 @@ class BufferedOrder:
     def one_pass(self) -> Iterator[Planned]:
         """Every sample once, in the order of the rows. At the end micro-batches are divided until every rank has some,
         at worst blank ones."""
-        if self._sampler.size is None:
-            raise no_epochs()
-        in_order, position = SequentialSampler(self._sampler.size), DataPosition(0, 0)
+        in_order, position = rows_as_they_stand(self._sampler), DataPosition(0, 0)
         while (buffer := self._filled(in_order, position, "stop")).load >= self._least("stop"):
             planned = self._planned(buffer)
             yield planned

@@ -42,8 +42,18 @@ def build_order(
     *,
     group: dist.ProcessGroup | None = None,
     timeout_s: float = 600.0,
+    for_passes: bool = False,
 ) -> tuple[Order, MixShares | None]:
     """The order of the samples, and what counts the shares of a mix.
+
+    Args:
+        dataset: Knows its rows, and what it can of their sizes.
+        dataloader_param: The section.
+        deal: Micro-batches of a step.
+        seed: Of the order.
+        group: Ranks that tell each other the sizes of samples.
+        timeout_s: Longest wait for them.
+        for_passes: Nothing but passes over all rows is asked of the order: shares do not matter.
 
     Raises:
         ConfigError: A sampler, a mode or a limit is unknown, or does not go with the data set.
@@ -58,6 +68,8 @@ def build_order(
     sizes = SizeBook(Measurer(dataset, seed), deal.dp_rank, deal.dp_size, group, timeout_s)
     if hasattr(dataset, "known_sizes"):
         sizes.learn(dataset.known_sizes())
+    if for_passes:
+        basic = basic.model_copy(update={"mix": None})
     sampler, mix = _sampler(dataset, basic, dataloader_param, sizes, seed)
     shape = _shape(dataloader_param, deal, basic)
     if shape is None:

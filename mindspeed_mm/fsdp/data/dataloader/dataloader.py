@@ -152,22 +152,22 @@ class MMDataLoader:
     def one_pass(self) -> Iterator[list[Batch]]:
         """Every sample once, in the order of the rows, for validation; the position stays as it is.
 
-        What the last step lacks is filled up with blank rows, so that every rank has equally many micro-batches and
-        every sample counts once.
+        A rank that has no sample in the last step gets a blank row, so that all have equally many micro-batches. What
+        cannot be used is left out and nothing stands in for it, so every sample counts once.
         """
-        for _, step in self._run(self.order.one_pass()):
+        for _, step in self._run(self.order.one_pass(), replaces=False):
             yield step
 
     # --- batches from workers ----------------------------------------------------------------------------------------
 
-    def _run(self, steps: Iterator[Planned]) -> Iterator[tuple[Planned, list[Batch]]]:
+    def _run(self, steps: Iterator[Planned], *, replaces: bool = True) -> Iterator[tuple[Planned, list[Batch]]]:
         """Steps with this rank's batches. What a step met on its way is told when its turn comes, not when it is
         planned, which is earlier the more workers there are."""
         sizes: SizeBook | None = getattr(self.order, "sizes", None)
         with sizes.ahead() if sizes is not None and self._workers.num_workers else nullcontext():
             plans = _Plans(steps, self._steps_ahead)
             # Closed here: an error keeps what it went through alive, workers too, until somebody collects it.
-            with closing(self._whole_steps(plans)) as whole:
+            with closing(self._whole_steps(plans, replaces)) as whole:
                 for step in preloaded(whole) if self._preload else whole:
                     this = plans.made.popleft()
                     for pick, error in this.left_out:
@@ -180,16 +180,17 @@ class MMDataLoader:
         under_way = self._workers.num_workers * self._workers.prefetch_factor
         return 1 + math.ceil(under_way / self.deal.gradient_accumulation_steps)
 
-    def _whole_steps(self, plans: _Plans) -> Generator[list[Batch], None, None]:
+    def _whole_steps(self, plans: _Plans, replaces: bool) -> Generator[list[Batch], None, None]:
         mine = (micro_batch for step in plans for micro_batch in self.deal.mine(step))
-        with closing(self._batches(mine)) as batches:
+        with closing(self._batches(mine, replaces)) as batches:
             while step := list(islice(batches, self.deal.gradient_accumulation_steps)):
                 yield step
                 plans.plan()
 
-    def _batches(self, mine: Iterator[MicroBatch]) -> Generator[Batch, None, None]:
+    def _batches(self, mine: Iterator[MicroBatch], replaces: bool) -> Generator[Batch, None, None]:
         requests = (Request(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
-        maker = BatchMaker(self.dataset, self._collate, self._seed, shape=getattr(self.order, "shape", None))
+        shape = getattr(self.order, "shape", None)
+        maker = BatchMaker(self.dataset, self._collate, self._seed, shape=shape, replaces=replaces)
         if self._workers.num_workers == 0:
             yield from (self._accept(maker[request], None) for request in requests)
             return

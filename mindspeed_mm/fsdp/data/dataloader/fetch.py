@@ -33,7 +33,7 @@ class Request(NamedTuple):
     number: int
     picks: tuple[Pick, ...]
     blank_rows: int = 0
-    """Samples at the end that only fill up: they get no labels, or are told by `blank_rows` of the batch."""
+    """As many as there are samples where they only fill up: they get no labels, or `blank_rows` of the batch tells."""
 
 
 class Taken(NamedTuple):
@@ -63,6 +63,8 @@ class BatchMaker(Dataset[Delivery]):
         slots: Shared memory to put batches into; None: they are returned as they are.
         shape: What a micro-batch may hold, where samples are put together by their sizes: then a bad one is left out,
             and only one that would be empty gets a replacement.
+        replaces: Let other samples stand in for bad ones. Otherwise, as in a pass over all of them, bad ones are left
+            out, and a micro-batch that would be empty is a blank one.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class BatchMaker(Dataset[Delivery]):
         seed: int,
         slots: SharedSlots | None = None,
         shape: BatchShape | None = None,
+        *,
+        replaces: bool = True,
     ) -> None:
         self.dataset, self._collate, self._seed, self.slots, self._shape = dataset, collate, seed, slots, shape
+        self._replaces = replaces
         self._policy, self._measurer = Policy(dataset), Measurer(dataset, seed)
         self._draws_nothing = getattr(dataset, "is_deterministic", False)
         self._read_item = getattr(dataset, "item", None)
@@ -98,24 +103,30 @@ class BatchMaker(Dataset[Delivery]):
             DataError: A sample is bad and the policy is to stop.
         """
         faults: list[Fault] = []
-        taken = self._take_all(request, faults)
+        taken, blank_rows = self._take_all(request, faults)
         batch = completed(self._collate([each.sample for each in taken]), [each.name for each in taken])
-        if request.blank_rows:
-            _blank(batch, request.blank_rows)
+        if blank_rows:
+            _blank(batch, blank_rows)
         return Delivery(batch, faults)
 
     def name(self, row: int) -> str:
         """What to call a sample in messages."""
         return name_of(self.dataset, row)
 
-    def _take_all(self, request: Request, faults: list[Fault]) -> list[Taken]:
-        """The samples picked, without bad ones where that is possible; when one's size has no usable sample left, all
-        of another size."""
-        picks: Sequence[Pick] = request.picks
-        if self._shape is not None and not request.blank_rows:
-            if good := self._good(picks, faults):
-                return good
-            picks = picks[:1]
+    def _take_all(self, request: Request, faults: list[Fault]) -> tuple[list[Taken], int]:
+        """The samples picked, without bad ones where that is possible, and how many of them are blank."""
+        if request.blank_rows:
+            return self._all_or_others(request.picks, []), request.blank_rows  # whose faults are told where it counts
+        if self._shape is None and self._replaces:
+            return self._all_or_others(request.picks, faults), 0
+        if good := self._good(request.picks, faults):
+            return good, 0
+        if self._replaces:
+            return self._all_or_others(request.picks[:1], faults), 0
+        return self._all_or_others(request.picks[:1], []), 1
+
+    def _all_or_others(self, picks: Sequence[Pick], faults: list[Fault]) -> list[Taken]:
+        """The samples picked or their replacements; when one's size has no usable sample left, all of another size."""
         for attempt in range(1, _MOST_SIZES + 1):
             try:
                 return [self._take(pick, faults) for pick in picks]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, Sampler
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, Sampler, SequentialSampler
 
 Part = TypeVar("Part")
 
@@ -45,7 +45,7 @@ class MicroBatch(NamedTuple):
 
     picks: tuple[Pick, ...]
     blank_rows: int = 0
-    """Samples at the end that only fill up: they count for nothing."""
+    """As many as there are samples where there was none for a rank: they only fill up, and count for nothing."""
     cost: float = 0.0
     """What it takes beside others; 0: nobody knows."""
 
@@ -81,7 +81,7 @@ class Order(Protocol):
         """Optimizer steps until so many epochs are done."""
 
     def one_pass(self) -> Iterator[Planned]:
-        """Every sample once, in the order of the rows; steps are filled up with blank rows."""
+        """Every sample once, in the order of the rows; a rank that gets none in the last step gets a blank row."""
 
 
 @dataclass(frozen=True)
@@ -162,21 +162,23 @@ class GlobalOrder:
         return Planned(self._cut(picks), DataPosition(epoch, index))
 
     def one_pass(self) -> Iterator[Planned]:
-        """Every sample once, in the order of the rows. What the last step lacks is filled up with blank rows."""
-        if self._sampler.size is None:
-            raise no_epochs()
-        size, whole = self._sampler.size, self._global_batch
-        for start in range(0, size, whole):
-            rows = range(start, min(start + whole, size))
-            yield Planned(self._cut([Pick(0, row) for row in rows], Pick(0, size - 1)), DataPosition(0, rows.stop))
+        """Every sample once, in the order of the rows. Ranks for which the last step has no sample get a blank row."""
+        in_order, index = rows_as_they_stand(self._sampler), 0
+        while picks := in_order.draw(0, index, self._global_batch):
+            index += len(picks)
+            yield Planned(self._cut(picks), DataPosition(0, index))
 
-    def _cut(self, picks: list[Pick], filler: Pick | None = None) -> Step:
+    def _cut(self, picks: list[Pick]) -> Step:
         cut = []
         for start in range(0, self._global_batch, self._micro_batch_size):
-            part = picks[start : start + self._micro_batch_size]
-            missing = self._micro_batch_size - len(part)
-            cut.append(MicroBatch((*part, *[filler or picks[-1]] * missing), missing))
+            part = tuple(picks[start : start + self._micro_batch_size])
+            cut.append(MicroBatch(part) if part else MicroBatch((picks[-1],), blank_rows=1))
         return cut
+
+
+def rows_as_they_stand(sampler: Sampler) -> Sampler:
+    """For a pass: every row once. Rows that are streamed come as they are found."""
+    return sampler if sampler.size is None else SequentialSampler(sampler.size)
 
 
 def too_few(size: int, why: str) -> DataError:
@@ -193,7 +195,7 @@ def no_epochs() -> ConfigError:
     return ConfigError(
         "rows that are streamed have no number until all are read, so epochs cannot be counted in steps",
         key="training.train_epochs",
-        way_out="Set training.train_iters instead; validation rows are not streamed either.",
+        way_out="Set training.train_iters instead.",
     )
 
 
