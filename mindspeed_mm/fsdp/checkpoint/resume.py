@@ -88,6 +88,7 @@ NOTED_KEYS = (
     "training.allow_hf32",
     "training.clip_grad",
     "training.ema.*",
+    "training.*loss_scale*",
     "training.lr*",
     "training.max_skipped_steps",
     "training.no_decay_*",

@@ -174,7 +174,7 @@ class ModelLoss:
 
     def count(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Label tokens."""
-        return {self.term: sum(batch["_weight"] for batch in batches)}
+        return {self.term: sum(map(_own_weight, batches))}
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """The model's own loss, times the weight."""

@@ -68,7 +68,8 @@ def clip_grads_(
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for kept in filter(None, map(offloaded, parameters)):
-        kept.factor = scale.to(kept.norm.device)  # where the computation will be
+        own = scale.to(kept.norm.device)  # where the computation will be
+        kept.factor = own if kept.factor is None else kept.factor * own
     for device, same_device in _by_device(gradients).items():
         factor = scale.to(device)
         if foreach is False:
@@ -76,6 +77,19 @@ def clip_grads_(
                 gradient.mul_(factor)
         else:
             torch._foreach_mul_(same_device, factor)
+
+
+@torch.no_grad()
+def unscale_grads_(parameters: Iterable[nn.Parameter], loss_scale: float) -> None:
+    """Divide gradients in place by what the loss was multiplied by, before their norm is taken. Overflown ones stay
+    infinite or not a number, so the norm tells of them."""
+    parameters, factor = list(parameters), 1 / loss_scale
+    for kept in filter(None, map(offloaded, parameters)):
+        kept.norm = kept.norm * factor
+        kept.factor = torch.full_like(kept.norm, factor)
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    for same_device in _by_device(gradients).values():
+        torch._foreach_mul_(same_device, factor)
 
 
 def _by_shard_groups(parameters: Sequence[nn.Parameter]) -> dict[ShardGroups, list[nn.Parameter]]:

@@ -11,6 +11,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
     """What an optimizer, its states and offloaded gradients cannot go with."""
     yield from _on_the_host_already(arguments)
+    yield from _half_precision(arguments)
     training, offloads = arguments.training, arguments.features.enable_gradient_offload
     if offloads and arguments.parallel.pipeline_parallel_size > 1:
         yield Problem(
@@ -29,6 +30,22 @@ def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
             "muon has no matrix to train: the factors of adapters are AdamW's",
             key="training.optimizer",
             way_out="Set adamw, or name modules to train whole in training.lora.modules_to_save.",
+        )
+
+
+def _half_precision(arguments: Arguments) -> Iterator[Problem]:
+    training = arguments.training
+    if training.min_loss_scale > training.initial_loss_scale:
+        yield Problem(
+            f"{training.min_loss_scale:g} is above training.initial_loss_scale, {training.initial_loss_scale:g}",
+            key="training.min_loss_scale",
+            way_out="Lower it.",
+        )
+    if training.quantization_plan is not None and arguments.parallel.fsdp_plan.param_dtype == "fp16":
+        yield Problem(
+            "fp16, but the products of training.quantization_plan are computed from bf16",
+            key="parallel.fsdp_plan.param_dtype",
+            way_out="Set bf16.",
         )
 
 

@@ -118,6 +118,13 @@ class TrainingArguments(Section):
     """Largest gradient norm; 0 only reports it."""
     clip_grad_foreach: Flag = True
     """Clip with multi-tensor kernels."""
+    initial_loss_scale: Annotated[Number, Field(gt=0)] = 65536.0
+    """fp16: what the loss is multiplied by at first, so that small gradients are not lost. A step whose gradients
+    overflow is left out, and the scale halved. It is kept in checkpoints."""
+    loss_scale_window: Positive = 2000
+    """fp16: steps in a row without overflow after which the loss scale is doubled."""
+    min_loss_scale: Annotated[Number, Field(gt=0)] = 1.0
+    """fp16: smallest loss scale; gradients that overflow with it are a step that is not finite (`on_nonfinite`)."""
     micro_batch_size: Positive = 1
     """Samples of one forward pass on one data rank."""
     gradient_accumulation_steps: Annotated[Positive, null_means(1)] = 1

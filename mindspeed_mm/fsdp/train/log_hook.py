@@ -90,6 +90,7 @@ class LogHook(Hook):
             **(self._media.take_metrics() if self._media is not None else {}),
             "grad_norm": result.grad_norm,
             "lr": result.lr,
+            **({"loss_scale": result.loss_scale} if result.loss_scale is not None else {}),
             "tokens_per_s": tokens / seconds,
             "samples_per_s": samples / seconds,
             "step_ms": 1000 * seconds / len(self._window),

@@ -25,9 +25,10 @@ from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
-from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
+from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm, unscale_grads_
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.groups import set_lr
+from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.failures import Autopsy, explained_out_of_memory, sample_ids, shortened
@@ -54,6 +55,8 @@ class StepResult:
     validation: Mapping[str, float] = field(default_factory=dict)
     """What a validation after this step measured, `val_loss` first; empty when there was none. Filled in for functions
     that are called after the step."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by for the backward pass; None where gradients need none."""
 
     @property
     def loss(self) -> float:
@@ -124,6 +127,7 @@ class TrainEngine:
         phase: Limits how long a step may take.
         autopsy: Asked when memory does not suffice.
         meter: Counts the FLOPs of micro-batches.
+        loss_scale: Of gradients in fp16; None: the others need none.
     """
 
     model: nn.Module
@@ -146,6 +150,7 @@ class TrainEngine:
     phase: Phase = without_limit
     autopsy: Autopsy | None = None
     meter: Callable[[Sequence[Batch]], dict[str, float]] | None = None
+    loss_scale: LossScale | None = None
     hooks: list[Hook] = field(default_factory=list)
     stop_wanted: bool = False
     """Whether a hook has asked for an end."""
@@ -203,7 +208,7 @@ class TrainEngine:
         lr = self.schedule.at(self.iteration)
         set_lr(self.optimizer, lr)
         with explained_out_of_memory(prepared, self.iteration + 1, self.rank, self.autopsy):
-            local_losses = self.forward_backward([self._own(b) for b in prepared], tally.denominators)
+            local_losses = self._forward_backward(prepared, tally)
             with named(ranges.CLIP):
                 norm = self._norm()
             for hook in self.hooks:
@@ -217,8 +222,13 @@ class TrainEngine:
         self.iteration += 1
         self.consumed_samples += tally.samples
         self.stopping = tally.stop_requested
-        skipped = "" if finite else self._refuse(losses, grad_norm_value, local_losses, prepared)
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        scale = self.loss_scale.value if self.loss_scale is not None else None
+        if finite or self._falls(losses):
+            skipped = self._rescale(overflowed=not finite)
+            self.skipped_in_a_row = 0
+        else:
+            skipped = self._refuse(losses, grad_norm_value, local_losses, prepared)
+            self.skipped_in_a_row += 1
         return StepResult(
             step=self.iteration,
             losses=losses,
@@ -228,6 +238,7 @@ class TrainEngine:
             seconds=time.perf_counter() - started + data_seconds,
             data_seconds=data_seconds,
             skipped=skipped,
+            loss_scale=scale,
         )
 
     def stop(self) -> None:
@@ -244,6 +255,7 @@ class TrainEngine:
             "skipped_in_a_row": self.skipped_in_a_row,
             "data_position": self.loader.position.to_dict(),
             "bad_samples": getattr(self.loader, "bad_samples", {}),
+            **({"loss_scale": self.loss_scale.state()} if self.loss_scale is not None else {}),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -251,6 +263,8 @@ class TrainEngine:
         self.iteration = state["iteration"]
         self.consumed_samples = state["consumed_samples"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state(state["loss_scale"])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -279,6 +293,35 @@ class TrainEngine:
                     sums[name] = sums[name] + value if name in sums else value
         means = {name: value / (counts[name] or 1) for name, value in sums.items()}
         return self._read_together(means, torch.zeros((), device=self.device))[0]
+
+    def _forward_backward(self, prepared: Sequence[Batch], tally: Tally) -> Terms:
+        """Gradients, and this rank's share of each normalised term. A loss scale is a part of the denominators."""
+        own = [self._own(batch) for batch in prepared]
+        if self.loss_scale is None:
+            return self.forward_backward(own, tally.denominators)
+        scale = self.loss_scale.value
+        scaled = self.forward_backward(own, {name: count / scale for name, count in tally.denominators.items()})
+        unscale_grads_(self.model.parameters(), scale)
+        return {name: value / scale for name, value in scaled.items()}
+
+    def _falls(self, losses: dict[str, float]) -> bool:
+        """Whether a step that is not finite is one of a loss scale that was too large, on whatever rank: the loss is a
+        number, and a smaller scale can be tried."""
+        can_fall = self.loss_scale is not None and self.loss_scale.can_fall
+        return can_fall and all(map(math.isfinite, losses.values()))
+
+    def _rescale(self, *, overflowed: bool) -> str:
+        """Let the loss scale go on; why the step was left out, if it was."""
+        if self.loss_scale is None:
+            return ""
+        before = self.loss_scale.value
+        self.loss_scale.update(overflowed=overflowed)
+        if not overflowed:
+            return ""
+        return (
+            f"step {self.iteration}: gradients overflowed in fp16 and were left out; the loss scale falls from "
+            f"{before:g} to {self.loss_scale.value:g}"
+        )
 
     def _own(self, prepared: Batch) -> Batch:
         """What this rank computes of a micro-batch, on its device. Counted was the whole of it."""
@@ -339,6 +382,7 @@ class TrainEngine:
             key="training.max_skipped_steps" if skips else "training.on_nonfinite",
             way_out=(f"{self.skipped_in_a_row} steps in a row were skipped before it. " if skips else "")
             + "Look at these samples and lower training.lr"
+            + (", or compute in bf16 (parallel.fsdp_plan.param_dtype)" if self.loss_scale is not None else "")
             + ("." if skips else ", or set training.on_nonfinite=skip."),
         )
 

@@ -40,6 +40,7 @@ from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig, resolved_dict
@@ -362,6 +363,7 @@ class Trainer:
             phase=self.phase,
             autopsy=partial(memory_report, self.arguments, self.world_size, self.device.type),
             meter=assembled.utilisation.meter if assembled.utilisation is not None else None,
+            loss_scale=build_loss_scale(self.arguments),
         )
         if state is not None:
             engine.load_state(state)
@@ -499,6 +501,14 @@ def build_schedule(arguments: Arguments, total_steps: int) -> Schedule:
         decay_ratio=training.lr_decay_ratio,
         total_steps=total_steps,
     )
+
+
+def build_loss_scale(arguments: Arguments) -> LossScale | None:
+    """The scale that gradients in fp16 need; None for other types."""
+    training, plan = arguments.training, arguments.parallel.fsdp_plan
+    if "fp16" not in (plan.param_dtype, plan.reduce_dtype):
+        return None
+    return LossScale(training.initial_loss_scale, training.loss_scale_window, training.min_loss_scale)
 
 
 @contextmanager
