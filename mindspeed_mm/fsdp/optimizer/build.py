@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offload_gradients
 from mindspeed_mm.fsdp.optimizer.groups import parameter_groups
 from mindspeed_mm.fsdp.optimizer.muon import Muon
+from mindspeed_mm.fsdp.optimizer.sharded_adamw import ShardedAdamW
 from mindspeed_mm.fsdp.optimizer.shards import local
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
@@ -62,7 +63,7 @@ def build_optimizer(
         )
     swaps, dtype = training.optimizer == "adamw_swap", training.optimizer_state_dtype
     if not (swaps or dtype or gradients_on_host):
-        return torch.optim.AdamW(groups, **options)
+        return ShardedAdamW(groups, **options)
     return StreamedAdamW(
         groups, names, state_dtype=dtype, swaps=swaps, memory_share=training.mem_fraction_static, **options
     )

@@ -4,7 +4,9 @@ which https://pytorch.org/memory_viz shows."""
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -16,13 +18,20 @@ from mindspeed_mm.fsdp.tools.memory_tracker import MemoryTracker
 from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
 
 
+def allocator_history() -> ModuleType | None:
+    """What records the history of this device's allocator; None on a CPU, and on a backend that keeps none."""
+    memory = getattr(get_torch_device(), "memory", None)
+    return memory if hasattr(memory, "_record_memory_history") else None
+
+
 def idle_settings(settings: MemoryProfile) -> list[str]:
     """What of the settings means nothing on this device, in words."""
-    if get_device_type() != "cpu":
+    if allocator_history() is not None:
         return []
     defaults = MemoryProfile()
     return [
-        f"tools.memory_profile.{name} is for an accelerator's allocator and means nothing on cpu"
+        f"tools.memory_profile.{name} is for the history that an accelerator's allocator keeps, and means nothing on "
+        f"{get_device_type()}"
         for name in ("stacks", "max_entries")
         if getattr(settings, name) != getattr(defaults, name)
     ]
@@ -51,17 +60,20 @@ class MemoryProfiler:
     ) -> None:
         self._settings, self._folder, self._rank, self._device = settings, folder, rank, device
         self._tracker = MemoryTracker(model, optimizer, device)
-        self._has_history = device.type != "cpu"
+        self._history = allocator_history() if device.type != "cpu" else None
+        self._tracking, self._ending = ExitStack(), ExitStack()
+        """What has begun and is to be ended: the tracker, and after its report the history."""
 
     def start(self, next_step: int) -> None:
         """Begin before `next_step`."""
         make_writable_folder(self._folder)
         self._first = next_step
-        if self._has_history:
-            get_torch_device().memory._record_memory_history(
+        if self._history is not None:
+            self._history._record_memory_history(
                 max_entries=self._settings.max_entries or sys.maxsize, stacks=self._settings.stacks
             )
-        self._tracker.__enter__()
+            self._ending.callback(self._history._record_memory_history, enabled=None)
+        self._tracking.enter_context(self._tracker)
 
     def stop(self, last_step: int) -> MemoryReport:
         """End after `last_step` and write what was found.
@@ -69,7 +81,7 @@ class MemoryProfiler:
         Raises:
             OSError: The folder cannot be written.
         """
-        self._tracker.__exit__(None, None, None)
+        self._tracking.close()
         by_module = self._settings.mem_info
         report = MemoryReport(
             rank=self._rank,
@@ -79,19 +91,13 @@ class MemoryProfiler:
             module_peaks=self._tracker.module_peaks() if by_module else {},
             allocated_peaks=self._tracker.allocated_peaks() if by_module else {},
         )
-        try:
+        with self._ending:
             written = write_report(report, self._folder)
-            if self._has_history:
-                get_torch_device().memory._dump_snapshot(str(written.with_suffix(".pickle")))
-        finally:
-            self._end_history()
+            if self._history is not None:
+                self._history._dump_snapshot(str(written.with_suffix(".pickle")))
         return report
 
     def abandon(self) -> None:
-        """End without a report: the run has failed."""
-        self._tracker.__exit__(None, None, None)
-        self._end_history()
-
-    def _end_history(self) -> None:
-        if self._has_history:
-            get_torch_device().memory._record_memory_history(enabled=None)
+        """End without a report: the run has failed. What has not begun needs no end."""
+        self._tracking.close()
+        self._ending.close()

@@ -44,6 +44,18 @@ def profiler_module() -> ModuleType:
     return torch.profiler if get_device_type() != "npu" else importlib.import_module("torch_npu.profiler")
 
 
+def recorded_activities(module: ModuleType, *, with_cpu: bool) -> list[Any]:
+    """What of this machine a profiler records: the host where it is asked for, and the device if it has a name for it.
+    Backends from outside of torch share one name."""
+    device = get_device_type()
+    names = ["CPU"] if with_cpu else []
+    if device != "cpu":
+        is_from_outside = device == torch._C._get_privateuse1_backend_name()
+        names += [device.upper(), "PrivateUse1"] if is_from_outside else [device.upper()]
+    known = [getattr(module.ProfilerActivity, name) for name in names if hasattr(module.ProfilerActivity, name)]
+    return known[: 1 + with_cpu]
+
+
 @dataclass(frozen=True)
 class Window:
     """Steps `first` to `end` - 1 of the run, and what is recorded of them."""
@@ -80,8 +92,11 @@ def check_settings(settings: StaticProfile, key: str) -> list[str]:
         ConfigError: Nothing would be recorded.
     """
     device_type = get_device_type()
-    if device_type == "cpu" and not settings.with_cpu:
-        raise ConfigError("false, but there is only a CPU to record", key=f"{key}.with_cpu", way_out="Set it to true.")
+    if not recorded_activities(profiler_module(), with_cpu=settings.with_cpu):
+        only = (
+            "there is only a CPU to record" if device_type == "cpu" else f"torch's profiler records no '{device_type}'"
+        )
+        raise ConfigError(f"false, but {only}", key=f"{key}.with_cpu", way_out="Set it to true.")
     if device_type == "npu":
         _metrics(profiler_module(), settings)
         return []
@@ -142,9 +157,8 @@ class Recorder:
     def _build(self, module: ModuleType, next_step: int) -> Any:
         settings, window = self._window.settings, self._window
         device = get_device_type()
-        kinds = [name for name in ("CPU",) if settings.with_cpu] + ([device.upper()] if device != "cpu" else [])
         options: dict[str, Any] = {
-            "activities": [getattr(module.ProfilerActivity, name) for name in kinds],
+            "activities": recorded_activities(module, with_cpu=settings.with_cpu),
             "record_shapes": window.has_shapes,
             "profile_memory": window.has_memory,
             "with_stack": window.has_stacks,

@@ -24,6 +24,9 @@ MOST_OF_A_HEAD = 1 << 25
 _LIST = re.compile(r'"traceEvents"\s*:\s*\[')
 _GAP = re.compile(r"[\s,]*")
 _RANK = re.compile(r'"distributedInfo"\s*:\s*\{.*?"rank"\s*:\s*(\d+)', re.DOTALL)
+_PYTHON_CALL = re.compile(r'\{\s*"ph": "X",\s*"cat": "python_function",.*?"args": \{[^{}]*\}\s*\}', re.DOTALL)
+"""As torch writes one. There are ten of them to each operator, and the names of functions that are gone by the end of
+the recording are whatever lies in their memory by then, quotation marks included."""
 _WAY_OUT = "Give a trace that torch's profiler or an NPU's wrote (*.json or *.json.gz), or the folder of one."
 
 
@@ -43,7 +46,7 @@ class TraceFile:
     _is_read: bool = field(default=False, repr=False)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Every event, in the order of the file.
+        """Every event but the calls of Python functions, in the order of the file.
 
         Raises:
             DataError: The file is no trace, or is cut short.
@@ -72,6 +75,9 @@ class TraceFile:
                 raise self._cut_short()
             if self._buffer[self._at] == "]":
                 return
+            if (call := _PYTHON_CALL.match(self._buffer, self._at)) is not None:
+                self._at = call.end()
+                continue
             try:
                 event, self._at = decode(self._buffer, self._at)
             except ValueError:

@@ -282,6 +282,35 @@ def test_events_are_found_wherever_the_chunks_are_cut(tmp_path: Path, monkeypatc
         assert list(TraceFile(path).events()) == events
 
 
+PYTHON_CALL = """  {
+    "ph": "X",
+    "cat": "python_function",
+    "name": "google/protobuf/text_format.py(1482): ".",
+    "pid": 14308,
+    "tid": 14308,
+    "ts": 4502886142890.307,
+    "dur": 11.978
+    ,
+    "args": {
+      "Python parent id": 819306, "Python id": 820038, "Ev Idx": 922494
+    }
+  },
+"""
+
+
+@pytest.mark.edge("D4")
+def test_python_calls_are_passed_over_whatever_their_names_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes the names of functions that are gone as it finds them: not always JSON."""
+    path = write(tmp_path / "a.json", host_trace())
+    expected = in_ms(times_of(path))
+    text = path.read_text()
+    head, tail = text.split('"traceEvents": [')
+    path.write_text(f'{head}"traceEvents": [{PYTHON_CALL * 3}{tail.replace("}, {", "}," + PYTHON_CALL + "{")}')
+    for size in (7, 1000, 1 << 20):
+        monkeypatch.setattr("mindspeed_mm.fsdp.tools.trace_reader.CHUNK_CHARACTERS", size)
+        assert in_ms(times_of(path)) == expected
+
+
 MEASURE = """
 import resource, sys
 from pathlib import Path

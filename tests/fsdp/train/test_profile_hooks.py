@@ -363,3 +363,70 @@ def test_an_accelerators_history_is_written_and_its_allocator_asked(
     assert report.allocated_peaks["0"]["forward"] == 300
     assert report.allocated_peaks["1"]["forward"] == 500
     assert report.allocated_peaks["1"]["backward"] > 500
+
+
+@pytest.mark.edge("R17")
+def test_a_backend_without_a_history_is_profiled_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_profiler, "get_torch_device", lambda: SimpleNamespace())
+    monkeypatch.setattr(memory_profiler, "get_device_type", lambda: "outside")
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
+    settings = MemoryProfile(enable=True, max_entries=7)
+    assert "means nothing on outside" in memory_profiler.idle_settings(settings)[0]
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    profiler = MemoryProfiler(settings, tmp_path, 0, model, optimizer, torch.device("cuda"))
+    profiler.start(1)
+    model(torch.ones(1, 2))
+    profiler.stop(1)
+    assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".json", ".png"]
+
+
+@pytest.mark.edge("R17")
+@pytest.mark.parametrize("failing", ["history", "tracker"])
+def test_a_memory_profile_that_cannot_start_says_why(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    ended: list[Any] = []
+
+    def history(**options: Any) -> None:
+        if failing == "history":
+            raise RuntimeError("the true cause")
+        ended.append(options.get("enabled", "on"))
+
+    def cannot_enter(self: Any) -> None:
+        raise RuntimeError("the true cause")
+
+    memory = SimpleNamespace(_record_memory_history=history)
+    real = memory_profiler.MemoryProfiler.__init__
+
+    def with_history(self: Any, *args: Any) -> None:
+        real(self, *args)
+        self._history = memory
+
+    monkeypatch.setattr(memory_profiler.MemoryProfiler, "__init__", with_history)
+    if failing == "tracker":
+        monkeypatch.setattr(memory_profiler.MemoryTracker, "__enter__", cannot_enter)
+    with pytest.raises(RuntimeError, match="the true cause"):
+        train(yaml, f"training.save={tmp_path}/run", "tools.memory_profile.enable=true")
+    assert ended == ([] if failing == "history" else ["on", None])
+
+
+@pytest.mark.edge("R17")
+@pytest.mark.parametrize(
+    ("device", "outside", "expected"),
+    [
+        ("cuda", "privateuseone", ["CPU", "CUDA"]),
+        ("xpu", "privateuseone", ["CPU", "XPU"]),
+        ("openreg", "openreg", ["CPU", "PrivateUse1"]),
+        ("mps", "privateuseone", ["CPU"]),
+        ("cpu", "privateuseone", ["CPU"]),
+    ],
+)
+def test_a_profile_records_what_the_backend_is_called(
+    device: str, outside: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "get_device_type", lambda: device)
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: outside)
+    found = recorder.recorded_activities(torch.profiler, with_cpu=True)
+    assert found == [getattr(torch.profiler.ProfilerActivity, name) for name in expected]

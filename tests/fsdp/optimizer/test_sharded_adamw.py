@@ -1,0 +1,62 @@
+"""AdamW on the shards: torch's own numbers, without what torch does to place whole lists of sharded tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from mindspeed_mm.fsdp.optimizer.build import build_optimizer, kind_of
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from tests.helpers.distributed import run_ranks
+
+STEPS = 3
+
+
+def python_calls(work: Callable[[], Any]) -> int:
+    count = 0
+
+    def seen(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def update(sharded: bool, fused: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], int, bool, str]:
+    """Weights, states, Python calls of the first step, whether the states are sharded, and the optimizer's kind."""
+    mesh = init_device_mesh("cpu", (2,))
+    drawn = torch.Generator().manual_seed(0)
+    place = lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]) if sharded else tensor  # noqa: E731
+    model = torch.nn.ParameterList(torch.nn.Parameter(place(torch.randn(n, 4, generator=drawn))) for n in range(1, 31))
+    settings = TrainingArguments.model_validate({"lr": 0.01, "weight_decay": 0.1, "adam_fused": fused})
+    optimizer = build_optimizer(model, settings)
+    calls = []
+    for _ in range(STEPS):
+        for parameter in model:
+            parameter.grad = place(torch.randn(parameter.shape, generator=drawn))
+        calls.append(python_calls(optimizer.step))
+    states = [optimizer.state[parameter]["exp_avg_sq"] for parameter in model]
+    whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in (*(p.detach() for p in model), *states)]
+    return whole[:30], whole[30:], calls[0], all(isinstance(s, DTensor) for s in states), kind_of(optimizer)
+
+
+@pytest.mark.edge("D4")
+@pytest.mark.parametrize("fused", [True, False])
+def test_shards_get_the_numbers_of_whole_tensors_in_few_calls(fused: bool) -> None:
+    plain = run_ranks(2, update, False, fused)[0]
+    sharded = run_ranks(2, update, True, fused)[0]
+    for one, other in zip(plain[0] + plain[1], sharded[0] + sharded[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)  # the last numbers of a shard are not vectors'
+    assert sharded[3], "checkpoints cut the states as they cut the parameters"
+    assert plain[4] == sharded[4] == "AdamW"
+    assert sharded[2] < 60_000, "torch takes a quarter of a million to place the thirty parameters"
