@@ -107,6 +107,8 @@ POSITION_NOTE = (
 )
 """What is said when changed data, or a changed order of them, were accepted."""
 
+_SPLIT_KEYS = frozenset({"micro_batches_per_step", "micro_batch_size"})
+
 _SAME_STATE = {"training.optimizer": {"adamw", "adamw_swap"}}
 """Values of a key between which a run may change, and the log says so: it is the same run, computed elsewhere."""
 
@@ -140,7 +142,8 @@ def check_resumable(
         noted += data
     else:
         refused += [replace(p, way_out="Restore it, or say --accept-data-change.") for p in data]
-    refused += _batch_change(manifest_context, current_context)
+    batch_noted, batch_refused = _batch_change(manifest_context, current_context)
+    noted, refused = noted + batch_noted, refused + batch_refused
     refused += _base_change(manifest_context, current_context)
     if refused:
         raise CheckpointError(
@@ -176,21 +179,34 @@ def _is_updated(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return bool(then != today)
 
 
-def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
+    """Changes of the batch that are noted, and that are refused."""
     then, today = before.get("batching"), now.get("batching") or {}
     if then is not None and then != today:  # samples of different sizes: what shares a batch depends on it
-        return [
-            Problem(
-                _change(*map(_in_words, (then, today))),
-                key="micro-batches",
-                way_out="Give micro_batch_size, max_tokens_per_batch and ranks × accumulation as they were.",
-            )
-        ]
+        change = Problem(_change(*map(_in_words, (then, today))), key="micro-batches")
+        if is_other_split(then, today):
+            return [change], []
+        way_out = "Give micro_batch_size, max_tokens_per_batch and ranks × accumulation as they were."
+        return [], [replace(change, way_out=way_out)]
     then, today = before.get("global_batch"), now.get("global_batch")
     if then == today or then is None:
-        return []
+        return [], []
     way_out = f"Choose gradient_accumulation_steps so that micro_batch_size × data ranks × accumulation is {then}."
-    return [Problem(_change(then, today), key="global batch size", way_out=way_out)]
+    return [], [Problem(_change(then, today), key="global batch size", way_out=way_out)]
+
+
+def is_other_split(then: Mapping[str, Any], today: Mapping[str, Any]) -> bool:
+    """Whether samples of different sizes are dealt into other micro-batches, and a step has as many of them as before.
+    Whether the place in the epoch can be kept then, the order of the data knows: `BucketOrder.go_on`."""
+    both = (then, today)
+    if not all("micro_batches_per_step" in each and "shuffle" in each for each in both):
+        return False
+    if any(then[key] != today[key] for key in then.keys() | today.keys() if key not in _SPLIT_KEYS):
+        return False
+    if then["max_tokens_per_batch"] is not None:  # then nobody asks for micro_batch_size
+        return bool(then["micro_batches_per_step"] == today["micro_batches_per_step"])
+    rows, rows_today = (each["micro_batches_per_step"] * each["micro_batch_size"] for each in both)
+    return bool(rows == rows_today)
 
 
 def _in_words(values: Mapping[str, Any]) -> str:

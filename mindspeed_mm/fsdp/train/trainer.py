@@ -197,7 +197,7 @@ class Trainer:
             seed_everything(self.arguments.training.seed, self.state.random_rank)
             state = resume.load(assembled.model, optimizer, ema)
         if state:
-            loader.position = DataPosition.from_dict(state["data_position"])
+            self._take_up_data(loader, resume, DataPosition.from_dict(state["data_position"]))
             # Of other data they may be repaired.
             loader.learn_bad_samples({} if self.options.accept_data_change else state.get("bad_samples", {}))
         objective = self._build_objective(assembled, train_set, validation_set)
@@ -320,6 +320,11 @@ class Trainer:
             dataset_param=self.arguments.data.dataset_param,
             group=self.data_group,
         )
+
+    def _take_up_data(self, loader: Any, resume: ResumePoint, position: DataPosition) -> None:
+        before = resume.checkpoint.context.get("batching") if resume.checkpoint is not None else None
+        if note := loader.go_on(position, before, may_skip=self.options.accept_data_change):
+            self.progress.note(note)
 
     def _total_steps(self, loader: Any) -> int:
         training = self.arguments.training

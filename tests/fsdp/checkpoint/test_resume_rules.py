@@ -137,15 +137,32 @@ def leaves(value: Any, prefix: str = "") -> list[str]:
 
 
 def test_other_micro_batches_of_samples_of_different_sizes_are_refused() -> None:
-    before = changed() | {"batching": {"micro_batches_per_step": 2, "micro_batch_size": 4}}
+    of_sizes = {"micro_batches_per_step": 2, "micro_batch_size": 4, "max_tokens_per_batch": None, "shuffle": True}
+    before = changed() | {"batching": of_sizes}
     assert check_resumable(before, before) == []
-    after = before | {"batching": {"micro_batches_per_step": 4, "micro_batch_size": 2}}
-    with pytest.raises(CheckpointError, match=r"micro_batch_size 4.*micro_batch_size 2"):
-        check_resumable(before, after)
+    for change in ({"micro_batch_size": 2}, {"max_tokens_per_batch": 64}, {"shuffle": False}):
+        with pytest.raises(CheckpointError, match=r"micro-batches +was .*micro_batch_size 4"):
+            check_resumable(before, before | {"batching": of_sizes | change})
     language = changed() | {"batching": {}}
     with pytest.raises(CheckpointError, match=r'was "samples as they come", is "kind packed'):
         check_resumable(language, language | {"batching": {"kind": "packed", "tokens": 64}})
     assert check_resumable(language, language) == []
+
+
+@pytest.mark.edge("G10")
+def test_another_split_of_a_batch_of_samples_of_different_sizes_is_noted() -> None:
+    """The loader knows whether the place in the epoch can be kept."""
+    of_sizes = {"micro_batches_per_step": 2, "micro_batch_size": 4, "max_tokens_per_batch": None, "shuffle": True}
+    before = changed() | {"batching": of_sizes}
+    (said,) = check_resumable(
+        before, before | {"batching": of_sizes | {"micro_batches_per_step": 4, "micro_batch_size": 2}}
+    )
+    assert said.startswith("micro-batches  was ")
+    of_tokens = changed() | {"batching": of_sizes | {"max_tokens_per_batch": 64}}
+    now = of_tokens | {"batching": of_tokens["batching"] | {"micro_batch_size": 1}}
+    assert len(check_resumable(of_tokens, now)) == 1
+    with pytest.raises(CheckpointError, match="micro-batches"):
+        check_resumable(of_tokens, now | {"batching": now["batching"] | {"micro_batches_per_step": 4}})
 
 
 @pytest.mark.edge("N7")

@@ -138,6 +138,67 @@ def test_a_position_of_other_batches_is_refused() -> None:
     assert order(2, 2, 2).batching != order(2, 2, 2, max_tokens=500).batching
 
 
+class TestAnotherSplitOfTheSameBatch:
+    """Steps of the same number of samples, dealt into other micro-batches."""
+
+    @staticmethod
+    def resumed(rows: list[MediaSize], steps: int, *, may_skip: bool = False) -> tuple[list[int], list[int], str]:
+        """Rows that were trained before, and after, in the epoch that the run was stopped in or behind; and the note."""
+        saved, today = order(2, 2, 2, rows=rows), order(1, 2, 4, rows=rows)
+        taken = list(itertools.islice(steps_from(saved, DataPosition(0, 0)), steps))
+        position, note = today.go_on(taken[-1].after, saved.batching, may_skip=may_skip)
+        following = []
+        for planned in steps_from(today, position):
+            if planned.step[0].picks[0].epoch != position.epoch:
+                break
+            following.append(planned.step)
+        return rows_of([planned.step for planned in taken]), rows_of(following), note
+
+    @pytest.mark.edge("G10")
+    @pytest.mark.parametrize("rows", [[SIZES[0]] * 52, [SIZES[0]] * 40 + [SIZES[2]] * 16], ids=["one size", "whole"])
+    def test_goes_on_where_it_is_exact(self, rows: list[MediaSize]) -> None:
+        for steps in range(1, len(rows) // 8):
+            done, after, note = self.resumed(rows, steps)
+            assert sorted(done + after) == list(range(len(rows)))
+            assert note == ""
+
+    @pytest.mark.edge("G10")
+    def test_goes_on_with_the_next_epoch_at_an_epochs_end(self) -> None:
+        steps = order(2, 2, 2).steps_per_epoch
+        done, after, note = self.resumed(ROWS, steps)
+        assert sorted(done) == sorted(after) == list(range(211))
+        assert note == ""
+        drops = [order(*split, drop_last=True) for split in ((2, 2, 2), (1, 2, 4))]
+        end = list(itertools.islice(steps_from(drops[0], DataPosition(0, 0)), drops[0].steps_per_epoch))[-1].after
+        assert drops[1].go_on(end, drops[0].batching, may_skip=False) == (DataPosition(1, 0), "")
+
+    @pytest.mark.edge("G10")
+    def test_is_refused_within_an_epoch_whose_steps_are_others_or_skips_the_rest(self) -> None:
+        """Sizes whose numbers are no multiple of the batch leave samples that other micro-batches put together anew."""
+        kept, refused = 0, 0
+        for steps in range(1, order(2, 2, 2).steps_per_epoch):
+            try:
+                done, after, note = self.resumed(ROWS, steps)
+                kept += 1
+                assert (sorted(done + after), note) == (list(range(211)), "")
+            except CheckpointError as error:
+                refused += 1
+                assert error.problems[0].key == "training.micro_batch_size"
+                done, after, note = self.resumed(ROWS, steps, may_skip=True)
+                assert str(error.problems[0]).count(f"{211 - len(done)} samples of epoch 0 are left") == 1
+                assert "--accept-data-change" in str(error)
+                assert note.startswith(f"the run goes on with epoch 1: {211 - len(done)} samples of epoch 0")
+                assert sorted(after) == list(range(211))
+        assert kept > 3 < refused
+
+    @pytest.mark.edge("G10")
+    def test_changed_data_go_on_with_the_next_epoch_where_no_step_begins(self) -> None:
+        fewer = order(2, 2, 2, rows=ROWS[:100])
+        position, note = fewer.go_on(DataPosition(0, 13), fewer.batching, may_skip=True)
+        assert position == DataPosition(1, 0)
+        assert "87 samples of epoch 0 are left out" in note
+
+
 def test_the_token_budget_is_filled_and_kept() -> None:
     found = order(1, 1, max_tokens=100)
     rows = {bucket.size: bucket.rows for bucket in found.buckets}

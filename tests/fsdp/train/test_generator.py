@@ -252,3 +252,19 @@ def test_timesteps_reach_the_transformer_unrounded(
     words = ["parallel.fsdp_plan.param_dtype=bf16", "training.train_iters=1"]
     train(yamls["t2v"], None, FEATURES + str(features["t2v"]), *words)
     assert seen == [(torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.edge("G10")
+def test_a_run_goes_on_with_another_split_of_its_batch(
+    yamls: dict[str, Path], features: dict[str, Path], tmp_path: Path
+) -> None:
+    """All pictures have one size: every step of 4 samples is the same however it is dealt."""
+    words = [FEATURES + str(features["flux"]), "training.train_iters=5"]
+    as_saved = ["training.micro_batch_size=2", "training.gradient_accumulation_steps=2"]
+    train(yamls["flux"], tmp_path / "whole", *words, *as_saved)
+    train(yamls["flux"], tmp_path / "parts", *words, *as_saved, "--steps", 2)
+    said = train(yamls["flux"], tmp_path / "parts", *words, "training.micro_batch_size=4")
+    assert "micro-batches  was" in said
+    expected, found = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert found.keys() == expected.keys()
+    assert [found[step] for step in expected] == pytest.approx([*expected.values()], rel=2e-6)

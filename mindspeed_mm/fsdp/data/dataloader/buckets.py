@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ class BucketOrder:
         max_tokens: int | None = None,
     ) -> None:
         self._deal, self._seed, self._shuffle, self._drop_last = deal, seed, shuffle, drop_last
-        self._max_tokens = max_tokens
+        self._max_tokens, self._geometry = max_tokens, geometry
         numbers = {size: n for n, size in enumerate(dict.fromkeys(sizes))}
         self._bucket_of = np.array([numbers[size] for size in sizes], dtype=np.int64)
         self.buckets = [_bucket(size, geometry, deal.micro_batch_size, max_tokens) for size in numbers]
@@ -129,6 +129,53 @@ class BucketOrder:
             )
         step = [batch._replace(cost=self._cost(batch)) for batch in layout.step(epoch, number)]
         return Planned(step, DataPosition(epoch, int(layout.step_starts[number + 1])))
+
+    def go_on(
+        self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
+    ) -> tuple[DataPosition, str]:
+        """Where a resumed run goes on. Steps of other micro-batches are other steps: the place in the epoch is kept when
+        one of today's begins there and those before it take the same samples as the ones that were done.
+
+        Args:
+            position: As saved.
+            before: `batching` of the run that saved, whose steps have as many samples; None: as today's.
+            may_skip: Go on with the next epoch where the place cannot be kept.
+
+        Returns:
+            The position, and what to say of it; empty when nothing changes.
+
+        Raises:
+            CheckpointError: The place cannot be kept, and nothing may be skipped.
+        """
+        done = self._before(before)._layout(position.epoch)
+        if position.index == 0 or position.index >= done.samples:
+            return (position if position.index == 0 else DataPosition(position.epoch + 1, 0)), ""
+        if self._layout(position.epoch).begins_alike(done, position.index):
+            return position, ""
+        left = done.samples - position.index
+        if may_skip:
+            return (
+                DataPosition(position.epoch + 1, 0),
+                f"the run goes on with epoch {position.epoch + 1}: {left} samples of epoch {position.epoch} are left "
+                "out, since the steps of today would not take just them",
+            )
+        raise CheckpointError(
+            f"{left} samples of epoch {position.epoch} are left, and the steps of other micro-batches would not take "
+            "just them",
+            key="training.micro_batch_size",
+            way_out="Give micro_batch_size and ranks × accumulation as they were; or say --accept-data-change to leave "
+            "these samples out and go on with the next epoch.",
+        )
+
+    def _before(self, batching: Mapping[str, Any] | None) -> BucketOrder:
+        """The order of the same samples with the micro-batches of then."""
+        if batching is None or batching == self.batching or self._max_tokens is not None:
+            return self
+        deal = Deal(batching["micro_batch_size"], batching["micro_batches_per_step"], dp_rank=0, dp_size=1)
+        sizes = [self.buckets[bucket].size for bucket in self._bucket_of.tolist()]
+        return BucketOrder(
+            sizes, self._geometry, deal, seed=self._seed, shuffle=self._shuffle, drop_last=self._drop_last
+        )
 
     def one_pass(self) -> Iterator[Planned]:
         """Every sample once, size by size in the order of the rows; steps are filled up with blank rows."""
@@ -228,6 +275,10 @@ class Layout:
     def samples(self) -> int:
         """Samples that the epoch uses."""
         return len(self.rows)
+
+    def begins_alike(self, other: Layout, index: int) -> bool:
+        """Whether a step begins at a sample, and those before it take what the other's first so many samples are."""
+        return index in self.step_starts and set(self.rows[:index].tolist()) == set(other.rows[:index].tolist())
 
     def step(self, epoch: int, number: int) -> Step:
         """Micro-batches of a step; an empty one repeats the sample before it as a blank row."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -107,6 +107,22 @@ class MMDataLoader:
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until `epochs` epochs are done."""
         return self.order.steps_for(epochs)
+
+    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+        """Take up a position that was saved; returns what to say of it, empty when nothing changes.
+
+        Args:
+            position: As saved.
+            before: `batching` of the run that saved.
+            may_skip: Go on with the next epoch where the place in the epoch cannot be kept.
+
+        Raises:
+            CheckpointError: It cannot be kept, and nothing may be skipped.
+        """
+        self.position, note = position, ""
+        if hasattr(self.order, "go_on"):
+            self.position, note = self.order.go_on(position, before, may_skip=may_skip)
+        return note
 
     @property
     def bad_samples(self) -> dict[str, str]:
