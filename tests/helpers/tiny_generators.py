@@ -62,16 +62,16 @@ def make_tiny_flux(folder: Path, *, identity_vae: bool = False, seed: int = 0, *
         transformer: Settings of the transformer to change, e.g. `guidance_embeds=True`.
     """
     tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer()
-    vae: Any = _seeded(lambda: IdentityVAE() if identity_vae else AutoencoderKL(**_FLUX_VAE), seed)
+    vae: Any = seeded(lambda: IdentityVAE() if identity_vae else AutoencoderKL(**FLUX_VAE), seed)
     sizes = {**_FLUX, "in_channels": 4 * vae.config.latent_channels, **transformer}
     FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
         vae=vae,
-        text_encoder=_seeded(lambda: CLIPTextModel(_clip_text(tokenizer)), seed + 1),
+        text_encoder=seeded(lambda: CLIPTextModel(clip_text_config(tokenizer)), seed + 1),
         tokenizer=tokenizer,
-        text_encoder_2=_seeded(lambda: T5EncoderModel(T5Config(**_t5(tokenizer_2))), seed + 2),
+        text_encoder_2=seeded(lambda: T5EncoderModel(T5Config(**_t5(tokenizer_2))), seed + 2),
         tokenizer_2=tokenizer_2,
-        transformer=_seeded(lambda: FluxTransformer2DModel(**sizes), seed + 3),
+        transformer=seeded(lambda: FluxTransformer2DModel(**sizes), seed + 3),
     ).save_pretrained(folder)
     return folder
 
@@ -91,21 +91,21 @@ def make_tiny_wan(
         transformer: Settings of the transformer to change, e.g. `num_layers=3`.
     """
     tokenizer = t5_tokenizer()
-    vae: Any = _seeded(lambda: IdentityVAE(video=True) if identity_vae else AutoencoderKLWan(**_WAN_VAE), seed)
+    vae: Any = seeded(lambda: IdentityVAE(video=True) if identity_vae else AutoencoderKLWan(**_WAN_VAE), seed)
     parts: dict[str, Any] = {
         "vae": vae,
         "scheduler": UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
         "tokenizer": tokenizer,
-        "text_encoder": _seeded(lambda: UMT5EncoderModel(UMT5Config(**_t5(tokenizer))), seed + 1),
+        "text_encoder": seeded(lambda: UMT5EncoderModel(UMT5Config(**_t5(tokenizer))), seed + 1),
     }
     channels = vae.config.z_dim
     sizes = {**_WAN, "in_channels": channels, "out_channels": channels}
     if task == "i2v":
         sizes |= {"in_channels": 2 * channels + vae.config.scale_factor_temporal}
         sizes |= {"image_dim": IMAGE_WIDTH, "added_kv_proj_dim": _WAN_WIDTH}
-        parts["image_encoder"] = _seeded(lambda: CLIPVisionModel(CLIPVisionConfig(**_CLIP_VISION)), seed + 2)
+        parts["image_encoder"] = seeded(lambda: CLIPVisionModel(CLIPVisionConfig(**_CLIP_VISION)), seed + 2)
         parts["image_processor"] = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    parts["transformer"] = _seeded(lambda: WanTransformer3DModel(**{**sizes, **transformer}), seed + 3)
+    parts["transformer"] = seeded(lambda: WanTransformer3DModel(**{**sizes, **transformer}), seed + 3)
     (WanImageToVideoPipeline if task == "i2v" else WanPipeline)(**parts).save_pretrained(folder)
     return folder
 
@@ -133,7 +133,7 @@ _FLUX: dict[str, Any] = {
     "axes_dims_rope": (4, 6, 6),
 }
 
-_FLUX_VAE: dict[str, Any] = {
+FLUX_VAE: dict[str, Any] = {
     "block_out_channels": (8, 16),
     "down_block_types": ("DownEncoderBlock2D",) * 2,
     "up_block_types": ("UpDecoderBlock2D",) * 2,
@@ -170,10 +170,11 @@ _CLIP_VISION: dict[str, Any] = {
 }
 
 
-def _clip_text(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
+def clip_text_config(tokenizer: CLIPTokenizer, **changes: Any) -> CLIPTextConfig:
+    """Of a tiny CLIP text encoder for this tokenizer."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     sizes = {"hidden_size": CLIP_WIDTH, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return CLIPTextConfig(vocab_size=len(tokenizer), max_position_embeddings=77, **sizes, **ids)
+    return CLIPTextConfig(**{"vocab_size": len(tokenizer), "max_position_embeddings": 77, **sizes, **ids, **changes})
 
 
 def _t5(tokenizer: T5Tokenizer) -> dict[str, Any]:
@@ -182,7 +183,8 @@ def _t5(tokenizer: T5Tokenizer) -> dict[str, Any]:
     return {"vocab_size": len(tokenizer), "is_gated_act": True, "feed_forward_proj": "gated-gelu", **sizes, **ids}
 
 
-def _seeded(make: Callable[[], Any], seed: int) -> Any:
+def seeded(make: Callable[[], Any], seed: int) -> Any:
+    """What a function makes under a seed of its own, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make().eval()

@@ -143,7 +143,7 @@ class TestAnotherSplitOfTheSameBatch:
 
     @staticmethod
     def resumed(rows: list[MediaSize], steps: int, *, may_skip: bool = False) -> tuple[list[int], list[int], str]:
-        """Rows that were trained before, and after, in the epoch that the run was stopped in or behind; and the note."""
+        """Rows that were trained before, and after, in the epoch that it was stopped in or behind; and the note."""
         saved, today = order(2, 2, 2, rows=rows), order(1, 2, 4, rows=rows)
         taken = list(itertools.islice(steps_from(saved, DataPosition(0, 0)), steps))
         position, note = today.go_on(taken[-1].after, saved.batching, may_skip=may_skip)

@@ -32,7 +32,7 @@ def test_encoders_are_frozen_and_without_a_transformer(generators: dict[str, Pat
     pipeline = load_encoders(find_adapter(generators[kind]), CPU)
     modules = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
     assert modules.keys() == names
-    assert pipeline.transformer is None
+    assert not isinstance(pipeline.transformer, nn.Module)
     for module in modules.values():
         assert not module.training
         assert not any(parameter.requires_grad for parameter in module.parameters())
@@ -46,7 +46,8 @@ def test_a_pipeline_shares_the_encoders_and_takes_a_live_transformer(generators:
     assert pipeline.vae is encoders.vae and pipeline.text_encoder is encoders.text_encoder
     assert pipeline.scheduler is not encoders.scheduler
     assert pipeline.scheduler.config.flow_shift == encoders.scheduler.config.flow_shift == 3.0
-    assert encoders.transformer is None
+    assert encoders.transformer is not transformer
+    assert vars(encoders.transformer.config).items() >= {"in_channels": 16, "num_layers": 2}.items()
 
 
 def test_dtype_is_the_stored_one_unless_asked_for(copied_generator: Callable[[str], Path]) -> None:
@@ -178,3 +179,16 @@ def test_identity_vae_of_one_channel_is_grey() -> None:
     assert all(torch.equal(grey[:, channel], pixels.mean(dim=1)) for channel in range(3))
     with pytest.raises(ValueError, match="1 or 3"):
         IdentityVAE(latent_channels=2)
+
+
+@pytest.mark.edge("G6")
+@pytest.mark.parametrize(("kind", "name"), [("flux", "text_encoder"), ("t2v", "tokenizer")])
+def test_an_encoder_that_a_family_cannot_do_without_is_named(
+    copied_generator: Callable[[str], Path], kind: str, name: str
+) -> None:
+    folder = copied_generator(kind)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {name: [None, None]}))
+    for work in (encoder_files, lambda adapter: load_encoders(adapter, CPU)):
+        with pytest.raises(ModelFolderError, match=f"lists no {name}, and nothing can be encoded without"):
+            work(find_adapter(folder))

@@ -133,8 +133,8 @@ class BucketOrder:
     def go_on(
         self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
     ) -> tuple[DataPosition, str]:
-        """Where a resumed run goes on. Steps of other micro-batches are other steps: the place in the epoch is kept when
-        one of today's begins there and those before it take the same samples as the ones that were done.
+        """Where a resumed run goes on. Steps of other micro-batches are other steps: the place in the epoch is kept
+        when one of today's begins there and those before it take the same samples as the ones that were done.
 
         Args:
             position: As saved.

@@ -69,6 +69,8 @@ class DiffusionAdapter(ABC):
     """Those that blocks read and never change."""
     tokenizer: ClassVar[str]
     """The tokenizer whose tokens the transformer reads one by one."""
+    encoders: ClassVar[tuple[str, ...]] = ("vae",)
+    """Components without which nothing can be encoded; others of the pipeline may be null in `model_index.json`."""
     most_text_tokens: ClassVar[int] = 512
     """`max_sequence_length` of the pipelines."""
 
@@ -135,6 +137,20 @@ class DiffusionAdapter(ABC):
         says when that is less."""
         longest = self.component_config(self.tokenizer).get("model_max_length")
         return min(self.most_text_tokens, int(longest)) if longest else self.most_text_tokens
+
+    def has_component(self, name: str) -> bool:
+        """Whether the folder's pipeline has a component; optional ones may be null in `model_index.json`."""
+        entry = self.index.get(name)
+        return isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
+
+    def caption_limits(self) -> dict[str, int]:
+        """Tokenizer → how many tokens of a caption are read: `tokenizer`; where the folder has none under that name,
+        every tokenizer that it has, with its own length."""
+        if self.has_component(self.tokenizer):
+            return {self.tokenizer: self.text_tokens}
+        others = [name for name in self.index if name.startswith("tokenizer") and self.has_component(name)]
+        lengths = {name: self.component_config(name).get("model_max_length") for name in others}
+        return {name: int(length or self.most_text_tokens) for name, length in lengths.items()}
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,8 +28,24 @@ _SETTINGS = (".json", ".txt", ".model", ".jinja")
 """Files that decide what a component does, beside its weights."""
 
 
+class TransformerSettings:
+    """Stands for the transformer in a pipeline that only encodes: some pipelines ask it for sizes, as Stable Diffusion 3
+    does for captions when it has no T5.
+
+    Args:
+        adapter: Of the folder.
+    """
+
+    def __init__(self, adapter: DiffusionAdapter) -> None:
+        parameters = inspect.signature(diffusers_class(adapter.transformer_class).__init__).parameters
+        defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+        self.config = SimpleNamespace(**{**defaults, **adapter.transformer_config})
+        """As the transformer itself would have it."""
+
+
 def load_encoders(adapter: DiffusionAdapter, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The folder's diffusers pipeline without its transformer: frozen, in evaluation mode, on a device.
+    """The folder's diffusers pipeline with nothing but the settings of its transformer: frozen, in evaluation mode, on
+    a device.
 
     Args:
         adapter: Of the folder.
@@ -39,11 +56,12 @@ def load_encoders(adapter: DiffusionAdapter, device: torch.device, dtype: torch.
         MachineError: diffusers is not installed.
         ModelFolderError: A component is missing, damaged, incomplete, pickled, or of a class from elsewhere.
     """
+    _check_listed(adapter)
     parts = {name: load_component(adapter, name, dtype) for name in component_names(adapter)}
     for part in parts.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval().to(device)
-    return _pipeline(adapter, parts)
+    return _pipeline(adapter, parts | {"transformer": TransformerSettings(adapter)})
 
 
 def load_pipeline(adapter: DiffusionAdapter, transformer: nn.Module, encoders: Any) -> Any:
@@ -56,18 +74,27 @@ def encoder_files(adapter: DiffusionAdapter) -> dict[str, list[Path]]:
     """Component → the files that decide what it encodes: all components but transformer and scheduler.
 
     Raises:
-        ModelFolderError: A component's weights are missing or pickled.
+        ModelFolderError: A component that the family cannot do without is not listed; its folder or its weights are
+            missing, or they are pickled.
     """
+    _check_listed(adapter)
     return {name: _files(adapter.folder / name) for name in component_names(adapter) if name != "scheduler"}
+
+
+def _check_listed(adapter: DiffusionAdapter) -> None:
+    lacking = [name for name in adapter.encoders if not adapter.has_component(name)]
+    if lacking:
+        raise ModelFolderError(
+            f"lists no {', no '.join(lacking)}, and nothing can be encoded without",
+            where=str(adapter.folder / "model_index.json"),
+            key=lacking[0],
+            way_out="Copy the model folder again; or train on features, and do not sample.",
+        )
 
 
 def component_names(adapter: DiffusionAdapter) -> list[str]:
     """The components that the folder has, but for its transformer."""
-    return [
-        name
-        for name, entry in adapter.index.items()
-        if _is_component(entry) and entry[0] is not None and not name.startswith("transformer")
-    ]
+    return [name for name in adapter.index if adapter.has_component(name) and not name.startswith("transformer")]
 
 
 def load_component(adapter: DiffusionAdapter, name: str, dtype: torch.dtype | None = None) -> Any:
@@ -157,10 +184,14 @@ def _component_class(adapter: DiffusionAdapter, name: str) -> Any:
 
 
 def _pipeline(adapter: DiffusionAdapter, parts: dict[str, Any]) -> Any:
-    """The pipeline of these parts; those that the folder lists as absent are None."""
+    """The pipeline of these parts; those that the folder lists as absent, or does not list, are None."""
     pipeline_class = diffusers_class(adapter.pipelines[adapter.task])
     known = inspect.signature(pipeline_class.__init__).parameters
-    absent = {name: None for name, entry in adapter.index.items() if _is_component(entry) and name in known}
+    absent = {
+        name: None
+        for name, parameter in known.items()
+        if name != "self" and (parameter.default is parameter.empty or _is_component(adapter.index.get(name)))
+    }
     settings = {key: value for key, value in adapter.index.items() if not _is_component(value) and key in known}
     with quiet("diffusers"):
         pipeline = pipeline_class(**{**settings, **absent, **parts})

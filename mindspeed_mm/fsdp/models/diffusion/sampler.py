@@ -24,6 +24,7 @@ from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import cover
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.prompts import Prompt
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -173,9 +174,8 @@ class Sampler:
 
     def cut_short(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts that are longer than what the transformer reads of them."""
-        tokenizer, most = getattr(self.pipeline, self.adapter.tokenizer), self.adapter.text_tokens
-        with quiet("transformers"):
-            return [prompt for prompt in prompts if len(tokenizer(prompt.text).input_ids) > most]
+        lengths = CaptionLengths(self.adapter, self.pipeline.components)
+        return [prompts[number] for number in lengths.cut([prompt.text for prompt in prompts])]
 
     def noise(self, order: SampleOrder, seed: int, size: MediaSize) -> torch.Tensor:
         """Starting noise of a sample: fp32, (C, H, W) or (C, T, H, W)."""

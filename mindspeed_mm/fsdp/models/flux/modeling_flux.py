@@ -47,6 +47,7 @@ class FluxAdapter(DiffusionAdapter):
     }
     memory_streams = ("samples",)
     tokenizer = "tokenizer_2"
+    encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
     @cached_property
     def geometry(self) -> MediaGeometry:

@@ -51,6 +51,7 @@ class WanAdapter(DiffusionAdapter):
     }
     memory_streams = ("caption", "picture", "samples")
     tokenizer = "tokenizer"
+    encoders = ("vae", "text_encoder", "tokenizer")
 
     @cached_property
     def geometry(self) -> MediaGeometry:

@@ -1,0 +1,79 @@
+"""A family that a plugin brings, in a folder that lacks an optional encoder: features, training, export, sampling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from mindspeed_mm.fsdp.data.feature_store import open_features
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from tests.helpers.runs import lines, losses, mm, train
+from tests.helpers.sd3_plugin import T5_TOKENS, make_tiny_sd3
+from tests.helpers.tiny_generator_run import make_tiny_generator_run
+
+PLUGIN = "tests.helpers.sd3_plugin"
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sd3")
+    make_tiny_sd3(folder / "model")
+    return make_tiny_generator_run(folder, "flux", training={"plugin": [PLUGIN], "train_iters": 2})
+
+
+@pytest.mark.edge("G6")
+@pytest.mark.parametrize("written", [[None, None], None, "absent"], ids=["two nulls", "null", "not listed"])
+def test_features_without_an_optional_encoder_are_those_of_the_whole_pipeline(
+    yaml: Path, tmp_path: Path, written: object
+) -> None:
+    index_file = yaml.parent / "model" / "model_index.json"
+    index = json.loads(index_file.read_text())
+    changed = {name: entry for name, entry in index.items() if not name.endswith("_3")}
+    if written != "absent":
+        changed |= {"text_encoder_3": written, "tokenizer_3": written}
+    index_file.write_text(json.dumps(changed))
+    try:
+        said = mm("extract", yaml, "--out", tmp_path / "features")
+        assert said.code == 0, said.err
+        store = open_features(tmp_path / "features", find_adapter(yaml.parent / "model"))
+    finally:
+        index_file.write_text(json.dumps(index))
+    from diffusers import StableDiffusion3Pipeline
+
+    whole = StableDiffusion3Pipeline.from_pretrained(yaml.parent / "model", text_encoder_3=None, tokenizer_3=None)
+    for number, row in enumerate(lines(yaml.parent / "rows.jsonl")[:4]):
+        caption = row["cap"] if isinstance(row["cap"], str) else row["cap"][0]
+        with torch.no_grad():
+            embeds, _, pooled, _ = whole.encode_prompt(
+                caption, None, None, do_classifier_free_guidance=False, max_sequence_length=T5_TOKENS
+            )
+        found = store.read(number, 0)
+        torch.testing.assert_close(found["prompt_embeds"], embeds[0], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(found["pooled_prompt_embeds"], pooled[0], rtol=1e-5, atol=2e-6)
+        assert found["prompt_embeds"].shape == (77 + T5_TOKENS, 32)
+
+
+@pytest.mark.edge("G6")
+def test_it_is_checked_trained_raw_and_sampled(yaml: Path, tmp_path: Path) -> None:
+    assert mm("check", yaml).code == 0
+    train(yaml, tmp_path / "run")
+    assert len(losses(tmp_path / "run")) == 2
+    prompts = ("--prompt", "a red box", "--prompt", "x" * 100)
+    said = mm("infer", tmp_path / "run", *prompts, "--size", "16x16", "--steps", 2, "--out", tmp_path / "out")
+    assert said.code == 0, said.err
+    assert "1 prompt is longer than what the text encoder reads" in said.err
+    assert len(list((tmp_path / "out").glob("*.png"))) == 2
+
+
+@pytest.mark.edge("G6")
+def test_captions_are_measured_by_the_tokenizers_that_are_there(yaml: Path) -> None:
+    adapter = find_adapter(yaml.parent / "model", "outside_sd3")
+    assert adapter.caption_limits() == {"tokenizer": 77, "tokenizer_2": 77}
+    short, long = CaptionLengths(adapter)(["a red box", "x" * 100])
+    assert (short.is_cut, long.is_cut) == (False, True)
+    assert (short.tokens, long.tokens, long.limit) == (9, 102, 77)
