@@ -104,6 +104,7 @@ class _Check:
         self.nproc = nproc or (int(world_size) if world_size.isdigit() else 0)
         self.result = CheckResult(path)
         self.accepts_data_change = False
+        self.failed = set[str]()
         self.config: ResolvedConfig
         self.model: Any = None
         self.batch: Batch = {}
@@ -114,19 +115,21 @@ class _Check:
         if missing:
             self.result.skipped[name] = missing[0]
             return
-        before = len(self.result.findings)
         self.stage = name
         try:
             stage()
         except MMError as error:
             self.add(error)
-        if len(self.result.findings) == before:
+        if name not in self.failed:
             self.result.passed.append(name)
 
     def add(self, error: MMError) -> None:
-        """File every problem of an error."""
+        """File every problem of an error that no earlier stage has told."""
         located = self.config.locate(error.problems) if hasattr(self, "config") else error.problems
-        self.result.findings += [Finding(self.stage, problem, int(error.exit_code)) for problem in located]
+        known = {finding.problem for finding in self.result.findings}
+        found = [Finding(self.stage, problem, int(error.exit_code)) for problem in located if problem not in known]
+        self.failed.add(self.stage)
+        self.result.findings += found
 
     def configuration(self) -> None:
         """Text, keys, values and the rules between them."""
@@ -223,16 +226,19 @@ class _Check:
     def first_samples(self) -> None:
         """The data set opens and its first batch is made."""
         from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
-        from mindspeed_mm.fsdp.train.start_checks import check_rows_of_features
+        from mindspeed_mm.fsdp.train.start_checks import check_encoders, check_rows_of_features
 
         arguments = self.config.arguments
         seed = arguments.training.seed
+        param = self._before_extraction(arguments.data.dataset_param)
         dataset, validation = build_mm_dataset(
-            self._before_extraction(arguments.data.dataset_param),
+            param,
             seed=seed,
             val_dataset_param=arguments.data.val_dataset_param,
             encode_ahead=False,
         )
+        if param is arguments.data.dataset_param:
+            self._collect([partial(check_encoders, (dataset, validation))])
         self.result.warnings += check_rows_of_features((dataset, validation), accept=self.accepts_data_change)
         loader = build_mm_dataloader(
             dataset,

@@ -112,7 +112,9 @@ def configured_adapter(config: ResolvedConfig) -> DiffusionAdapter:
         raise ConfigError(
             "there is no model whose encoders could be used", key="model.model_name_or_path", way_out="Name its folder."
         )
-    return find_adapter(model.model_name_or_path, model.model_id, model.transformer)
+    adapter = find_adapter(model.model_name_or_path, model.model_id, model.transformer)
+    adapter.require("vae")
+    return adapter
 
 
 def configured_sets(config: ResolvedConfig, out: Path | None) -> list[tuple[Path, BasicParameters]]:

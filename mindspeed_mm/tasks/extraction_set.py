@@ -221,6 +221,7 @@ class SetExtraction:
             batch_size=self._options.batch_size or (before.batch_size if before else None),
             rows=len(self._source),
             rows_fingerprint=rows_fingerprint(self._source),
+            component_configs={"vae": self._adapter.component_config("vae")},
             versions={"mindspeed-mm": __version__, **{name: _version(name) for name in _LIBRARIES}},
         )
 

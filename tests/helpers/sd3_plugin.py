@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFea
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 T5_TOKENS = 8
 CLIP_WIDTH = 16
@@ -42,9 +43,7 @@ class OutsideSD3(DiffusionAdapter):
         embeds, _, pooled, _ = pipeline.encode_prompt(
             list(captions), None, None, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
         )
-        return [
-            {"prompt_embeds": each, "pooled_prompt_embeds": p} for each, p in zip(embeds, pooled, strict=True)
-        ]
+        return [{"prompt_embeds": each, "pooled_prompt_embeds": p} for each, p in zip(embeds, pooled, strict=True)]
 
     @torch.no_grad()
     def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -83,8 +82,7 @@ class OutsideSD3(DiffusionAdapter):
 
 def make_tiny_sd3(folder: Path) -> Path:
     """A folder without `text_encoder_3` and `tokenizer_3`; sides are multiples of 4."""
-    from tests.helpers.tiny_generators import FLUX_VAE, clip_text_config, clip_tokenizer, seeded  # the guard comes first
-
+    ensure_torchvision()
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
@@ -92,6 +90,8 @@ def make_tiny_sd3(folder: Path) -> Path:
         StableDiffusion3Pipeline,
     )
     from transformers import CLIPTextModelWithProjection
+
+    from tests.helpers.tiny_generators import FLUX_VAE, clip_text_config, clip_tokenizer, seeded
 
     tokenizer = clip_tokenizer()
     config = clip_text_config(tokenizer, hidden_size=CLIP_WIDTH, projection_dim=CLIP_WIDTH, num_hidden_layers=2)

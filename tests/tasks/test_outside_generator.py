@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from mindspeed_mm.fsdp.data.feature_store import open_features
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths

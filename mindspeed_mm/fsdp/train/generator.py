@@ -60,6 +60,8 @@ class GeneratorParts:
                 way_out="Leave it out: generators learn by flow matching, see training.diffusion.",
             )
         sets = [dataset for dataset in datasets if dataset is not None]
+        for dataset in sets:
+            self.adapter.note_components(getattr(dataset, "noted_components", {}))
         self._encodes = any(getattr(dataset, "is_raw", False) for dataset in sets)
         return FlowMatching(
             self.adapter,

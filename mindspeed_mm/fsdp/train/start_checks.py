@@ -97,6 +97,13 @@ def check_same_data(datasets: Mapping[str, Any], world_size: int) -> None:
         )
 
 
+def check_encoders(datasets: Sequence[Any]) -> None:
+    """Raise `ModelFolderError` when media are to be encoded while training and an encoder is not there."""
+    for dataset in datasets:
+        if hasattr(dataset, "check_encoders"):
+            dataset.check_encoders()
+
+
 def check_rows_of_features(datasets: Sequence[Any], *, accept: bool = False) -> list[str]:
     """Refuse features when the rows that the configuration names are no longer those that they were made of.
 

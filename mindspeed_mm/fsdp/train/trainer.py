@@ -68,6 +68,7 @@ from mindspeed_mm.fsdp.train.speed_hooks import speed_hooks
 from mindspeed_mm.fsdp.train.start_checks import (
     check_config,
     check_device,
+    check_encoders,
     check_ranks_agree,
     check_rows_of_features,
     check_same_data,
@@ -169,6 +170,7 @@ class Trainer:
     def _train(self, record: RunRecord) -> TrainEngine | None:
         train_set, validation_set = self._build_data()
         with self._setup("comparing the data"):
+            check_encoders((train_set, validation_set))
             for line in check_rows_of_features((train_set, validation_set), accept=self.options.accept_data_change):
                 self.progress.note(line)
             check_same_data({"data": train_set, "validation": validation_set}, self.world_size)

@@ -297,7 +297,8 @@ def test_a_newer_format_is_named(tmp_path: Path) -> None:
 def adapter(model: Path, **changes: Any) -> Any:
     """What the store asks of an adapter."""
     facts = {"folder": model, "transformer_class": "FluxTransformer2DModel", "task": "t2i", "geometry": GEOMETRY}
-    return SimpleNamespace(**facts | changes)
+    nothing = {"require": lambda name: None, "note_components": lambda configs: None}
+    return SimpleNamespace(**nothing, **facts | changes)
 
 
 @pytest.fixture
@@ -309,10 +310,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for file in own:
             (tmp_path / "model" / name / file).write_text(f"{name} {file}")
 
-    def encoder_files(adapter: Any) -> dict[str, list[Path]]:
-        return {name: sorted((adapter.folder / name).iterdir()) for name in files}
+    def encoder_files(adapter: Any, absent: Sequence[str] = ()) -> dict[str, list[Path]]:
+        return {name: sorted((adapter.folder / name).iterdir()) for name in files if name not in absent}
 
-    monkeypatch.setattr("mindspeed_mm.fsdp.data.feature_store.provenance.encoder_files", encoder_files)
+    provenance = "mindspeed_mm.fsdp.data.feature_store.provenance"
+    monkeypatch.setattr(f"{provenance}.encoder_files", encoder_files)
+    monkeypatch.setattr(f"{provenance}.absent_encoders", lambda adapter: set())
     return tmp_path / "model"
 
 

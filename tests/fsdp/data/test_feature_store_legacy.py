@@ -44,7 +44,7 @@ def write(folder: Path, samples: dict[str, Any], lines: list[dict[str, Any]] | N
 
 
 def opened(folder: Path, geometry: MediaGeometry = VIDEO) -> FeatureStore:
-    return open_features(folder, SimpleNamespace(geometry=geometry))  # type: ignore[arg-type]
+    return open_features(folder, SimpleNamespace(geometry=geometry, require=lambda name: None))  # type: ignore[arg-type]
 
 
 def test_rows_are_read(tmp_path: Path) -> None:

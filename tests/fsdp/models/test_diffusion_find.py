@@ -51,11 +51,23 @@ def test_an_id_of_a_language_model_is_refused(folder: Path) -> None:
         find_adapter(folder, "qwen3_vl")
 
 
-@pytest.mark.parametrize("name", ["vae", "scheduler"])
-def test_a_component_that_sizes_or_noise_follow_from_is_not_guessed(folder: Path, name: str) -> None:
-    shutil.rmtree(folder / name)
-    with pytest.raises(ModelFolderError, match=f"'{name}' is listed in model_index.json, but its folder is not there"):
+def test_a_scheduler_that_noise_levels_follow_from_is_not_guessed(folder: Path) -> None:
+    shutil.rmtree(folder / "scheduler")
+    with pytest.raises(ModelFolderError, match=r"'scheduler' is listed in .*, but its folder is not there"):
         find_adapter(folder)
+
+
+@pytest.mark.edge("G4")
+def test_a_vae_that_sizes_follow_from_is_asked_for_by_those_who_use_it_and_may_be_noted(folder: Path) -> None:
+    whole = find_adapter(folder)
+    config = whole.component_config("vae")
+    shutil.rmtree(folder / "vae")
+    found = find_adapter(folder)
+    with pytest.raises(ModelFolderError, match=r"'vae' is listed in .*, but its folder is not there"):
+        found.require("vae")
+    found.note_components({"vae": config, "scheduler": {"shift": 99}})
+    assert found.geometry == whole.geometry
+    assert found.component_config("scheduler") == whole.component_config("scheduler")
 
 
 def test_a_registry_tells_what_is_loaded() -> None:

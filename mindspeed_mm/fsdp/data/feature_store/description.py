@@ -49,6 +49,8 @@ class Description:
     rows_fingerprint: str
     """Of media, captions, further columns and sizes, in their order."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    component_configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """What sizes follow from, for folders that lack the component: `vae` → its config.json."""
     contents: Contents | None = None
     """None while it is not finished."""
     format: str = FORMAT

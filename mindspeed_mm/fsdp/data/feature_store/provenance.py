@@ -6,7 +6,7 @@ Beside each hash stand the file's size and time, so that training need not read 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
+from mindspeed_mm.fsdp.models.diffusion.components import absent_encoders, encoder_files
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.data.feature_store.reader import FeatureStore
@@ -46,14 +46,18 @@ Components = Mapping[str, Mapping[str, FileMark]]
 """Component (`vae`, `text_encoder` …) → file, relative to the model folder → what it was."""
 
 
-def measure_components(adapter: DiffusionAdapter, known: Components | None = None) -> Components:
+def measure_components(
+    adapter: DiffusionAdapter, known: Components | None = None, absent: Collection[str] = ()
+) -> Components:
     """Hash the files of the adapter's encoders.
 
     Args:
         adapter: The family, with its folder.
         known: Hashes from before; files that nobody has touched since are not read again.
+        absent: Encoders to pass over.
     """
-    found = {name: _relative(files, adapter.folder) for name, files in sorted(encoder_files(adapter).items())}
+    files_of = sorted(encoder_files(adapter, absent).items())
+    found = {name: _relative(files, adapter.folder) for name, files in files_of}
     known = known or {}
     with ThreadPoolExecutor(_THREADS) as pool:
         marks = {
@@ -81,7 +85,15 @@ def check_provenance(store: FeatureStore, adapter: DiffusionAdapter) -> None:
             stacklevel=2,
         )
         return
-    problems = component_problems(store.components, measure_components(adapter, store.components), adapter.folder)
+    absent = absent_encoders(adapter)
+    if absent & store.components.keys():
+        warnings.warn(
+            f"{adapter.folder} lacks {', '.join(sorted(absent & store.components.keys()))}: nobody can tell whether "
+            f"the features in {store.folder} were made by the same",
+            stacklevel=2,
+        )
+    known = {name: files for name, files in store.components.items() if name not in absent}
+    problems = component_problems(known, measure_components(adapter, known, absent), adapter.folder)
     if not problems:
         return
     made_with = store.model_folder

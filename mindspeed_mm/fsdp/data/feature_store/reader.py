@@ -81,14 +81,20 @@ def open_features(folder: Path, adapter: DiffusionAdapter) -> FeatureStore:
     Raises:
         DataError: There are no features, they are not finished, files are missing, or they are for another family, task
             or kind of latents.
+        ModelFolderError: The model folder lacks the VAE's configuration, and so do the features.
     """
     files = FeatureFolder(Path(folder))
     if not files.description.is_file() and (files.path / LIST_FILE).is_file():
+        adapter.require("vae")
         return LegacyFeatureStore(files.path, adapter)
     if not files.description.is_file():
         what = "holds no features" if files.path.is_dir() else "is not there"
         raise DataError(what, where=str(files.path), key=_KEY, way_out="Run mm extract with this configuration first.")
     description = read_description(files.description)
+    if description.component_configs:
+        adapter.note_components(description.component_configs)
+    else:
+        adapter.require("vae")
     check_fits(description, adapter, files.path)
     _check_complete(files, description)
     return ShardedFeatureStore(files, description)

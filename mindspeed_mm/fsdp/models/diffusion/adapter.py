@@ -38,7 +38,7 @@ class Requirement:
     value: Any
     """None: nothing is asked."""
     source: str
-    """Where the value comes from, for messages."""
+    """Where the value comes from, for messages: a component, alone or before a colon."""
 
 
 class DiffusionAdapter(ABC):
@@ -78,11 +78,14 @@ class DiffusionAdapter(ABC):
         self.folder = folder
         self._changes = dict(transformer or {})
         self._configs: dict[str, dict[str, Any]] = {}
+        self.noted: Mapping[str, dict[str, Any]] = {}
+        """Configurations of components that the folder lacks, see `note_components`."""
 
     # --- the folder -------------------------------------------------------------------------------------------------
 
     def component_config(self, name: str) -> dict[str, Any]:
-        """The JSON configuration of a component (`vae`, `scheduler` …), read once; empty when the folder lacks it.
+        """The JSON configuration of a component (`vae`, `scheduler` …), read once; when the folder lacks it, what was
+        noted of it, else empty.
 
         Raises:
             ModelFolderError: It is not JSON.
@@ -96,7 +99,23 @@ class DiffusionAdapter(ABC):
             path = self.folder / name / file
             if path.is_file():
                 return read_json(path)
-        return {}
+        return self.noted.get(name, {})
+
+    def note_components(self, configs: Mapping[str, dict[str, Any]]) -> None:
+        """Take configurations of components that the folder lacks from elsewhere: a run on features needs no VAE, but
+        for what sizes follow from."""
+        self.noted = {name: config for name, config in configs.items() if self.lacks(name)}
+        self._configs.clear()
+        self.__dict__.pop("geometry", None)
+
+    def lacks(self, name: str) -> bool:
+        """Whether the folder's pipeline has a component whose own folder is not there."""
+        return self.has_component(name) and not (self.folder / name).is_dir()
+
+    def require(self, name: str) -> None:
+        """Raise `ModelFolderError` when the folder lacks a component."""
+        if self.lacks(name):
+            raise absent_component(self.folder / name)
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -162,20 +181,25 @@ class DiffusionAdapter(ABC):
         return []
 
     def check(self) -> None:
-        """Raise `ModelFolderError` when the pipeline is none of this family's, what sizes and noise levels follow from
-        is missing, or the parts do not fit together."""
+        """Raise `ModelFolderError` when the pipeline is none of this family's, what noise levels follow from is
+        missing, or the parts that are there do not fit together."""
         _ = self.task
-        for name in ("vae", "scheduler"):
-            if name in self.index and not (self.folder / name).is_dir():
-                raise absent_component(self.folder / name)
+        self.require("scheduler")
         where = str(self.transformer_folder / "config.json")
         problems = [
             Problem(f"{held}, but {need.source} asks for {need.value}", where=where, key=need.setting)
             for need in self.requirements()
-            if need.value is not None and (held := self.transformer_config.get(need.setting, need.value)) != need.value
+            if need.value is not None
+            and not self._is_unknown(need)
+            and (held := self.transformer_config.get(need.setting, need.value)) != need.value
         ]
         if problems:
             raise ModelFolderError("the transformer does not fit the folder's other parts", problems=problems)
+
+    def _is_unknown(self, need: Requirement) -> bool:
+        """Whether what asks is a component of which nothing is known: runs that use it say so themselves."""
+        name = need.source.partition(":")[0]
+        return self.lacks(name) and name not in self.noted
 
     # --- encoding: what is done once, or while training on raw media ------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +30,8 @@ _SETTINGS = (".json", ".txt", ".model", ".jinja")
 
 
 class TransformerSettings:
-    """Stands for the transformer in a pipeline that only encodes: some pipelines ask it for sizes, as Stable Diffusion 3
-    does for captions when it has no T5.
+    """Stands for the transformer in a pipeline that only encodes: some pipelines ask it for sizes, as Stable
+    Diffusion 3 does for captions when it has no T5.
 
     Args:
         adapter: Of the folder.
@@ -70,15 +71,36 @@ def load_pipeline(adapter: DiffusionAdapter, transformer: nn.Module, encoders: A
     return _pipeline(adapter, encoders.components | {"transformer": transformer, "scheduler": scheduler})
 
 
-def encoder_files(adapter: DiffusionAdapter) -> dict[str, list[Path]]:
+def encoder_files(adapter: DiffusionAdapter, absent: Collection[str] = ()) -> dict[str, list[Path]]:
     """Component → the files that decide what it encodes: all components but transformer and scheduler.
+
+    Args:
+        adapter: Of the folder.
+        absent: Components to pass over; where there are any, nothing will be encoded.
 
     Raises:
         ModelFolderError: A component that the family cannot do without is not listed; its folder or its weights are
             missing, or they are pickled.
     """
-    _check_listed(adapter)
-    return {name: _files(adapter.folder / name) for name in component_names(adapter) if name != "scheduler"}
+    if not absent:
+        _check_listed(adapter)
+    return {name: _files(adapter.folder / name) for name in _encoder_names(adapter) if name not in absent}
+
+
+def absent_encoders(adapter: DiffusionAdapter) -> set[str]:
+    """Encoders that the folder lists and that have no folder, or none with weights: a run on features uses none."""
+    folders = {name: adapter.folder / name for name in _encoder_names(adapter)}
+    return {name for name, folder in folders.items() if not folder.is_dir() or _is_stripped(folder)}
+
+
+def _is_stripped(folder: Path) -> bool:
+    """Whether a component has its configuration alone."""
+    weights = any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir())
+    return (folder / "config.json").is_file() and not weights
+
+
+def _encoder_names(adapter: DiffusionAdapter) -> list[str]:
+    return [name for name in component_names(adapter) if name != "scheduler"]
 
 
 def _check_listed(adapter: DiffusionAdapter) -> None:

@@ -79,6 +79,7 @@ def _denoised(adapter: Any, sample: Sample, samples: int) -> Batch:
     if not sample.height:
         raise ConfigError("a generator needs the size of a sample", key="--image-size", way_out="Give HEIGHTxWIDTH.")
     size = MediaSize(sample.frames, sample.height, sample.width)
+    adapter.require("vae")  # sizes follow from it
     adapter.geometry.check(size, key="--image-size")
     batch: Batch = {
         "latents": torch.empty(samples, *adapter.geometry.latent_shape(size), device="meta"),

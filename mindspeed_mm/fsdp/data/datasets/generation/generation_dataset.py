@@ -15,6 +15,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSource
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.models.diffusion.adapter import TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.register import data_register
@@ -51,16 +52,19 @@ class GenerationDataset(Dataset[dict[str, Any]]):
             )
         own = {key: getattr(preprocess_param, key, None) for key in ("model_id", "transformer")}
         adapter = find_adapter(folder, **own)
-        self.geometry: MediaGeometry = adapter.geometry
-        """What the model takes."""
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
-        self._pad_text = adapter.pad_text
+        self._adapter, self._pad_text = adapter, adapter.pad_text
         features_dir = getattr(basic_param, "features_dir", None)
         self._source: RawSource | FeatureSource
         if features_dir is None:
+            adapter.require("vae")  # sizes follow from it
             self._source = RawSource(basic_param, preprocess_param, adapter.geometry)
         else:
             self._source = FeatureSource(Path(features_dir), basic_param, preprocess_param, adapter)
+        self.geometry: MediaGeometry = adapter.geometry
+        """What the model takes."""
+        self.noted_components = adapter.noted
+        """Configurations of components that the model's folder lacks and the features know."""
         self.item = self._source.item
         """(index, epoch) → sample."""
 
@@ -89,6 +93,11 @@ class GenerationDataset(Dataset[dict[str, Any]]):
     def draw_captions(self, seed: int) -> None:
         """Draw captions with this seed, `training.seed`, from now on."""
         self._source.seed = seed
+
+    def check_encoders(self) -> None:
+        """Raise `ModelFolderError` when samples are raw and the model's folder lacks an encoder."""
+        if self.is_raw:
+            encoder_files(self._adapter)
 
     def row_changes(self) -> list[Problem]:
         """How the rows that the configuration names differ from those that its features were made of; nothing of raw
