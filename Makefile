@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FLOOR := .venv-floor
+FLOOR_PYTHON ?= python3.12
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install quickstart quickstart-generation test check bench clean
+.PHONY: install quickstart quickstart-generation test test-floor check bench clean
 
 install: $(VENV)/installed
 
@@ -25,6 +27,16 @@ quickstart-generation: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# The same tests at the floors that pyproject.toml declares, in an environment of their own.
+test-floor: $(FLOOR)/installed
+	$(FLOOR)/bin/python -m pytest -n 2 --dist loadfile
+
+$(FLOOR)/installed: pyproject.toml constraints-floor.txt
+	$(FLOOR_PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check torch torchvision -c constraints-floor.txt
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints-floor.txt
+	touch $@
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,4 +48,4 @@ bench: install
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(FLOOR) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

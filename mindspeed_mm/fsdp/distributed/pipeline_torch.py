@@ -1,32 +1,32 @@
 """What is taken from `torch.distributed.pipelining`: schedules, and a stage whose micro-batches differ in shape.
 
-torch's stage has one shape for all micro-batches, found by an extra pass or stated once. `OwnShapes` overrides three of
-its methods so that each micro-batch has its own, stated before the step: no communication, no padding. It relies on
-private names, which hold for torch 2.13 (`tests/fsdp/distributed/test_pipeline_torch.py` pins them).
+torch's stage has one shape for all micro-batches, found by an extra pass or stated once. `OwnShapes` has buffers of its
+own for every micro-batch, whose shapes are stated before the step: no communication, no padding. What it overrides is
+what schedules call in every torch from 2.11 on (`tests/fsdp/distributed/test_pipeline_torch.py` pins it); how a stage
+describes its tensors differs between releases and is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _derive_grad_metas, _make_tensor_from_meta, extract_tensor_metas
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.stage import _RecvInfo
 
 from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan
 
 Shapes = Sequence[tuple[int, ...]]
 """Of the tensors that pass between two stages."""
+Tensors = tuple[Tensor, ...]
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI = {"interleaved1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
@@ -57,55 +57,90 @@ class OwnShapes(PipelineStage):
         super().__init__(module, index, plan.stages, device, input_args=(nothing,), output_args=(nothing,), group=group)
         self.stage_index_to_group_rank = {stage: plan.rank_of(stage) for stage in range(plan.stages)}
         self._dtype = dtype
-        self._inputs: list[Any] = []
-        self._outputs: list[Any] = []
+        self.args_recv_info = {0: ()}  # torch 2.13 looks whether stages skip one
+        self._received: list[Tensors] = []
+        self._gradients: list[Tensors] = []
 
     def lay_out(self, inputs: Sequence[Shapes], outputs: Sequence[Shapes]) -> None:
         """State what enters and leaves, for each micro-batch of the step to come."""
-        self._inputs = [self._metas(shapes) for shapes in inputs]
-        self._outputs = [self._metas(shapes) for shapes in outputs]
-        self._user_meta.inputs, self._user_meta.outputs = self._inputs[0], self._outputs[0]
-        self._stage_meta.inputs, self._stage_meta.outputs = self._inputs[0], self._outputs[0]
-        self.grad_send_info = None
-        self._setup_forward_recv_info(len(inputs), True)
-        self._setup_forward_send_info()
-        self._setup_backward_recv_info(len(inputs))
+        self.chunks = len(inputs)
+        self._received = [self._empty(shapes) for shapes in inputs]
+        self._gradients = [() if self.is_last else self._empty(shapes) for shapes in outputs]
+        if hasattr(self, "_stage_meta"):  # torch 2.13 counts the arguments in front of the keywords with it
+            self._stage_meta.inputs = self._received[0]
 
-    def _metas(self, shapes: Shapes) -> Any:
-        tensors = [torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True) for shape in shapes]
-        return extract_tensor_metas(tuple(tensors))
+    def _empty(self, shapes: Shapes) -> Tensors:
+        return tuple(torch.empty(shape, dtype=self._dtype, device=self.device) for shape in shapes)
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        for chunk in range(num_microbatches):
-            self.args_recv_info[chunk] = tuple(
-                _RecvInfo(
-                    f"recv_for_{self.stage_index}_{place}",
-                    self.stage_index - 1,
-                    _make_tensor_from_meta(meta, self.device),
-                    meta,
-                )
-                for place, meta in enumerate(self._inputs[chunk])
-            )
+    # --- what torch would infer and compare, and is stated here ---
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        self.chunks = num_microbatches
-        for chunk in range(num_microbatches):
-            metas = () if self.is_last else _derive_grad_metas(self._outputs[chunk])
-            self.grad_recv_info[chunk] = tuple(
-                _RecvInfo(
-                    f"recv_grad_for_{self.stage_index}_{place}",
-                    self.stage_index + 1,
-                    _make_tensor_from_meta(meta, self.device) if meta is not None else None,
-                    meta,
-                )
-                for place, meta in enumerate(metas)
-            )
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was inferred; torch would drop the gradients of earlier micro-batches."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """First messages between neighbours, in torch 2.11; gloo has no way from a rank to itself."""
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """One shape for all, in torch 2.11."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """One shape for all, in torch 2.11."""
+
+    # --- tensors that pass between two stages ---
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What comes from the stage before."""
+        return [] if self.is_first else self._operations(dist.irecv, self._received[fwd_chunk_id], -1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What goes to the stage behind."""
+        outputs, _ = self.fwd_cache[fwd_chunk_id]
+        return [] if self.is_last else self._operations(dist.isend, [each.detach() for each in outputs], 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Gradients of what went to the stage behind."""
+        return self._operations(dist.irecv, self._gradients[bwd_chunk_id], 1) if self.has_backward else []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Zeros that stand for gradients nobody made have the shape of this micro-batch."""
-        if self.has_backward and not self.is_first:
-            self._stage_meta.input_grads = _derive_grad_metas(self._inputs[bwd_chunk_id])
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        """Gradients of what came from the stage before."""
+        if not self.has_backward or self.is_first:
+            return []
+        return self._operations(dist.isend, self.get_local_bwd_output(bwd_chunk_id), -1)
+
+    def _operations(self, kind: Callable[..., Any], tensors: Sequence[Tensor], step: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank.get(self.stage_index + step)
+        return [dist.P2POp(kind, each, group=self.group, group_peer=peer) for each in tensors]
+
+    def get_local_bwd_output(self, mb_index: int) -> Tensors:
+        """Gradients of what came from the stage before; zeros for what nobody used."""
+        gradients = self.bwd_cache.pop(mb_index)
+        received = self._received[mb_index]
+        return tuple(
+            torch.zeros_like(each) if gradient is None else gradient.contiguous()
+            for each, gradient in zip(received, gradients[: len(received)], strict=True)
+        )
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """What comes from a stage of the same rank."""
+        outputs = prev_stage_outputs if isinstance(prev_stage_outputs, tuple) else (prev_stage_outputs,)
+        self._received[mb_index] = tuple(each.detach() for each in outputs)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Gradients that come from a stage of the same rank (`get_local_bwd_output`)."""
+        self._gradients[mb_index] = cast(Tensors, next_stage_bwd_outputs)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Tensors:
+        return tuple(each.requires_grad_(self.has_backward) for each in self._received[fwd_chunk_id])
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Tensors:
+        return self._gradients[bwd_chunk_id]
 
 
 def build_schedule(name: str, stages: Sequence[OwnShapes], micro_batches: int) -> Any:

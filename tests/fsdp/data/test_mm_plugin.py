@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, VideoClip
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin, build_mm_plugin, register_mm_plugin
-from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures, TokenMarks
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_plugin import QwenVLPlugin
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
@@ -406,3 +407,23 @@ def test_plugins_come_from_outside_by_the_processors_name(processor: Any) -> Non
             self.pixels = preprocess.image_max_pixels
 
     assert plugin_of(SomeProcessor(), image_max_pixels=7).pixels == 7
+
+
+@pytest.mark.edge("F2")
+@pytest.mark.parametrize("told_by", ["attribute", "defaults"])
+def test_types_of_tokens_are_made_wherever_the_library_says_that_they_are_wanted(
+    told_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 says it among the defaults of a processor's arguments, 5.23 on the processor; a family need not
+    list the name among its inputs."""
+    processor = build_processor("qwen3_vl")
+    kind, is_attribute = type(processor), told_by == "attribute"
+    defaults = {"text_kwargs": {"return_mm_token_type_ids": not is_attribute}}
+    monkeypatch.setattr(kind, "return_mm_token_type_ids", True if is_attribute else None, raising=False)
+    monkeypatch.setattr(kind, "valid_processor_kwargs", SimpleNamespace(_defaults=defaults))
+    text, image, video = 5, processor.image_token_id, processor.video_token_id
+    for is_listed in (True, False):
+        marks = TokenMarks(processor)(np.array([text, image, image, video]))
+        assert {name: values.tolist() for name, values in marks.items()} == {"mm_token_type_ids": [0, 1, 1, 2]}
+        if is_listed:
+            monkeypatch.delattr(kind, "model_input_names")

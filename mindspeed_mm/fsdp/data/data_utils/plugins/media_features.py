@@ -108,11 +108,8 @@ class TokenMarks:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        is_asked = getattr(processor, "return_mm_token_type_ids", False)
-        names = getattr(processor, "model_input_names", ()) if is_asked else ()
-        self._name = next((name for name in ("mm_token_type_ids", "token_type_ids") if name in names), None)
-        owner = next((kind for kind in type(processor).__mro__ if "create_mm_token_type_ids" in vars(kind)), object)
-        self._is_by_id = owner.__name__ == "ProcessorMixin"
+        self._name = _name_of_marks(processor) if _asks_for_marks(processor) else None
+        self._is_by_id = _owner_of(processor, "create_mm_token_type_ids") == "ProcessorMixin"
         """The general one marks a token by its id alone; a family's own may look further, as GLM's does."""
         self._of_ids = np.zeros(0, dtype=np.int32)
 
@@ -129,3 +126,24 @@ class TokenMarks:
 
     def _ask(self, input_ids: np.ndarray) -> np.ndarray:
         return np.asarray(self._processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int32)
+
+
+def _asks_for_marks(processor: Any) -> bool:
+    """transformers says it on the processor; before 5.23, among the defaults of the processor's arguments."""
+    told = getattr(processor, "return_mm_token_type_ids", None)
+    if told is not None:
+        return bool(told)
+    defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
+    return bool(defaults.get("text_kwargs", {}).get("return_mm_token_type_ids"))
+
+
+def _name_of_marks(processor: Any) -> str:
+    """`token_type_ids` where the family itself lists it; many tokenizers do, and mean segments of text."""
+    names = processor.model_input_names
+    is_listed = _owner_of(processor, "model_input_names") != "ProcessorMixin" and "token_type_ids" in names
+    return "token_type_ids" if is_listed and "mm_token_type_ids" not in names else "mm_token_type_ids"
+
+
+def _owner_of(processor: Any, attribute: str) -> str:
+    """Name of the class that a processor has an attribute from."""
+    return next((kind.__name__ for kind in type(processor).__mro__ if attribute in vars(kind)), "")

@@ -160,9 +160,16 @@ class ProcessorPlugin:
             )
         except (ValueError, RuntimeError) as error:
             raise DataError(f"the processor refuses {what}: {error}", way_out="Drop the row.") from error
-        replacement = made["text_replacement_offsets"][0][0]["replacement"]
+        replacement = self._written(made)
         tensors = {name: value for name, value in made.items() if name not in _TEXT_KEYS | _COUNTS}
         return self._features(kind, replacement, tensors)
+
+    def _written(self, made: Any) -> str:
+        """What a processor wrote in the place of the only placeholder."""
+        if "text_replacement_offsets" in made:
+            return made["text_replacement_offsets"][0][0]["replacement"]
+        # Qwen's processors that hear do not tell it before transformers 5.23; the text is nothing else.
+        return self._tokenizer.decode(made["input_ids"][0])
 
     def _features(self, kind: MediaKind, replacement: str, tensors: dict[str, Any]) -> MediaFeatures:
         ids = np.asarray(self._tokenizer(replacement, add_special_tokens=False)["input_ids"], dtype=np.int64)
