@@ -278,8 +278,8 @@ class DataloaderParam(Section):
     shuffle: Annotated[Flag, null_means(True)] = True
     """A new order every epoch, a function of seed and epoch alone."""
     drop_last: Annotated[Flag, null_means(True)] = True
-    """Leave out the last short batch of an epoch (generators: micro-batches that do not make up a step, others each
-    time)."""
+    """Leave out the last short batch of an epoch. Where micro-batches are filled by size, what is left out goes first
+    in the next epoch. Generators: micro-batches that do not make up a step, others each time."""
     pin_memory: Flag | None = None
     """Pin host memory for faster copies; null: where there is an accelerator."""
     max_tokens_per_batch: Positive | None = None

@@ -16,12 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader
+from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
 from mindspeed_mm.fsdp.data.dataloader import measuring
 from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
 from mindspeed_mm.fsdp.data.dataloader.order import steps_from
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, imbalance, nearest_in_cost
+from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 from tests.fsdp.data.buffered_data import Texts, loader, mixed_lengths, names_in, steps_of_all
@@ -87,9 +88,9 @@ class TestShape:
 
     def test_a_choice_holds_the_first_and_is_the_narrowest(self) -> None:
         costs = [5.0, 9.0, 1.0, 5.5, 5.2, 8.9, 1.1, 4.0]
-        assert nearest_in_cost(costs, 0, 3) == [3, 4, 0]
-        assert nearest_in_cost(costs, 2, 2) == [6, 2]
-        assert nearest_in_cost(costs, 7, 2) == [0, 7]
+        assert nearest_in_cost(costs, [0], 3) == [3, 4, 0]
+        assert nearest_in_cost(costs, [2], 2) == [6, 2]
+        assert nearest_in_cost(costs, [7], 2) == [0, 7]
 
     def test_imbalance_by_hand(self) -> None:
         assert imbalance([4.0, 2.0, 3.0, 3.0], ranks=2) == (4 + 3) / (3 + 3)
@@ -194,6 +195,60 @@ class TestBadSamples:
             next(iter(loader(Texts([9] * 10, bad=range(10), **{**self.KEYS, "max_bad_fraction": 1.0}))))
         with pytest.raises(DataError, match="has 3 samples, which do not fill 4 micro-batches"):
             next(iter(loader(Texts([9] * 3, **PACKED), accumulation=4, drop_last=True)))
+
+
+class TestLeftOver:
+    """What an epoch leaves out goes first in the next one."""
+
+    KINDS = {
+        "packed": {"packing": True},
+        "budget": {"sampler_type": "TokenBudgetSampler", "max_tokens_per_batch": 128},
+        "grouped": {"sampler_type": "LengthGroupedSampler"},
+    }
+
+    def data(self, kind: str, rows: int = 37, **changes: Any) -> MMDataLoader:
+        lengths = [*mixed_lengths(rows - 2, seed=3), 64, 63]
+        keys = {**self.KINDS[kind], **changes}
+        dataset = Texts(lengths, cutoff_len=64, packing=keys.pop("packing", False))
+        return loader(dataset, **{"micro": 2, "drop_last": True, **keys})
+
+    @pytest.mark.edge("N8")
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_no_row_is_left_out_of_two_epochs_in_a_row_nor_taken_twice_in_one(self, kind: str) -> None:
+        order, position, epochs = self.data(kind, accumulation=4).order, DataPosition(0, 0), 40
+        met: list[list[int]] = [[] for _ in range(epochs + 1)]
+        taken: list[Pick] = []
+        while position.epoch < epochs:
+            planned = order.step(position)
+            position = planned.after
+            picks = [pick for batch in planned.step for pick in batch.picks]
+            taken += picks
+            met[position.epoch] += [pick.row for pick in picks]
+        assert len(set(taken)) == len(taken)
+        for first, second, third in zip(met, met[1:], met[2:-1], strict=False):
+            assert set(first + second + third) == set(range(37))
+        left_out = [37 - len(set(rows)) for rows in met[:-1]]
+        assert max(left_out) > 0, "or this shows nothing"
+
+    @pytest.mark.edge("N8")
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_it_goes_on_from_any_step_under_any_number_of_ranks(self, kind: str) -> None:
+        whole, position = [], DataPosition(0, 0)
+        positions, order = [position], self.data(kind, 700, accumulation=4).order
+        for _ in range(110):
+            planned = order.step(position)
+            position = DataPosition.from_dict(json.loads(json.dumps(planned.after.to_dict())))
+            whole.append(planned.step)
+            positions.append(position)
+        begun = [number for number, each in enumerate(positions) if each.carried]
+        assert begun, "or this shows nothing"
+        for ranks in (1, 2, 4):
+            for number in (0, 7, begun[0], begun[-1]):
+                order, at = self.data(kind, 700, ranks=ranks, accumulation=4 // ranks).order, positions[number]
+                for step in whole[number : number + 8]:
+                    planned = order.step(at)
+                    assert planned.step == step
+                    at = planned.after
 
 
 class TestStepsOfAnEpoch:

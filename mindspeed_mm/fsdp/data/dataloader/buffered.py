@@ -46,8 +46,8 @@ class BufferedOrder:
         sizes: Of every sample.
         shape: What a micro-batch may hold.
         deal: Micro-batches of a step.
-        drop_last: Leave out what remains of an epoch when it no longer fills a step. Otherwise the sequence runs on
-            over the end of an epoch.
+        drop_last: Leave out what remains of an epoch when it no longer fills a step. It goes first in the next epoch:
+            the same odd rows would be left out again and again. Otherwise the sequence runs on over the end.
 
     Raises:
         DataError: There are no samples.
@@ -136,6 +136,7 @@ class BufferedOrder:
         buffer, enough = _Buffer(self.shape, position), self.shape.lookahead(self._count)
         known = [pick for pick in position.pending if sampler.size is None or pick.row < sampler.size]
         buffer.add(known, self._usable(known))
+        buffer.carried, buffer.overdue = list(position.carried), min(position.overdue, len(buffer.picks))
         began = buffer.index
         while buffer.load < enough:
             drawn = sampler.draw(buffer.epoch, buffer.index, self._window)
@@ -147,7 +148,7 @@ class BufferedOrder:
             if began == 0 and (at_end == "drop" or not buffer.picks):
                 raise self._too_little(buffer)
             if at_end == "drop":
-                buffer.clear()
+                buffer.carried, buffer.overdue = [pick.row for pick in buffer.picks], len(buffer.picks)
             buffer.epoch, buffer.index, began = buffer.epoch + 1, 0, 0
         return buffer
 
@@ -161,12 +162,15 @@ class BufferedOrder:
     def _planned(self, buffer: _Buffer) -> Planned:
         made = self.shape.micro_batches(buffer.sizes)
         costs = [self.shape.cost([buffer.sizes[i] for i in each]) for each in made]
-        oldest = next(number for number, each in enumerate(made) if each[0] == 0)
-        chosen = nearest_in_cost(costs, oldest, self._count)
+        due = max(1, buffer.overdue)  # the oldest leaves the buffer with every step
+        wanted = sorted((n for n, each in enumerate(made) if each[0] < due), key=lambda n: made[n][0])
+        chosen = nearest_in_cost(costs, wanted[: self._count], self._count)
         step = [MicroBatch(tuple(buffer.picks[i] for i in made[n]), cost=costs[n]) for n in chosen]
         taken = {i for n in chosen for i in made[n]}
         waiting = tuple(pick for i, pick in enumerate(buffer.picks) if i not in taken)
-        return Planned(step, DataPosition(buffer.epoch, buffer.index, waiting), tuple(buffer.left_out))
+        overdue = sum(i not in taken for i in range(buffer.overdue))
+        after = DataPosition(buffer.epoch, buffer.index, waiting, tuple(buffer.carried), overdue)
+        return Planned(step, after, tuple(buffer.left_out))
 
     def _last(self, buffer: _Buffer) -> Iterator[Planned]:
         """The rest of a pass, in steps of which every rank has a part."""
@@ -207,11 +211,11 @@ class _Buffer:
     def __init__(self, shape: BatchShape, position: DataPosition) -> None:
         self.epoch, self.index = position.epoch, position.index
         self.left_out: list[tuple[Pick, DataError]] = []
+        self.carried: list[int] = []
+        """Rows to be passed over once: what the epoch before left over is here already."""
+        self.overdue = 0
+        """How many of them, the oldest, an epoch before left over."""
         self._shape = shape
-        self.clear()
-
-    def clear(self) -> None:
-        """Leave out what waits."""
         self.picks: list[Pick] = []
         self.sizes: list[SampleSize] = []
         self._tokens = self._patches = 0
@@ -224,6 +228,9 @@ class _Buffer:
     def add(self, picks: Sequence[Pick], sizes: Sequence[SampleSize | DataError], enough: float = math.inf) -> int:
         """Take in samples until there is enough; how many were looked at."""
         for looked_at, (pick, size) in enumerate(zip(picks, sizes, strict=True), 1):
+            if pick.row in self.carried:
+                self.carried.remove(pick.row)
+                continue
             if isinstance(size, DataError):
                 self.left_out.append((pick, size))
                 continue

@@ -27,17 +27,25 @@ class DataPosition:
     """Samples of this epoch's order that are drawn, over all ranks."""
     pending: tuple[Pick, ...] = ()
     """Of those drawn, the ones that wait for a step to fit into, the oldest first."""
+    carried: tuple[int, ...] = ()
+    """Rows that the epoch before left over: they go first in this epoch, and their own turn in it is still to be passed
+    over."""
+    overdue: int = 0
+    """How many of those that wait, the oldest, an epoch before left over."""
 
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         waiting = {"pending": [list(pick) for pick in self.pending]} if self.pending else {}
-        return {"epoch": self.epoch, "index": self.index, **waiting}
+        carried = {"carried": list(self.carried)} if self.carried else {}
+        overdue = {"overdue": self.overdue} if self.overdue else {}
+        return {"epoch": self.epoch, "index": self.index, **waiting, **carried, **overdue}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> DataPosition:
         """Back from a checkpoint."""
         pending = tuple(Pick(int(epoch), int(row)) for epoch, row in state.get("pending", ()))
-        return cls(int(state["epoch"]), int(state["index"]), pending)
+        carried = tuple(int(row) for row in state.get("carried", ()))
+        return cls(int(state["epoch"]), int(state["index"]), pending, carried, int(state.get("overdue", 0)))
 
 
 class MicroBatch(NamedTuple):

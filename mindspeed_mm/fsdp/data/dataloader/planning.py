@@ -116,11 +116,16 @@ class BatchShape:
         return is_within and (self.patches is None or patches <= self.patches)
 
 
-def nearest_in_cost(costs: Sequence[float], first: int, count: int) -> list[int]:
-    """So many micro-batches, `first` among them, whose costs lie within the narrowest span; the costliest first."""
+def nearest_in_cost(costs: Sequence[float], wanted: Sequence[int], count: int) -> list[int]:
+    """So many micro-batches, `wanted` (at most so many) among them, whose costs lie within the narrowest span; the
+    costliest first."""
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    at = order.index(first)
-    starts = range(max(0, at - count + 1), min(at, len(order) - count) + 1)
+    places = sorted(order.index(number) for number in wanted)
+    first, last = places[0], places[-1]
+    if last - first >= count:  # whatever lies between them makes the span no wider
+        between = [place for place in range(first, last) if place not in places]
+        return [order[place] for place in sorted(places + between[: count - len(places)])]
+    starts = range(max(0, last - count + 1), min(first, len(order) - count) + 1)
     best = min(starts, key=lambda start: (costs[order[start]] - costs[order[start + count - 1]], start))
     return order[best : best + count]
 
