@@ -25,6 +25,11 @@ Examples:
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Questions at a time.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
 @click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to put beside the weights.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="YAML whose data section says how rows are laid out and shown; default: the run's.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
     model: Path,
@@ -34,6 +39,7 @@ def command(
     batch_size: int,
     max_new_tokens: int,
     lora: Path | None,
+    config: Path | None,
     as_json: bool,
 ) -> None:
     """Score MODEL, a Hugging Face folder or a run, on rows whose answers are known.
@@ -44,7 +50,14 @@ def command(
     from mindspeed_mm.tasks import evaluate  # torch: the help does without
 
     result = evaluate.run(
-        model, data, out=out, batch_size=batch_size, max_new_tokens=max_new_tokens, media_dir=media_dir, lora=lora
+        model,
+        data,
+        out=out,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        media_dir=media_dir,
+        lora=lora,
+        config=config,
     )
     if as_json:
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))

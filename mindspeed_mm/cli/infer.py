@@ -24,7 +24,7 @@ Examples:
   mm infer models/wan --lora runs/lora/export --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
 """
 
-LANGUAGE_ONLY = ("data", "max_new_tokens")
+LANGUAGE_ONLY = ("data", "config", "max_new_tokens")
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
     "num_samples", "nproc",
@@ -57,6 +57,11 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--overwrite", is_flag=True, help="Forget what --out holds already.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer, or how it went, as JSON.")
 @click.option("--data", type=PATH, help="Language: rows to answer, conversations, or prompt and image.")
+@click.option(
+    "--config",
+    type=PATH,
+    help="Language: YAML whose data section says how rows are laid out and shown; default: the run's.",
+)
 @click.option("--max-new-tokens", type=POSITIVE, default=512, show_default=True, help="Language: longest answer.")
 @click.option("--prompts", "prompts_file", type=PATH, help="Generators: a prompt a line, or JSON lines.")
 @click.option("--steps", "num_inference_steps", type=POSITIVE, help="Generators: denoising steps.")
@@ -192,7 +197,14 @@ def answer(model: Path, options: dict[str, Any]) -> None:
 
     longest = options["max_new_tokens"]
     if data is None:
-        answer = infer.answer_prompt(model, prompts[0], options["images"], max_new_tokens=longest, lora=options["lora"])
+        answer = infer.answer_prompt(
+            model,
+            prompts[0],
+            options["images"],
+            max_new_tokens=longest,
+            lora=options["lora"],
+            config=options["config"],
+        )
         click.echo(json.dumps(asdict(answer), ensure_ascii=False) if options["as_json"] else answer.text)
         return
     outcome = infer.run(
@@ -204,6 +216,7 @@ def answer(model: Path, options: dict[str, Any]) -> None:
         media_dir=options["media_dir"],
         overwrite=options["overwrite"],
         lora=options["lora"],
+        config=options["config"],
     )
     if options["as_json"]:
         click.echo(json.dumps(asdict(outcome), default=str))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.answering import answer_all
+from mindspeed_mm.tasks.asking import rows_view
 from mindspeed_mm.tasks.generation import Answer, load_generator
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 from mindspeed_mm.tasks.questions import Question, read_questions
@@ -49,6 +49,7 @@ def run(
     max_new_tokens: int = 512,
     media_dir: Path | None = None,
     lora: Path | None = None,
+    config: Path | None = None,
 ) -> Evaluation:
     """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
 
@@ -60,20 +61,21 @@ def run(
         max_new_tokens: Most tokens of an answer.
         media_dir: Where relative media paths start; by default the folder of `data`.
         lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
+        config: Says how rows are laid out and shown, instead of the run's own.
 
     Raises:
         MMError: The folder is no model, rows are bad, or `out` cannot be written.
     """
-    questions = read_questions(data, needs_answers=True, media_dir=media_dir)
-    media_dir = media_dir or data.parent
     source = with_adapters(resolve_model(model), lora)
+    view = rows_view(source, config)
+    questions = read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
+    media_dir = media_dir or data.parent
     out = out or (source.run or Path.cwd()) / "eval"
     make_writable_folder(out)
     began = time.monotonic()
-    generator = load_generator(source.folder, source.lora)
-    batches = answer_all(
-        generator, questions, MediaLoader(media_dir), max_new_tokens=max_new_tokens, batch_size=batch_size
-    )
+    generator = load_generator(source.folder, source.lora, view)
+    media = generator.encoder.media(media_dir)
+    batches = answer_all(generator, questions, media, max_new_tokens=max_new_tokens, batch_size=batch_size)
     answers = {question.row: answer for batch in batches for question, answer in batch}
     facts = _facts(source, data, media_dir, max_new_tokens, time.monotonic() - began, answers)
     evaluation = evaluate_answers([(question, answers[question.row]) for question in questions], facts)

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout
 from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
+from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.lora import apply_lora
@@ -96,7 +97,7 @@ def open_contents(
         if is_generator:
             yield generator_contents(source.model_folder, outline, tensors, rule, max_shard_bytes, transformer_only)
         else:
-            yield model_contents(source.model_folder, tensors, rule, max_shard_bytes, dtype)
+            yield model_contents(source.model_folder, tensors, rule, max_shard_bytes, dtype, _view_of_run(source))
 
 
 def model_contents(
@@ -105,6 +106,7 @@ def model_contents(
     rule: DtypeRule,
     max_shard_bytes: int,
     dtype: torch.dtype | None,
+    write_view: WriteView | None = None,
 ) -> Contents:
     """A whole model of transformers.
 
@@ -114,10 +116,13 @@ def model_contents(
         rule: The dtype of each.
         max_shard_bytes: Largest size of one file.
         dtype: The dtype of all, for the configuration; None: as it is there.
+        write_view: Adds how training looked at its rows.
     """
 
     def write(draft: Path) -> None:
         copy_assets(model_folder, draft, dtype)
+        if write_view is not None:
+            write_view(draft)
         write_weights(tensors, draft, rule, max_shard_bytes)
 
     return Contents("model", len(tensors), _size_bytes(tensors, rule), 0, write)
@@ -156,14 +161,21 @@ def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dty
     outline = _adapted_outline(source)
     tensors = reader.matched_to(outline)
     size_bytes = _size_bytes(tensors, DtypeRule({}, dtype))
-    base = base_weights_folder(source)
-    return Contents(
-        "adapters",
-        len(tensors),
-        size_bytes,
-        0,
-        lambda draft: write_adapters(outline, tensors, draft, base, dtype=dtype),
-    )
+    base, write_view = base_weights_folder(source), _view_of_run(source, only_template=True)
+
+    def write(draft: Path) -> None:
+        write_adapters(outline, tensors, draft, base, dtype=dtype)
+        if write_view is not None:
+            write_view(draft)
+
+    return Contents("adapters", len(tensors), size_bytes, 0, write)
+
+
+def _view_of_run(source: ExportSource, *, only_template: bool = False) -> WriteView | None:
+    """What adds the run's view of its rows; None where its configuration was not kept, and for generators."""
+    if source.arguments is None or is_diffusion_folder(source.model_folder):
+        return None
+    return view_writer(source.arguments.data.dataset_param, source.model_folder, only_template=only_template)
 
 
 def _size_bytes(tensors: Mapping[str, LazyTensor], rule: DtypeRule) -> int:

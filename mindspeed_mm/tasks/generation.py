@@ -5,26 +5,26 @@ Questions of similar length share a batch; rows are padded on the left, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
-from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.models.model_folder import check_all_loaded
 from mindspeed_mm.fsdp.utils.device import current_device
-from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.tasks.asking import QuestionEncoder, RowsView
 from mindspeed_mm.tasks.peft_loading import load_peft
-from mindspeed_mm.tasks.questions import Question, load_images
+from mindspeed_mm.tasks.questions import Question
 
 SORTED_BATCHES = 8
-"""Questions are sorted by size in windows of so many batches: the pictures of one window are in memory at a time."""
+"""Questions are sorted by length in windows of so many batches: the media of one window are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,42 @@ class Generator:
 
     Args:
         model: A transformers model that generates.
-        processor: Its processor, or the tokenizer of a text model; its padding side becomes left.
+        encoder: Shows it questions as training did.
     """
 
-    def __init__(self, model: Any, processor: Any) -> None:
+    def __init__(self, model: Any, encoder: QuestionEncoder) -> None:
         self.model = model.eval()
-        self.processor = processor
-        self.tokenizer = tokenizer_of(processor)
-        self.tokenizer.padding_side = "left"
+        self.encoder, self.tokenizer = encoder, encoder.tokenizer
         self._end_ids = _end_ids(model, self.tokenizer)
 
     def answer(
         self, questions: Sequence[Question], media: MediaLoader, *, max_new_tokens: int, batch_size: int
     ) -> Iterator[list[tuple[Question, Answer]]]:
-        """Answers, batch by batch; within a window of eight batches the questions come sorted by size.
+        """Answers, batch by batch; within a window of eight batches the questions come sorted by length.
+
+        Args:
+            questions: To answer.
+            media: Of `QuestionEncoder.media`.
+            max_new_tokens: Longest answer.
+            batch_size: Questions answered at a time.
 
         Raises:
-            DataError: A picture cannot be read, or the model takes none.
+            DataError: A medium cannot be read, or the model takes none of its kind.
         """
         window = batch_size * SORTED_BATCHES
         for start in range(0, len(questions), window):
-            loaded = [(question, load_images(question, media)) for question in questions[start : start + window]]
-            loaded.sort(key=_size)
-            for first in range(0, len(loaded), batch_size):
-                batch = loaded[first : first + batch_size]
-                answers = self.answer_batch(batch, max_new_tokens)
+            encoded = [
+                (question, self.encoder.encode(question.sample, media)) for question in questions[start:][:window]
+            ]
+            encoded.sort(key=lambda pair: len(pair[1].input_ids))
+            for first in range(0, len(encoded), batch_size):
+                batch = encoded[first : first + batch_size]
+                answers = self.answer_batch([each for _, each in batch], max_new_tokens)
                 yield list(zip((question for question, _ in batch), answers, strict=True))
 
-    def answer_batch(self, batch: Sequence[tuple[Question, list[Image.Image]]], max_new_tokens: int) -> list[Answer]:
-        """The answers to questions with their decoded pictures, in order."""
-        inputs = self._encode(batch).to(self.model.device)
+    def answer_batch(self, questions: Sequence[EncodedQuestion], max_new_tokens: int) -> list[Answer]:
+        """The answers to encoded questions, in order."""
+        inputs = move_to(self.encoder.collate(questions), self.model.device)
         with torch.inference_mode():
             output_BL = self.model.generate(
                 **inputs,
@@ -86,20 +92,6 @@ class Generator:
         prompt_tokens = inputs["input_ids"].shape[1]
         return [self._read_answer(row) for row in output_BL[:, prompt_tokens:].tolist()]
 
-    def _encode(self, batch: Sequence[tuple[Question, list[Image.Image]]]) -> Any:
-        """Prompts of a batch, padded on the left, with the pictures in the processor's layout."""
-        if self.processor is self.tokenizer:
-            for question, images in batch:
-                if images:
-                    raise DataError("the model takes no pictures", where=question.place, key="images")
-        conversations = [_with_images(question, images) for question, images in batch]
-        options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
-        if self.processor is not self.tokenizer:
-            options = {"processor_kwargs": options}
-        return self.processor.apply_chat_template(
-            conversations, add_generation_prompt=True, tokenize=True, return_dict=True, **options
-        )
-
     def _read_answer(self, token_ids: list[int]) -> Answer:
         end = next((i for i, token in enumerate(token_ids) if token in self._end_ids), None)
         kept = token_ids if end is None else token_ids[: end + 1]
@@ -107,22 +99,28 @@ class Generator:
         return Answer(tuple(kept), text.strip(), finished=end is not None)
 
 
-def load_generator(folder: Path, lora: Path | None = None) -> Generator:
+def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What a model takes, on its device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def load_generator(folder: Path, lora: Path | None = None, view: RowsView | None = None) -> Generator:
     """The model of a Hugging Face folder on this process's device, in the type that its weights are stored in.
 
     Args:
         folder: With weights, configuration and processor.
         lora: Adapters to put beside the weights, as PEFT has them.
+        view: How rows were shown to the model; None: as the folder says.
 
     Raises:
         ModelFolderError: Weights, configuration or processor are missing or broken, or the adapters of another model.
     """
-    processor = load_processor(folder)  # first: it makes torchvision importable
+    encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
     find_entries(folder)  # says what is wrong with weight files in words
     model = _load_model(folder)
     if lora is not None:
         model = load_peft(model, lora)
-    return Generator(model.to(current_device()), processor)
+    return Generator(model.to(current_device()), encoder)
 
 
 def _load_model(folder: Path) -> Any:
@@ -151,22 +149,3 @@ def _end_ids(model: Any, tokenizer: Any) -> list[int]:
     if configured is None:
         return []
     return list(configured) if isinstance(configured, list | tuple) else [configured]
-
-
-def _size(loaded: tuple[Question, list[Image.Image]]) -> tuple[int, int]:
-    """What the length of a prompt grows with: pixels first, then characters."""
-    question, images = loaded
-    pixels = sum(image.width * image.height for image in images)
-    return pixels, sum(len(str(message["content"])) for message in question.messages)
-
-
-def _with_images(question: Question, images: list[Image.Image]) -> list[dict[str, Any]]:
-    """The conversation with each image part holding its picture."""
-    remaining = iter(images)
-    conversation = []
-    for message in question.messages:
-        content = message["content"]
-        if not isinstance(content, str):
-            content = [{**part, "image": next(remaining)} if part["type"] == "image" else part for part in content]
-        conversation.append({"role": message["role"], "content": content})
-    return conversation

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.answering import AnswerFile, answer_all
+from mindspeed_mm.tasks.asking import rows_view
 from mindspeed_mm.tasks.generation import Answer, load_generator
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
-from mindspeed_mm.tasks.questions import ask, load_images, read_questions
+from mindspeed_mm.tasks.questions import ask, read_questions
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ def answer_prompt(
     *,
     max_new_tokens: int = 512,
     lora: Path | None = None,
+    config: Path | None = None,
 ) -> Answer:
-    """The answer to one prompt about some pictures; `lora`: with these adapters.
+    """The answer to one prompt about some pictures; `lora`: with these adapters; `config`: shown as this says.
 
     Raises:
         MMError: The folder is no model, or a picture cannot be read.
     """
-    media = MediaLoader(Path.cwd(), media_roots=[image.absolute().parent for image in images])
-    question = ask(prompt, images)
-    pictures = load_images(question, media)
     source = with_adapters(resolve_model(model), lora)
-    generator = load_generator(source.folder, source.lora)
-    return generator.answer_batch([(question, pictures)], max_new_tokens)[0]
+    generator = load_generator(source.folder, source.lora, rows_view(source, config))
+    media = generator.encoder.media(Path.cwd(), [image.absolute().parent for image in images])
+    question = generator.encoder.encode(ask(prompt, images).sample, media)
+    return generator.answer_batch([question], max_new_tokens)[0]
 
 
 def run(
@@ -56,6 +56,7 @@ def run(
     media_dir: Path | None = None,
     overwrite: bool = False,
     lora: Path | None = None,
+    config: Path | None = None,
 ) -> InferOutcome:
     """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
 
@@ -68,21 +69,24 @@ def run(
         media_dir: Where relative media paths start; by default the folder of `data`.
         overwrite: Forget the answers that `out` holds.
         lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
+        config: Says how rows are laid out and shown, instead of the run's own.
 
     Raises:
         MMError: The folder is no model, rows are bad, or `out` holds answers of another model or input.
     """
     if out.absolute() == data.absolute():
         raise UsageError("--out names the file of questions itself", where=str(out), way_out="Choose another file.")
-    questions = read_questions(data, needs_answers=False, media_dir=media_dir)
     source = with_adapters(resolve_model(model), lora)
+    view = rows_view(source, config)
+    questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
     if overwrite:
         out.unlink(missing_ok=True)
-    answers = AnswerFile(out, f"{source.fingerprint()}-{max_new_tokens}")
+    answers = AnswerFile(out, f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}")
     missing = answers.missing(questions)
     kept = len(questions) - len(missing)
     if missing:
-        generator, media = load_generator(source.folder, source.lora), MediaLoader(media_dir or data.parent)
+        generator = load_generator(source.folder, source.lora, view)
+        media = generator.encoder.media(media_dir or data.parent)
         for batch in answer_all(generator, missing, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
             answers.append(batch)
     answers.sort()

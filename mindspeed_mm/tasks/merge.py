@@ -13,6 +13,7 @@ from mindspeed_mm.core.folder_writing import atomic_folder, check_target
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
 from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
+from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.lora_files import AdapterFile, StoredAdapter
@@ -90,7 +91,8 @@ def run(
         if is_diffusion_folder(base):
             contents = generator_contents(base, outline, made, rule, max_shard_bytes)
         else:
-            contents = model_contents(base, made, rule, max_shard_bytes, torch_type)
+            write_view = view_writer(view_of_adapters(adapters[-1]), base)
+            contents = model_contents(base, made, rule, max_shard_bytes, torch_type, write_view)
         with atomic_folder(out, overwrite=overwrite, sources=(base, *adapters)) as draft:
             if (free := free_bytes(draft)) < (needed := contents.size_bytes + contents.other_bytes):
                 raise MachineError(f"{needed:,} bytes are needed, {free:,} are free", where=str(out))

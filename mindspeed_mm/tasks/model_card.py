@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.data.data_utils.training_view import read_view
 from mindspeed_mm.tasks.card_usage import Usage, usage_of
 from mindspeed_mm.tasks.export_contents import ContentKind
 
@@ -57,6 +58,7 @@ def write_model_card(
         f"# {title}",
         _origin(config, step, model_folder),
         "\n".join(["```python", *use.code, "```"]),
+        _view(folder),
         _data(config, record),
         _settings(config, record, step, is_generator=use.library == "diffusers"),
         _numbers(run, step),
@@ -140,6 +142,30 @@ def _is_newest(run: RunFolder, step: int | None) -> bool:
     """Whether scores in the run folder, which are its newest checkpoint's, are those of `step`."""
     steps = [record["step"] for record in read_jsonl(run.metrics) if isinstance(record.get("step"), int)]
     return step is not None and step >= max(steps, default=0)
+
+
+_VIEW_WORDS = {
+    "image_max_pixels": "shrink larger pictures to so many pixels (Pillow, bicubic)",
+    "image_min_pixels": "enlarge smaller pictures to so many pixels (Pillow, bicubic)",
+    "video_max_pixels": "shrink larger frames to so many pixels (Pillow, bicubic)",
+    "video_min_pixels": "enlarge smaller frames to so many pixels (Pillow, bicubic)",
+    "video_fps": "take so many frames a second, spread evenly from first to last, and pass do_sample_frames=False",
+    "video_maxlen": "take at most so many frames",
+    "image_do_pan_and_scan": "pass images_kwargs={'do_pan_and_scan': ...}",
+    "use_audio_in_video": "pass load_audio_from_video",
+    "audio_sampling_rate": "resample sounds to it",
+}
+
+
+def _view(folder: Path) -> str:
+    """What a script of somebody's own has to do before it calls the processor; nothing where that does it all."""
+    view = read_view(folder)
+    given = view.get("preprocess_parameters", {})
+    steps = [f"- {key} {given[key]}: {words}" for key, words in _VIEW_WORDS.items() if key in given]
+    if not steps:
+        return ""
+    head = "Training saw media like this. Where the processor has no setting of its own for it, do it before the call:"
+    return "\n".join(["## Media", "", head, "", *steps])
 
 
 def _flat_config(run: RunFolder | None) -> dict[str, Any]:

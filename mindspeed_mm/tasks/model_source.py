@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, AdapterFile
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks import export
 from mindspeed_mm.tasks.export_source import noted_model
@@ -103,10 +104,16 @@ def with_adapters(source: ModelSource, lora: Path | None) -> ModelSource:
     return replace(source, lora=chosen)
 
 
-def _noted_adapter(run: Path | None) -> Path | None:
+def run_arguments(run: Path | None) -> Arguments | None:
+    """A run's configuration; None where there is no run, or it was not kept."""
     if run is None or not (resolved := RunFolder(run).resolved).exists():
         return None
-    adapter = load_with_plugins(resolved).arguments.inference.adapter
+    return load_with_plugins(resolved).arguments
+
+
+def _noted_adapter(run: Path | None) -> Path | None:
+    arguments = run_arguments(run)
+    adapter = arguments.inference.adapter if arguments is not None else None
     return Path(adapter) if adapter is not None else None
 
 

@@ -1,44 +1,48 @@
-"""Rows → questions for a model: the conversation up to the answer, the pictures, and the answer if the row has one."""
+"""Rows → questions for a model: the conversation up to the answer, its media, and the answer if the row has one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Place, Sample
 
 SHOWN_PROBLEMS = 10
 DEFAULT_TASK = "all"
+_LONGEST_PATH = 1000
+"""Longer texts of media are base64."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is asked.
-
-    `messages` are as chat templates take them; a turn with pictures is a list of typed parts. `images` holds one path
-    (or bytes, or `{"path" | "bytes"}`) for each image part, in order. `expected` is None where the row has no answer.
-    """
+    """What a model is asked. `expected` is None where the row has no answer."""
 
     row: int
     id: str
-    place: str
     task: str
-    messages: tuple[dict[str, Any], ...]
-    images: tuple[Any, ...]
+    sample: Sample
+    """The conversation up to the answer, and its media."""
     expected: str | None
 
     @property
+    def messages(self) -> list[dict[str, Any]]:
+        """As chat templates take them; a turn with media is a list of typed parts."""
+        return self.sample.messages
+
+    @property
+    def images(self) -> list[Any]:
+        """Sources of the pictures, in order."""
+        return [item.source for item in self.sample.media if item.kind == "image"]
+
+    @property
     def text(self) -> str:
-        """What the user said last, without the pictures."""
+        """What the user said last, without the media."""
         return _text_of(self.messages[-1]["content"])
 
     @property
@@ -51,11 +55,13 @@ def ask(prompt: str, images: Sequence[Path] = ()) -> Question:
     """A question of one turn: the pictures, then the prompt."""
     parts = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
     message = {"role": "user", "content": parts if images else prompt}
-    paths = tuple(str(path.absolute()) for path in images)
-    return Question(0, "prompt", "--image", DEFAULT_TASK, (message,), paths, None)
+    media = [MediaItem("image", str(path.absolute())) for path in images]
+    return Question(0, "prompt", DEFAULT_TASK, Sample(Place("--prompt", 1), [message], [0.0], media), None)
 
 
-def read_questions(path: Path, *, needs_answers: bool, media_dir: Path | None = None) -> list[Question]:
+def read_questions(
+    path: Path, *, needs_answers: bool, media_dir: Path | None = None, row_format: RowFormat | None = None
+) -> list[Question]:
     """Every row of a JSONL, JSON, CSV or parquet file.
 
     A row is a conversation in one of the training formats, or `{"prompt", "image" | "images"}`; `id` and `task` are
@@ -66,6 +72,7 @@ def read_questions(path: Path, *, needs_answers: bool, media_dir: Path | None = 
         needs_answers: Whether a row without the model's answer is an error.
         media_dir: Where relative media paths start; by default the file's folder. A picture that is not there is an
             error now, not in the middle of the work.
+        row_format: How rows are laid out; None: in one of the usual spellings.
 
     Raises:
         DataError: Naming the bad rows (the first ten), or the file.
@@ -78,7 +85,7 @@ def read_questions(path: Path, *, needs_answers: bool, media_dir: Path | None = 
     problems: list[Problem] = []
     for index in range(len(reader)):
         try:
-            questions.append(_read_question(reader, index, needs_answers, media_dir))
+            questions.append(_read_question(reader, index, row_format or RowFormat(), needs_answers, media_dir))
         except DataError as error:
             problems += error.problems
     if problems:
@@ -87,49 +94,50 @@ def read_questions(path: Path, *, needs_answers: bool, media_dir: Path | None = 
     return questions
 
 
-def load_images(question: Question, loader: MediaLoader) -> list[Image.Image]:
-    """The question's pictures, decoded.
-
-    Raises:
-        DataError: Naming the row.
-    """
-    try:
-        return [loader.load_image(image) for image in question.images]
-    except DataError as error:
-        raise DataError(error.problems[0].what, where=question.place, way_out=error.problems[0].way_out) from error
-
-
-def _read_question(reader: RowReader, index: int, needs_answers: bool, media_dir: Path) -> Question:
+def _read_question(
+    reader: RowReader, index: int, row_format: RowFormat, needs_answers: bool, media_dir: Path
+) -> Question:
     row, place = reader.read(index), reader.place(index)
-    sample = convert_row(_as_conversation(row, needs_answers), RowFormat(), place)
-    *messages, answer = sample.messages
-    if any(item.kind != "image" for item in sample.media):
-        raise DataError("holds videos or sounds; questions have pictures only", where=str(place), key="messages")
-    images = tuple(item.source for item in sample.media)
-    _check_images_exist(images, media_dir, place)
+    sample, answer = question_of(row, row_format, place, needs_answer=needs_answers)
+    _check_media_exist(sample, media_dir)
     expected = _text_of(answer["content"])
     return Question(
         row=place.row,
         id=str(row.get("id", place)),
-        place=str(place),
         task=str(row.get("task", DEFAULT_TASK)),
-        messages=tuple(messages),
-        images=images,
+        sample=sample,
         expected=expected if expected or needs_answers else None,
     )
 
 
-def _as_conversation(row: Mapping[str, Any], needs_answers: bool) -> Mapping[str, Any]:
+def question_of(
+    row: dict[str, Any], row_format: RowFormat, place: Place, *, needs_answer: bool
+) -> tuple[Sample, dict[str, Any]]:
+    """A row as the conversation up to the model's last turn, and that turn's message.
+
+    Raises:
+        DataError: The row is off, or has no answer although one is needed.
+    """
+    sample = convert_row(_as_conversation(row, row_format, needs_answer), row_format, place)
+    *messages, answer = sample.messages
+    return Sample(place, messages, [0.0] * len(messages), sample.media, sample.tools), answer
+
+
+def _as_conversation(row: dict[str, Any], row_format: RowFormat, needs_answer: bool) -> dict[str, Any]:
     """The row with its turns in a list that ends with the model's; a row that lacks an answer gets an empty one."""
+    if row_format.formatting == "alpaca":
+        response = row_format.response or "output"
+        return row if needs_answer or row.get(response) is not None else {**row, response: ""}
     if isinstance(row.get("prompt"), str):
         row = _prompt_as_conversation(row)
-    column = next((name for name in ("messages", "conversations") if isinstance(row.get(name), list)), None)
-    if needs_answers or column is None or _ends_with_answer(row[column]):
+    names = (row_format.messages, "messages", "conversations")
+    column = next((name for name in names if name and isinstance(row.get(name), list)), None)
+    if needs_answer or column is None or _ends_with_answer(row[column], row_format):
         return row
     return {**row, column: [*row[column], {"role": "assistant", "content": ""}]}
 
 
-def _prompt_as_conversation(row: Mapping[str, Any]) -> dict[str, Any]:
+def _prompt_as_conversation(row: dict[str, Any]) -> dict[str, Any]:
     images = row.get("images", row.get("image")) or []
     images = images if isinstance(images, list) else [images]
     prompt = row["prompt"]
@@ -140,17 +148,26 @@ def _prompt_as_conversation(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "messages": turns, "images": images}
 
 
-def _ends_with_answer(turns: list[Any]) -> bool:
+def _ends_with_answer(turns: list[Any], row_format: RowFormat) -> bool:
     last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
-    return last.get("role", last.get("from")) in ("assistant", "gpt")
+    role = last.get(row_format.role_tag, last.get("role", last.get("from")))
+    return role in (row_format.assistant_tag, "assistant", "gpt")
 
 
-def _check_images_exist(images: Sequence[Any], media_dir: Path, place: Place) -> None:
-    for image in images:
-        name = image.get("path") if isinstance(image, dict) else image
-        if isinstance(name, str) and "://" not in name and not (media_dir / name).exists():
+def _check_media_exist(sample: Sample, media_dir: Path) -> None:
+    for item in sample.media:
+        name = item.source.get("path") if isinstance(item.source, dict) else item.source
+        if (
+            isinstance(name, str)
+            and len(name) < _LONGEST_PATH
+            and "://" not in name
+            and not (media_dir / name).exists()
+        ):
             raise DataError(
-                f"'{name}' not found", where=str(place), key="images", way_out=f"Relative paths start at '{media_dir}'."
+                f"'{name}' not found",
+                where=str(sample.place),
+                key=f"{item.kind}s",
+                way_out=f"Relative paths start at '{media_dir}'.",
             )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.utils.processor import load_processor
-from mindspeed_mm.tasks.questions import load_images, read_questions
+from mindspeed_mm.tasks.questions import read_questions
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 
@@ -103,11 +103,11 @@ def test_only_training_pictures_are_jittered(scans: list[Any], make_digits: Modu
     for question in read_questions(folder / "data" / "test.jsonl", needs_answers=True):
         row = {"images": question.images}
         plain = make_digits.draw([scans[scan] for scan in scans_of(row)], None)
-        assert load_images(question, _media(folder))[0].convert("L").tobytes() == plain.tobytes()
+        assert _media(folder).load_image(question.images[0]).convert("L").tobytes() == plain.tobytes()
     changed = 0
     for question in read_questions(folder / "data" / "train.jsonl", needs_answers=True)[:20]:
         plain = make_digits.draw([scans[scan] for scan in scans_of({"images": question.images})], None)
-        changed += load_images(question, _media(folder))[0].convert("L").tobytes() != plain.tobytes()
+        changed += _media(folder).load_image(question.images[0]).convert("L").tobytes() != plain.tobytes()
     assert changed == 20
 
 
@@ -126,10 +126,9 @@ def test_the_model_folder(folder: Path) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 398_016
     assert len(processor.tokenizer) <= model.config.text_config.vocab_size
     row = next(row for row in rows_of(folder, "train") if len(scans_of(row)) == 3)
-    picture = load_images(
-        next(q for q in read_questions(folder / "data" / "train.jsonl", needs_answers=True) if q.id == row["id"]),
-        _media(folder),
-    )
+    questions = read_questions(folder / "data" / "train.jsonl", needs_answers=True)
+    question = next(question for question in questions if question.id == row["id"])
+    picture = [_media(folder).load_image(question.images[0])]
     encoded = processor(text=["<|image_pad|>"], images=picture, return_tensors="pt")
     assert encoded["input_ids"].tolist() == [[processor.image_token_id] * 3]  # one token a digit
     assert encoded["image_grid_thw"].tolist() == [[1, 2, 6]]

@@ -15,10 +15,10 @@ from PIL import Image
 
 from mindspeed_mm.cli.infer import command
 from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelFolderError, UsageError
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.tasks import infer, model_source
+from mindspeed_mm.fsdp.data.data_utils.data_collator import padded_rows
+from mindspeed_mm.tasks import asking, infer, model_source
 from mindspeed_mm.tasks.generation import Answer, Generator, load_generator
-from mindspeed_mm.tasks.questions import Question, ask, load_images, read_questions
+from mindspeed_mm.tasks.questions import Question, ask, read_questions
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 TOKENS = 6
@@ -66,20 +66,24 @@ def plain_answer(folder: Path, question: Question, media_dir: Path) -> tuple[int
 
 def answers_of(generator: Generator, rows: Path, batch_size: int) -> dict[str, Answer]:
     questions = read_questions(rows, needs_answers=False)
-    batches = generator.answer(questions, MediaLoader(rows.parent), max_new_tokens=TOKENS, batch_size=batch_size)
+    media = generator.encoder.media(rows.parent)
+    batches = generator.answer(questions, media, max_new_tokens=TOKENS, batch_size=batch_size)
     return {question.id: answer for batch in batches for question, answer in batch}
 
 
-def test_batched_answers_are_those_of_plain_transformers(generator: Generator, folder: Path, rows: Path) -> None:
+def test_batched_answers_are_those_of_plain_transformers(
+    generator: Generator, folder: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = {q.id: plain_answer(folder, q, rows.parent) for q in read_questions(rows, needs_answers=False)}
     assert len(set(expected.values())) > 1  # a model that always says the same proves nothing
     for batch_size in (1, 7):
         assert {k: a.token_ids for k, a in answers_of(generator, rows, batch_size).items()} == expected
-    generator.tokenizer.padding_side = "right"  # the planted fault: the same comparison must see it
-    try:
-        assert {k: a.token_ids for k, a in answers_of(generator, rows, 7).items()} != expected
-    finally:
-        generator.tokenizer.padding_side = "left"
+
+    def padded_right(questions: Any, fills: Any) -> Any:
+        return padded_rows(questions, fills, 1)
+
+    monkeypatch.setattr(asking, "left_padded_rows", padded_right)  # the planted fault: the comparison must see it
+    assert {k: a.token_ids for k, a in answers_of(generator, rows, 7).items()} != expected
 
 
 def test_answers_end_at_the_end_token(generator: Generator, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +96,12 @@ def test_answers_end_at_the_end_token(generator: Generator, rows: Path, monkeypa
 
 def test_text_model_answers_and_refuses_pictures(tmp_path: Path, rows: Path) -> None:
     generator = load_generator(make_tiny_qwen3(tmp_path / "text"))
-    assert generator.answer_batch([(ask("zero one"), [])], TOKENS)[0].token_ids
-    question = next(q for q in read_questions(rows, needs_answers=False) if q.images)
-    with pytest.raises(DataError, match="takes no pictures"):
-        generator.answer_batch([(question, load_images(question, MediaLoader(rows.parent)))], TOKENS)
+    media = generator.encoder.media(rows.parent)
+    question = generator.encoder.encode(ask("zero one").sample, media)
+    assert generator.answer_batch([question], TOKENS)[0].token_ids
+    with_picture = next(q for q in read_questions(rows, needs_answers=False) if q.images)
+    with pytest.raises(DataError, match=r"jsonl:2.*takes text only"):
+        generator.encoder.encode(with_picture.sample, media)
 
 
 def run(folder: Path, rows: Path, **options: Any) -> infer.InferOutcome:
@@ -113,13 +119,13 @@ def test_a_file_of_answers_continues_where_it_stopped(
     lines = whole.splitlines(keepends=True)
     out.write_text(lines[4] + lines[0] + lines[2][:30])  # killed in the middle of a line
     asked: list[str] = []
-    original = Generator.answer_batch
+    original = Generator.answer
 
-    def spy(self: Generator, batch: Any, max_new_tokens: int) -> list[Answer]:
-        asked.extend(question.id for question, _ in batch)
-        return original(self, batch, max_new_tokens)
+    def spy(self: Generator, questions: Any, media: Any, **options: Any) -> Any:
+        asked.extend(question.id for question in questions)
+        return original(self, questions, media, **options)
 
-    monkeypatch.setattr(Generator, "answer_batch", spy)
+    monkeypatch.setattr(Generator, "answer", spy)
     outcome = run(folder, rows)
     assert (outcome.answered, outcome.kept) == (5, 2)
     assert sorted(asked) == ["q1", "q2", "q3", "q5", "q6"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ def save_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     ranks: Ranks | None = None,
+    write_view: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a live model, sharded or not. Called by all ranks; each tensor is gathered by itself, rank 0 writes.
 
@@ -53,12 +54,14 @@ def save_hf(
         max_shard_bytes: Largest size of one file, unless a single tensor is larger.
         overwrite: Replace an existing folder.
         ranks: All of them; made here when not given, which is itself a collective.
+        write_view: Adds to the folder how training looked at its rows.
     """
     ranks = ranks or Ranks()
     made = hub_tensors(model, live_tensors(model))
     rule = ranks.first("reading the source", lambda: DtypeRule.of_source(assets_from, dtype))
     with drafted_folder(folder, ranks, overwrite=overwrite) as draft:
         ranks.first("copying", lambda: copy_assets(assets_from, draft, dtype))
+        ranks.first("writing the processor's settings", lambda: write_view(draft) if write_view else None)
         write_weights(made, draft, rule, max_shard_bytes, ranks)
 
 

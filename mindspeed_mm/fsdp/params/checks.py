@@ -121,7 +121,7 @@ def _pixel_limits_are_in_order(arguments: Arguments) -> Iterator[Problem]:
         for media in ("image", "video") if dataset else ():
             least = getattr(dataset.preprocess_parameters, f"{media}_min_pixels")
             most = getattr(dataset.preprocess_parameters, f"{media}_max_pixels")
-            if least > most:
+            if least is not None and most is not None and least > most:
                 key = f"data.{name}.preprocess_parameters.{media}_min_pixels"
                 yield Problem(f"{least} is above {media}_max_pixels, {most}", key=key, way_out="Lower it.")
 

@@ -139,9 +139,10 @@ class BasicParameters(OpenSection):
     """Named chat template; null: the tokenizer's own."""
     chat_template: PathText | None = None
     """Jinja file with a chat template; wins over `template`."""
-    enable_thinking: Flag | None = True
+    enable_thinking: Flag | None = None
     """For models that think: `true` trains on thoughts (an empty think block where a row has none); `false` takes the
-    thoughts out of the rows, the empty block becomes part of the prompt; null leaves both to the chat template."""
+    thoughts out of the rows, the empty block becomes part of the prompt; null leaves both to the chat template. What is
+    given here holds for inference, evaluation and the exported chat template too."""
     cutoff_len: Positive = 1024
     """Most tokens of a sample."""
     train_on_prompt: Flag = False
@@ -208,26 +209,27 @@ class PreprocessParameters(OpenSection):
     """Use the tokenizer written in Rust."""
     split_special_tokens: Flag = False
     """Treat special tokens in the text as plain text."""
-    image_max_pixels: Positive = 589824
-    """Images above are shrunk."""
-    image_min_pixels: Natural = 1024
+    image_max_pixels: Positive | None = None
+    """Images above are shrunk. This and the following keys: null leaves it to the processor of the model's folder; what
+    is given here, inference, evaluation and the exported folder take over."""
+    image_min_pixels: Natural | None = None
     """Images below are enlarged."""
-    video_max_pixels: Positive = 65536
+    video_max_pixels: Positive | None = None
     """Frames above are shrunk."""
-    video_min_pixels: Natural = 256
+    video_min_pixels: Natural | None = None
     """Frames below are enlarged."""
-    video_fps: Annotated[Number, Field(gt=0)] = 2.0
-    """Frames taken a second."""
-    video_maxlen: Positive = 128
-    """Most frames of a video."""
-    image_do_pan_and_scan: Flag = False
+    video_fps: Annotated[Number, Field(gt=0)] | None = None
+    """Frames taken a second; null: as the folder's processor takes them, 2 where it takes all."""
+    video_maxlen: Positive | None = None
+    """Most frames of a video; null: as the folder's processor takes them, 128 where it takes all."""
+    image_do_pan_and_scan: Flag | None = None
     """Gemma3: crop wide images."""
-    crop_to_patches: Flag = False
+    crop_to_patches: Flag | None = None
     """InternVL: cut an image into tiles."""
     use_audio_in_video: Flag = False
     """Feed the sound of videos, interleaved with their frames; a video without sound is a bad sample then."""
-    audio_sampling_rate: Positive = 16000
-    """Samples a second after resampling."""
+    audio_sampling_rate: Positive | None = None
+    """Samples a second after resampling; null: what the folder's processor hears, 16,000 where it does not say."""
     trust_remote_code: Flag = False
     """Let the folder's own Python files define the processor. They are run: read them first."""
     fix_mistral_regex: Flag | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,9 +28,18 @@ class HuggingFaceSaves:
         assets_from: What the run started from: configuration, tokenizer and processor are copied.
         dtype: Of the weights; None: as `assets_from` has them.
         timeout_s: Limit on each exchange between ranks.
+        write_view: Adds to the folder of a whole model how training looked at its rows.
     """
 
-    def __init__(self, save: Path, assets_from: Path, dtype: torch.dtype | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        save: Path,
+        assets_from: Path,
+        dtype: torch.dtype | None,
+        timeout_s: float,
+        write_view: Callable[[Path], None] | None = None,
+    ) -> None:
+        self._write_view = write_view
         self._save, self._assets_from, self._dtype = save, assets_from, dtype
         self._ranks = Ranks(timeout_s)
 
@@ -49,7 +59,15 @@ class HuggingFaceSaves:
         elif hasattr(model, "_mm_adapter"):
             save_transformer(model, folder, dtype=self._dtype, overwrite=True, ranks=self._ranks)
         else:
-            save_hf(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
+            save_hf(
+                model,
+                folder,
+                self._assets_from,
+                dtype=self._dtype,
+                overwrite=True,
+                ranks=self._ranks,
+                write_view=self._write_view,
+            )
 
     @property
     def _folder(self) -> Path:

@@ -36,6 +36,8 @@ def introduce(
     note(f"data   {loader.describe()}, {_batch(config.arguments.training, state, loader.most_tokens)}")
     if hasattr(loader.dataset, "build_collator"):
         note(f"data   {_padding(config.arguments.data.dataloader_param.collate_param)}")
+    for line in loader.dataset.view_notes() if hasattr(loader.dataset, "view_notes") else ():
+        note(f"data   {line}; inference and the exported folder take it over")
     if loader.estimate_note:
         note(f"data   {loader.estimate_note}")
     note(

@@ -27,6 +27,7 @@ from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.data.data_utils.view_files import view_writer
 from mindspeed_mm.fsdp.distributed.fully_shard_parallel import gathered_before
 from mindspeed_mm.fsdp.distributed.launch import (
     gather_hosts,
@@ -419,7 +420,8 @@ class Trainer:
         if training.save_format != "hf" or not training.save or not model_folder:
             return None
         dtype = torch_dtype(training.save_ckpt_dtype)
-        return HuggingFaceSaves(Path(training.save), Path(model_folder), dtype, training.save_timeout_s)
+        write_view = view_writer(self.arguments.data.dataset_param, Path(model_folder))
+        return HuggingFaceSaves(Path(training.save), Path(model_folder), dtype, training.save_timeout_s, write_view)
 
     def _validation_loader(self, dataset: Any) -> Any:
         training, param = self.arguments.training, self.arguments.data.dataloader_param

@@ -50,8 +50,8 @@ def plugin_of(processor: Any, **keys: Any) -> Any:
 def own_call(processor: Any, text: str, **media: Any) -> dict[str, Any]:
     """What the processor makes of a text with its media, the frames of videos sampled already."""
     options: dict[str, Any] = {}
-    if type(processor).__name__ == "InternVLProcessor":
-        options["images_kwargs"] = {"crop_to_patches": media.pop("crop", False)}
+    if "crop" in media:
+        options["images_kwargs"] = {"crop_to_patches": media.pop("crop")}
     if clips := media.pop("clips", None):
         media["videos"] = [one.frames for one in clips]
         options["videos_kwargs"] = {
@@ -152,7 +152,8 @@ def test_videos(family: str, frames: int) -> None:
     plugin = plugin_of(processor)
     watched = clip(frames, seed=3)
     text = f"First {plugin.placeholders['video'].text} seven"
-    given = watched.at_least(plugin._frames_at_once)
+    # Kimi's processor fills up by itself; the others refuse fewer frames than their towers take at once.
+    given = watched if family == "kimi_k25" else watched.at_least(plugin._frames_at_once)
     own = own_call(processor, text, clips=[given])
     check_equal(processor, plugin, text, [plugin.encode_video(watched)], own)
     if frames == 5 and family != "internvl":  # whose frames have no times

@@ -194,6 +194,13 @@ def padded_rows(
     return batch
 
 
+def left_padded_rows(rows: Sequence[Mapping[str, np.ndarray]], fills: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """(B, L) tensors and `attention_mask`, padded on the left: every answer starts at the same place. Arguments as of
+    `padded_rows`."""
+    turned = [{name: values[::-1] for name, values in row.items()} for row in rows]
+    return {name: values.flip(-1) for name, values in padded_rows(turned, fills, 1).items()}
+
+
 @register_collator("whisper")
 class WhisperCollator(GenericCollator):
     """Speech to text by an encoder-decoder: the tokens are the decoder's, right-padded."""

@@ -55,6 +55,14 @@ class Turns(NamedTuple):
         return bool(((self.weights != 0) & (self.weights != 1)).any())
 
 
+class EncodedQuestion(NamedTuple):
+    """A conversation up to the model's next turn. L tokens."""
+
+    input_ids: np.ndarray
+    """(L,) int64."""
+    media: list[MediaFeatures]
+
+
 class Outline(NamedTuple):
     """A sample as it will be encoded, with its media known by their headers alone. L tokens."""
 
@@ -125,6 +133,26 @@ class SampleEncoder:
                 sample.rejected, features if shared else self._features(sample.rejected)
             )
             return {"sample_id": str(sample.place), "chosen": chosen, "rejected": rejected}
+        except DataError as error:
+            raise at_place(error, str(sample.place)) from error
+
+    def encode_question(self, sample: Sample) -> EncodedQuestion:
+        """A conversation that the model is to go on with: as training encodes it, up to its next turn.
+
+        Raises:
+            DataError: Media or template are off; the row is named.
+        """
+        try:
+            features = self._features(sample)
+            messages = self._messages(sample, len(sample.messages))
+            tools = self._tokens.protect(sample.tools)
+            text = self._rendering.render(messages, tools=tools, add_generation_prompt=True)
+            expansions = [self._places.expansion_of(item) for item in features]
+            placed, encoding = self._tokenised(sample, len(sample.messages), text, expansions)
+            ids = np.array(encoding.ids, dtype=np.int64)
+            counts = np.zeros(len(ids), dtype=np.float32)
+            ids, _, _ = _with_media(ids, counts, self._places.token_places(placed, encoding))
+            return EncodedQuestion(ids, features)
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 

@@ -36,6 +36,8 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 
+DEFAULT_SAMPLING_RATE = 16000
+"""Of sounds, where neither the configuration nor the processor says."""
 MAX_FILE_BYTES = 256 * 2**20
 """Of pictures and sounds that are read as a whole."""
 
@@ -47,27 +49,28 @@ class MediaLimits:
     """How much of a medium is taken; the keys of `preprocess_parameters` that are about files, not about a model."""
 
     clip: ClipRule = field(default_factory=ClipRule)
-    video_max_pixels: int = 65536
-    """Of a frame, for models whose processor has no such limit of its own."""
+    video_max_pixels: int | None = None
+    """Of a frame, for models whose processor has no such limit of its own; None: frames stay as large as they are."""
     video_min_pixels: int = 0
-    audio_sampling_rate: int = 16000
+    audio_sampling_rate: int = DEFAULT_SAMPLING_RATE
     allow_remote: bool = False
     """Fetch media from URLs."""
 
     @classmethod
-    def of(cls, preprocess: Any, *, allow_remote: bool = False) -> MediaLimits:
-        """From `preprocess_parameters`. A least size counts where the user wrote it (see `qwen_patches.pixel_limits`).
+    def of(cls, preprocess: Any, processor: Any, *, allow_remote: bool = False) -> MediaLimits:
+        """From `preprocess_parameters`, and from the model's processor what is not given there.
 
         Args:
             preprocess: The section.
+            processor: Processor or tokenizer.
             allow_remote: `basic_parameters.allow_remote_media`.
         """
-        has_least = "video_min_pixels" in preprocess.model_fields_set
+        heard = getattr(getattr(processor, "feature_extractor", None), "sampling_rate", None)
         return cls(
-            clip=ClipRule(preprocess.video_fps, preprocess.video_maxlen),
+            clip=ClipRule.of(preprocess, getattr(processor, "video_processor", None)),
             video_max_pixels=preprocess.video_max_pixels,
-            video_min_pixels=preprocess.video_min_pixels if has_least else 0,
-            audio_sampling_rate=preprocess.audio_sampling_rate,
+            video_min_pixels=preprocess.video_min_pixels or 0,
+            audio_sampling_rate=preprocess.audio_sampling_rate or heard or DEFAULT_SAMPLING_RATE,
             allow_remote=allow_remote,
         )
 
@@ -254,17 +257,18 @@ def _first_frame(items: Any) -> Any:
 class PixelBudget:
     """Frames above or below a number of pixels are scaled to it, as LLaMA-Factory, the origin of the keys, does."""
 
-    most: int
+    most: int | None = None
     least: int = 0
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Height and width of frames as they are kept."""
         del frames
-        for limit, is_beyond in ((self.most, height * width > self.most), (self.least, height * width < self.least)):
-            if is_beyond:
-                factor = math.sqrt(limit / (height * width))
-                return max(1, int(height * factor)), max(1, int(width * factor))
-        return height, width
+        pixels = height * width
+        limit = self.most if self.most is not None and pixels > self.most else max(pixels, self.least)
+        if limit == pixels:
+            return height, width
+        factor = math.sqrt(limit / pixels)
+        return max(1, int(height * factor)), max(1, int(width * factor))
 
     def resize(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
         """(H, W, 3) uint8."""

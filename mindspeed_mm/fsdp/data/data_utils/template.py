@@ -64,7 +64,7 @@ class ChatTemplate:
     def __init__(self, processor: Any, source: str, *, enable_thinking: bool | None = True) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template  # after the processor, which is heavy
 
-        self.source = source
+        self.source, self.enable_thinking = source, enable_thinking
         self._render_jinja = render_jinja_template
         tokenizer = tokenizer_of(processor)
         self._takes_parts = tokenizer is not processor
@@ -176,7 +176,7 @@ def build_template(processor: Any, basic: Any) -> ChatTemplate:
     if basic.chat_template:
         source = _read_template(Path(basic.chat_template))
     else:
-        source = named.source or _own_template(processor) or named.stand_in or whisper_format(processor) or ""
+        source = named.source or own_template(processor) or named.stand_in or whisper_format(processor) or ""
     if not source:
         raise _no_template(processor, basic.template)
     thinking = basic.enable_thinking if named.enable_thinking is None else named.enable_thinking
@@ -191,7 +191,8 @@ def _read_template(path: Path) -> str:
     return source
 
 
-def _own_template(processor: Any) -> str | None:
+def own_template(processor: Any) -> str | None:
+    """The chat template that a processor, or the tokenizer inside it, brings; None: it brings none."""
     source = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
     return source.get("default") if isinstance(source, dict) else source
 

@@ -1,9 +1,9 @@
 """Videos for models that watch them: which frames are looked at, and when each is shown.
 
-`video_fps` frames a second, at most `video_maxlen`, spread evenly from the first to the last: a function of the file's
-header alone, so a clip's size is known before it is decoded. Frame i is what is on the screen at i / (mean rate), by
-the file's timestamps; of a video of varying rate too, therefore, times are right. Stretches between two frames that are
-far apart are jumped over.
+`video_fps` frames a second, at most `video_maxlen`, spread evenly from the first to the last; or those that the model's
+processor picks. Either is a function of the file's header alone, so a clip's size is known before it is decoded. Frame
+i is what is on the screen at i / (mean rate), by the file's timestamps; of a video of varying rate too, therefore,
+times are right. Stretches between two frames that are far apart are jumped over.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from PIL import Image
 
+from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.decoding.audio import AudioClip
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import (
     ShownFrames,
@@ -87,15 +88,68 @@ class VideoClip:
         return replace(self, frames=padded, header=self.header.at_least(frames))
 
 
+class FramePicker:
+    """Picks frames as a video processor of transformers does by its own settings.
+
+    Args:
+        processor: The video processor.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __call__(self, video: VideoHeader) -> tuple[int, ...]:
+        """Numbers of the frames. Raises `DataError` for a video that the processor refuses."""
+        from transformers.video_utils import VideoMetadata  # loaded with the processor
+
+        names = set(self._processor.valid_kwargs.__annotations__) - _NO_SAMPLING
+        settings = {name: getattr(self._processor, name, None) for name in names}
+        duration = video.frames / video.fps
+        metadata = VideoMetadata(video.frames, video.fps, video.width, video.height, duration)
+        try:
+            picked = self._processor.sample_frames(metadata=metadata, **settings)
+        except ValueError as error:
+            raise DataError(f"the processor refuses the video: {error}", way_out="Drop the row.") from error
+        return tuple(int(index) for index in picked)
+
+
+_NO_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+"""Settings of a video processor that its `preprocess` does not hand to `sample_frames`."""
+DEFAULT_FPS, DEFAULT_FRAMES = 2.0, 128
+"""Of videos, where neither the configuration nor the processor says: a processor that does not sample takes all."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClipRule:
     """How many frames of a video are looked at."""
 
-    fps: float = 2.0
-    most_frames: int = 128
+    fps: float = DEFAULT_FPS
+    most_frames: int = DEFAULT_FRAMES
+    pick: FramePicker | None = None
+    """How the model's processor picks frames, where nothing else is configured."""
+
+    @classmethod
+    def of(cls, preprocess: Any, processor: Any) -> ClipRule:
+        """The rule of `preprocess_parameters`; what is not given there is the video processor's.
+
+        Args:
+            preprocess: The section.
+            processor: The video processor; None where the model has none.
+        """
+        samples = bool(getattr(processor, "do_sample_frames", False))
+        fps, most = (getattr(processor, name, None) if samples else None for name in ("fps", "max_frames"))
+        is_given = preprocess.video_fps is not None or preprocess.video_maxlen is not None
+        return cls(
+            preprocess.video_fps or fps or DEFAULT_FPS,
+            preprocess.video_maxlen or most or DEFAULT_FRAMES,
+            FramePicker(processor) if samples and not is_given else None,
+        )
 
     def header(self, video: VideoHeader) -> ClipHeader:
-        """The clip that a video gives. Frame numbers are those that LLaMA-Factory takes, the origin of the keys."""
+        """The clip that a video gives. Where no processor picks, frame numbers are those that LLaMA-Factory takes, the
+        origin of the keys."""
+        if self.pick is not None:
+            return ClipHeader(video.height, video.width, self.pick(video), video.fps, video.frames)
         asked = int(video.frames / video.fps * self.fps + 1e-6)
         count = max(1, min(asked, self.most_frames, video.frames))
         indices = np.linspace(0, video.frames - 1, count).astype(int).tolist()

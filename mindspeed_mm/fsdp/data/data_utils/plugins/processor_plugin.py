@@ -66,8 +66,7 @@ class ProcessorPlugin:
             )
         self._special_ids = np.array(sorted(self._tokenizer.get_added_vocab().values()), dtype=np.int64)
         self._image_options = _image_options(processor, preprocess)
-        has_least = "image_min_pixels" in preprocess.model_fields_set
-        self._budget = PixelBudget(preprocess.image_max_pixels, preprocess.image_min_pixels if has_least else 0)
+        self._budget = PixelBudget(preprocess.image_max_pixels, preprocess.image_min_pixels or 0)
         self.hears_videos = bool(preprocess.use_audio_in_video)
         """Whether the sound of videos is loaded with them."""
         self._check_sound(preprocess)
@@ -82,8 +81,15 @@ class ProcessorPlugin:
         return self._asked("image", image, f"an image of {width} × {height}", images_kwargs=self._image_options)
 
     def encode_video(self, clip: VideoClip) -> MediaFeatures:
-        """A clip, of at least as many frames as the model's towers take at once."""
-        clip = clip.at_least(self._frames_at_once)
+        """A clip; one that the processor refuses with so few frames is filled up to what towers take at once."""
+        try:
+            return self._encode_clip(clip)
+        except DataError:
+            if len(clip.frames) >= self._frames_at_once:
+                raise
+            return self._encode_clip(clip.at_least(self._frames_at_once))
+
+    def _encode_clip(self, clip: VideoClip) -> MediaFeatures:
         what = f"a video of {len(clip.frames)} frames of {clip.frames.shape[2]} × {clip.frames.shape[1]}"
         inputs: dict[str, Any] = {"videos_kwargs": self._video_options(clip.header)}
         if clip.sound is not None:
@@ -190,11 +196,11 @@ class ProcessorPlugin:
 
     def _check_sound(self, preprocess: Any) -> None:
         takes = getattr(self._hears, "sampling_rate", None)
-        if takes is not None and takes != preprocess.audio_sampling_rate:
+        if takes is not None and preprocess.audio_sampling_rate not in (None, takes):
             raise ConfigError(
                 f"the model hears {takes} samples a second",
                 key=f"{_KEY}.audio_sampling_rate",
-                way_out=f"Set it to {takes}.",
+                way_out=f"Leave it out, or set it to {takes}.",
             )
         if self.hears_videos and not {"video", "audio"} <= self.placeholders.keys():
             raise ConfigError(
@@ -238,13 +244,11 @@ def _image_options(processor: Any, preprocess: Any) -> dict[str, bool]:
     known = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {})
     options = {}
     for step, key in steps.items():
-        asked = bool(getattr(preprocess, key))
-        if step in known:
+        asked = getattr(preprocess, key)
+        if step in known and asked is not None:
             options[step] = asked
         elif asked:
-            raise ConfigError(
-                f"{type(images).__name__} has no such step", key=f"{_KEY}.{key}", way_out="Set it to false."
-            )
+            raise ConfigError(f"{type(images).__name__} has no such step", key=f"{_KEY}.{key}", way_out="Leave it out.")
     return options
 
 

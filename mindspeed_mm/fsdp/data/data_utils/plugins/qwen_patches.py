@@ -203,15 +203,11 @@ def _grid(part: Any, target: Resize) -> PatchGrid:
 
 
 def pixel_limits(size: Any, preprocess: Any) -> tuple[int, int]:
-    """Least and most pixels of an image: the processor's own limits, narrowed by the configuration.
-
-    A least size that the user did not write is left to the processor: inference with the exported folder sizes images
-    by the processor alone, and must see what training saw.
-    """
-    shortest, longest = int(size["shortest_edge"]), int(size["longest_edge"])
-    longest = min(longest, preprocess.image_max_pixels)
-    if "image_min_pixels" in preprocess.model_fields_set:
-        shortest = max(shortest, preprocess.image_min_pixels)
+    """Least and most pixels of an image: the processor's own limits, narrowed by those that are configured."""
+    shortest = max(int(size["shortest_edge"]), preprocess.image_min_pixels or 0)
+    longest = int(size["longest_edge"])
+    if preprocess.image_max_pixels is not None:
+        longest = min(longest, preprocess.image_max_pixels)
     if shortest > longest:
         raise ConfigError(
             f"images would need at least {shortest} and at most {longest} pixels",
@@ -224,25 +220,25 @@ def pixel_limits(size: Any, preprocess: Any) -> tuple[int, int]:
 def frame_limits(size: Any, preprocess: Any, frames: int) -> tuple[int, int]:
     """Least and most pixels of a video, by the same rule; the keys are of one frame.
 
-    Where the processor's least is above the configuration's most, the processor's stands: the default of the key is
-    below what some processors take.
+    Where the processor's least is above the configured most, the processor's stands.
 
     Args:
         size: The processor's limits, of so many frames together.
         preprocess: `preprocess_parameters`.
         frames: That the processor's limits are of.
     """
-    least, most = int(size["shortest_edge"]), int(size["longest_edge"])
-    if "video_min_pixels" in preprocess.model_fields_set:
-        least = max(least, preprocess.video_min_pixels * frames)
-        if preprocess.video_min_pixels > preprocess.video_max_pixels:
+    least = max(int(size["shortest_edge"]), (preprocess.video_min_pixels or 0) * frames)
+    most = int(size["longest_edge"])
+    if preprocess.video_max_pixels is not None:
+        most = min(most, preprocess.video_max_pixels * frames)
+        if (preprocess.video_min_pixels or 0) > preprocess.video_max_pixels:
             raise ConfigError(
                 f"frames would need at least {preprocess.video_min_pixels} and at most {preprocess.video_max_pixels} "
                 "pixels",
                 key=f"{_KEY}.video_max_pixels",
                 way_out="Raise video_max_pixels or lower video_min_pixels.",
             )
-    return least, max(least, min(most, preprocess.video_max_pixels * frames))
+    return least, max(least, most)
 
 
 def _interpolation(resample: Any) -> Any:

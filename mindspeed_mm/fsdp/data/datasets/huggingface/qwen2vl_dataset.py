@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, open_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, Place, Sample, SampleSize
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
+from mindspeed_mm.fsdp.data.data_utils.training_view import view_notes, with_view
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register
@@ -52,7 +53,15 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
     ) -> None:
-        self.basic_parameters, self._preprocess = basic_param, preprocess_param
+        dataset_param = with_view(
+            dataset_param.model_copy(
+                update={"basic_parameters": basic_param, "preprocess_parameters": preprocess_param}
+            ),
+            preprocess_param.model_name_or_path,
+        )
+        basic_param = dataset_param.basic_parameters
+        self.basic_parameters, self._preprocess = basic_param, dataset_param.preprocess_parameters
+        self._param = dataset_param
         self._attr = dataset_param.attr
         self.streams = basic_param.streaming
         """Whether rows are found while they are asked for: nobody knows how many, but `has` tells."""
@@ -141,6 +150,10 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
             collate_param = collate_param.model_copy(update={"model_name": "pairwise"})
         return build_collator(self.processor, self.plugin, collate_param, positions=positions)
 
+    def view_notes(self) -> list[str]:
+        """What is given of how media are seen, and what the model's folder says instead, for the log."""
+        return view_notes(self._param, self.processor)
+
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files with size, rows and content, and the settings that shape samples."""
         settings = {
@@ -177,7 +190,7 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)
         self.template = None if self._is_text else build_template(self.processor, basic)
-        limits = MediaLimits.of(preprocess, allow_remote=basic.allow_remote_media)
+        limits = MediaLimits.of(preprocess, self.processor, allow_remote=basic.allow_remote_media)
         beside = self._rows.folders if self._looks_beside else ()
         self.media = MediaLoader(basic.dataset_dir, (*basic.media_roots, *beside), limits)
         self._encoder = SampleEncoder(

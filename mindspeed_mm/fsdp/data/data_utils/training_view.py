@@ -1,0 +1,186 @@
+"""How training looked at its rows, kept in the folder of the trained model: what is written there holds wherever
+nothing else is given, for inference and evaluation as for further training.
+
+An exported folder's own processor and chat template carry what transformers has settings for (`processor_settings`,
+`chat_template_of_view`); the file carries all of it, so that our own commands need no more than the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import frame_limits, pixel_limits
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
+
+VIEW_FILE = "training_view.json"
+_PREPROCESS = (
+    "use_fast_tokenizer",
+    "split_special_tokens",
+    "image_max_pixels",
+    "image_min_pixels",
+    "image_do_pan_and_scan",
+    "crop_to_patches",
+    "video_max_pixels",
+    "video_min_pixels",
+    "video_fps",
+    "video_maxlen",
+    "use_audio_in_video",
+    "audio_sampling_rate",
+)
+_BASIC = ("enable_thinking",)
+_SECTIONS = {"preprocess_parameters": _PREPROCESS, "basic_parameters": _BASIC}
+
+
+class Override(NamedTuple):
+    """A setting of a processor's part that the configuration changes."""
+
+    part: str
+    """Attribute of the processor: `image_processor`, `video_processor`."""
+    name: str
+    value: Any
+    before: Any
+    key: str
+    """Of `preprocess_parameters`."""
+
+
+def with_view(dataset_param: DatasetParam, folder: str | Path | None) -> DatasetParam:
+    """The section with what the folder's file says about keys that nobody gave.
+
+    Raises:
+        ModelFolderError: The file is broken.
+    """
+    found = read_view(Path(folder)) if folder else {}
+    sections = {
+        name: _filled(getattr(dataset_param, name), found.get(name, {}), keys) for name, keys in _SECTIONS.items()
+    }
+    return dataset_param.model_copy(update=sections)
+
+
+def read_view(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a model's folder says of how training looked at its rows: section → key → value; nothing where it does not.
+
+    Raises:
+        ModelFolderError: The file is broken.
+    """
+    path = folder / VIEW_FILE
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sections = {
+            name: {key: content[name][key] for key in keys if key in content[name]} for name, keys in _SECTIONS.items()
+        }
+        PreprocessParameters.model_validate(sections["preprocess_parameters"])
+        BasicParameters.model_validate(sections["basic_parameters"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelFolderError(
+            f"is broken: {error}", where=str(path), way_out="Export the model again, or remove the file."
+        ) from error
+    return sections
+
+
+def view_of(dataset_param: DatasetParam) -> dict[str, dict[str, Any]]:
+    """What is given of what decides how rows look: section → key → value."""
+    return {name: _given(getattr(dataset_param, name), keys) for name, keys in _SECTIONS.items()}
+
+
+def _given(section: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+    defaults = type(section).model_fields
+    return {key: getattr(section, key) for key in keys if getattr(section, key) != defaults[key].default}
+
+
+def _filled(section: Any, found: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    is_open = [key for key in keys if getattr(section, key) is None or key not in section.model_fields_set]
+    return section.model_copy(update={key: found[key] for key in is_open if key in found})
+
+
+# --- what processors have settings for -------------------------------------------------------------------------------
+
+
+def processor_settings(processor: Any, preprocess: Any) -> list[Override]:
+    """Settings of the processor that make it see what `preprocess_parameters` asks for, where it has such settings.
+
+    Args:
+        processor: As the model's folder has it.
+        preprocess: The section.
+    """
+    found = [*_image_settings(getattr(processor, "image_processor", None), preprocess)]
+    found += _video_settings(processor, preprocess)
+    return [setting for setting in found if setting.value != setting.before]
+
+
+def _image_settings(images: Any, preprocess: Any) -> list[Override]:
+    settings = []
+    size_keys = _given_of(preprocess, "image_max_pixels", "image_min_pixels")
+    if size_keys and type(images).__name__.startswith("Qwen2VLImageProcessor"):
+        settings.append(_limits("image_processor", images, pixel_limits(images.size, preprocess), size_keys))
+    if preprocess.crop_to_patches is not None and hasattr(images, "crop_to_patches"):
+        asked = preprocess.crop_to_patches
+        settings.append(_override("image_processor", images, "crop_to_patches", asked, "crop_to_patches"))
+        if not asked:  # processors may ask for tiles whatever their image processor says: let them be one
+            settings += [
+                _override("image_processor", images, name, 1, "crop_to_patches")
+                for name in ("min_patches", "max_patches")
+                if hasattr(images, name)
+            ]
+    if preprocess.image_do_pan_and_scan is not None and hasattr(images, "do_pan_and_scan"):
+        key = "image_do_pan_and_scan"
+        settings.append(_override("image_processor", images, "do_pan_and_scan", preprocess.image_do_pan_and_scan, key))
+    return settings
+
+
+def _video_settings(processor: Any, preprocess: Any) -> list[Override]:
+    """Limits of a frame; those of whole clips have no setting that says the same of every clip."""
+    videos: Any = getattr(processor, "video_processor", None)
+    keys = _given_of(preprocess, "video_max_pixels", "video_min_pixels")
+    is_told = "size" in getattr(processor, "videos_kwargs", {})
+    if not keys or is_told or type(videos).__name__ != "Qwen2VLVideoProcessor":
+        return []
+    return [_limits("video_processor", videos, frame_limits(videos.size, preprocess, 1), keys)]
+
+
+def _given_of(preprocess: Any, *keys: str) -> str:
+    return ", ".join(key for key in keys if getattr(preprocess, key) is not None)
+
+
+def _limits(part: str, owner: Any, limits: tuple[int, int], key: str) -> Override:
+    asked = dict(zip(("shortest_edge", "longest_edge"), limits, strict=True))
+    before = {name: owner.size[name] for name in asked}
+    return Override(part, "size", asked, before, key)
+
+
+def _override(part: str, owner: Any, name: str, value: Any, key: str) -> Override:
+    return Override(part, name, value, getattr(owner, name), key)
+
+
+def view_notes(dataset_param: DatasetParam, processor: Any) -> list[str]:
+    """For the log: what is given, and what the model's folder says instead."""
+    preprocess = dataset_param.preprocess_parameters
+    expressed = {
+        key: setting for setting in processor_settings(processor, preprocess) for key in setting.key.split(", ")
+    }
+    notes = []
+    for key, value in view_of(dataset_param)["preprocess_parameters"].items():
+        setting = expressed.get(key)
+        instead = (
+            f"the folder's {setting.part}.{setting.name} is {setting.before}"
+            if setting
+            else "no setting of the folder's processor"
+        )
+        notes.append(f"{key} {value} ({instead})")
+    return notes
+
+
+def chat_template_of_view(source: str, enable_thinking: bool | None) -> str:
+    """A chat template that thinks or not as training did, unless who renders it says otherwise."""
+    if enable_thinking is None:
+        return source
+    value = str(enable_thinking).lower()
+    names = ("enable_thinking", "thinking")
+    defaults = "".join(
+        f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif -%}}\n" for name in names
+    )
+    return source if source.startswith(defaults) else defaults + source

@@ -1,0 +1,115 @@
+"""Writes into a trained model's folder how training looked at its rows: the processor's settings, the chat template,
+and the file that our own commands read (`training_view`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.fsdp.data.data_utils.template import build_template, own_template
+from mindspeed_mm.fsdp.data.data_utils.training_view import (
+    VIEW_FILE,
+    Override,
+    chat_template_of_view,
+    processor_settings,
+    view_of,
+    with_view,
+)
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.utils.processor import load_processor
+
+TEMPLATE_FILE = "chat_template.jinja"
+_PROCESSOR_FILE = "processor_config.json"
+_PART_FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
+_OLD_NAMES = {"size": ("min_pixels", "max_pixels")}
+"""Settings that older files keep under other names, which would win."""
+BUILT_IN = "huggingface"
+
+WriteView = Callable[[Path], None]
+"""Writes into a draft of a model's folder, which holds the files of the folder that training started from."""
+
+
+def view_writer(dataset_param: DatasetParam, model_folder: Path, *, only_template: bool = False) -> WriteView:
+    """What adds a run's view to the folder of its model.
+
+    Args:
+        dataset_param: The run's; a plugin's data set decides itself how rows look: nothing is written for it.
+        model_folder: What training started from.
+        only_template: The folder is one of adapters, without a processor whose settings could be changed.
+    """
+    if dataset_param.dataset_type != BUILT_IN:
+        return _write_nothing
+    return partial(_write, with_view(dataset_param, model_folder), model_folder, only_template)
+
+
+def view_of_adapters(folder: Path) -> DatasetParam:
+    """The view that a folder of adapters keeps, as a section."""
+    template = folder / TEMPLATE_FILE
+    param = DatasetParam()
+    if template.is_file():
+        basic = param.basic_parameters.model_copy(update={"chat_template": str(template)})
+        param = param.model_copy(update={"basic_parameters": basic})
+    return with_view(param, folder)
+
+
+def _write_nothing(draft: Path) -> None:
+    del draft
+
+
+def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: Path) -> None:
+    view = view_of(param)
+    names_template = param.basic_parameters.template or param.basic_parameters.chat_template
+    if not any(view.values()) and not names_template:
+        return
+    preprocess = param.preprocess_parameters
+    processor = load_processor(model_folder, trust_remote_code=preprocess.trust_remote_code)
+    if any(view.values()):
+        (draft / VIEW_FILE).write_text(json.dumps(view, indent=2) + "\n", encoding="utf-8")
+    if not only_template:
+        _write_settings(draft, processor, processor_settings(processor, preprocess))
+    if param.basic_parameters.stage != "pretrain":
+        _write_template(draft, processor, param)
+
+
+def _write_template(draft: Path, processor: Any, param: DatasetParam) -> None:
+    template = build_template(processor, param.basic_parameters)
+    source = chat_template_of_view(template.source, template.enable_thinking)
+    if source == own_template(processor):
+        return
+    (draft / TEMPLATE_FILE).write_text(source, encoding="utf-8")
+    (draft / "chat_template.json").unlink(missing_ok=True)
+    for name in ("tokenizer_config.json", _PROCESSOR_FILE):
+        if "chat_template" in (content := _read(draft / name)):
+            del content["chat_template"]
+            _store(draft / name, content)
+
+
+def _write_settings(draft: Path, processor: Any, settings: list[Override]) -> None:
+    """Into the processor's own file, where transformers looks first, as whole parts: a part that is not there would be
+    read from the file of another. The older files say the same."""
+    if not settings:
+        return
+    parts = {name: getattr(processor, name).to_dict() for name in _PART_FILES if getattr(processor, name, None)}
+    for setting in settings:
+        parts[setting.part][setting.name] = setting.value
+        _change_old_file(draft / _PART_FILES[setting.part], setting)
+    own = _read(draft / _PROCESSOR_FILE) or {"processor_class": type(processor).__name__}
+    _store(draft / _PROCESSOR_FILE, own | parts)
+
+
+def _change_old_file(path: Path, setting: Override) -> None:
+    if content := _read(path):
+        for name in _OLD_NAMES.get(setting.name, ()):
+            content.pop(name, None)
+        _store(path, content | {setting.name: setting.value})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _store(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,146 @@
+"""Questions as the model was trained to see them: the run's own encoder, up to the answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.data_collator import left_padded_rows
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion, EncodeOptions, SampleEncoder
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
+from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.data_utils.template import build_template
+from mindspeed_mm.fsdp.data.data_utils.training_view import view_of, with_view
+from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
+from mindspeed_mm.tasks.model_source import ModelSource, run_arguments
+
+
+@dataclass(frozen=True)
+class RowsView:
+    """How rows are read and shown to a model."""
+
+    param: DatasetParam
+    """Of the run, of a configuration that is named, or of nothing but the model's folder."""
+
+    @property
+    def mark(self) -> str:
+        """Changes when rows are shown in another way."""
+        basic = self.param.basic_parameters
+        shown = (view_of(self.param), basic.template, basic.chat_template)
+        return f"-{hashlib.sha256(repr(shown).encode()).hexdigest()[:8]}"
+
+    def row_format(self, data: Path) -> RowFormat:
+        """How the rows of a file are laid out: as the configuration says for this file, or for all its files; the usual
+        spellings where the first row does not fit that."""
+        asked, usual = self._configured(data), RowFormat()
+        if asked == usual:
+            return usual
+        try:
+            first = open_reader(data).read(0)
+        except DataError:
+            return usual  # whoever reads the file says what is wrong with it
+        return asked if has_columns(first, asked) else usual
+
+    def _configured(self, data: Path) -> RowFormat:
+        basic, attr = self.param.basic_parameters, RowFormat.from_attr(self.param.attr)
+        formats = []
+        for dataset in (basic.dataset, basic.val_dataset):
+            try:
+                sources = find_sources(dataset, basic.dataset_dir, attr) if dataset else []
+            except (ConfigError, DataError):
+                continue  # the run's rows are somewhere else by now
+            for source in sources:
+                if data.resolve() in [file.resolve() for file in source.files]:
+                    return source.row_format
+            formats += [source.row_format for source in sources]
+        return formats[0] if len(set(formats)) == 1 else attr
+
+
+def has_columns(row: dict[str, Any], row_format: RowFormat) -> bool:
+    """Whether a row has what its format asks for, its answer aside."""
+    if row_format.formatting == "alpaca":
+        return any(name in row for name in (row_format.prompt or "instruction", row_format.query or "input"))
+    return not row_format.messages or row_format.messages in row
+
+
+def rows_view(source: ModelSource, config: Path | None = None) -> RowsView:
+    """How the run of a model looked at its rows; of a model folder, as the folder says.
+
+    Args:
+        source: The model.
+        config: A configuration whose `data.dataset_param` is taken instead of the run's.
+
+    Raises:
+        ConfigError: The configuration is wrong.
+    """
+    if config is not None:
+        param = load_with_plugins(config).arguments.data.dataset_param
+    else:
+        arguments = run_arguments(source.run)
+        param = arguments.data.dataset_param if arguments is not None else DatasetParam()
+        # The exported folder has the template that the run used, also where its file is gone.
+        basic = param.basic_parameters.model_copy(update={"template": None, "chat_template": None})
+        param = param.model_copy(update={"basic_parameters": basic})
+    return RowsView(_with_adapters(param, source.lora) if source.lora is not None else param)
+
+
+def _with_adapters(param: DatasetParam, lora: Path) -> DatasetParam:
+    basic = param.basic_parameters
+    if basic.template is None and basic.chat_template is None:
+        template = view_of_adapters(lora).basic_parameters.chat_template
+        basic = basic.model_copy(update={"chat_template": template})
+    return with_view(param.model_copy(update={"basic_parameters": basic}), lora)
+
+
+class QuestionEncoder:
+    """Encodes questions as training encoded the conversations that it learned from.
+
+    Args:
+        folder: The model's, with processor and chat template.
+        view: How rows were shown.
+    """
+
+    def __init__(self, folder: Path, view: RowsView | None = None) -> None:
+        param = with_view((view or RowsView(DatasetParam())).param, folder)
+        self._basic, self._preprocess = param.basic_parameters, param.preprocess_parameters
+        self.processor = load_processor(folder, use_fast=self._preprocess.use_fast_tokenizer)
+        self.tokenizer = tokenizer_of(self.processor)
+        self._plugin = build_mm_plugin(self.processor, self._preprocess)
+        self._template = build_template(self.processor, self._basic)
+        self._tokens = Tokens(
+            self.tokenizer,
+            of_processor=self.tokenizer is not self.processor,
+            split_special=self._preprocess.split_special_tokens,
+        )
+
+    def media(self, folder: Path, roots: Sequence[str | Path] = ()) -> MediaLoader:
+        """What opens media: relative paths start in `folder`, absolute ones may lie there, in `roots` or in those of
+        the configuration."""
+        limits = MediaLimits.of(self._preprocess, self.processor, allow_remote=self._basic.allow_remote_media)
+        return MediaLoader(folder, (*roots, *self._basic.media_roots), limits)
+
+    def encode(self, question: Sample, media: MediaLoader) -> EncodedQuestion:
+        """One question. Raises `DataError`, naming the row."""
+        options = EncodeOptions(self._basic.cutoff_len)
+        end = self.tokenizer.eos_token_id
+        return SampleEncoder(self._tokens, end, self._template, self._plugin, media, options).encode_question(question)
+
+    def collate(self, questions: Sequence[EncodedQuestion]) -> dict[str, Any]:
+        """What the model takes: rows padded on the left, the media of all of them."""
+        rows = [
+            {"input_ids": question.input_ids, **self._plugin.token_marks(question.input_ids)} for question in questions
+        ]
+        fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": self.tokenizer.pad_token_id}
+        media = [item for question in questions for item in question.media]
+        return {**left_padded_rows(rows, fills), **(self._plugin.collate(media) if media else {})}

@@ -1,0 +1,193 @@
+"""What training shows a model of a row is what inference, evaluation and plain transformers' processor of the exported
+folder show it: tokens and tensors, with nothing configured and with keys that are given."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.view_files import view_writer
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.tasks.asking import QuestionEncoder
+from mindspeed_mm.tasks.questions import question_of
+from tests.fsdp.data.conftest import picture, write_jsonl
+from tests.helpers.tiny_processors import FAMILIES, save_processor
+from tests.helpers.tiny_sounds import sound_bytes, tone, write_container
+
+pytestmark = pytest.mark.edge("N1")
+
+WITH_MEDIA = [name for name, family in FAMILIES.items() if family.kinds and name != "whisper"]
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen2_5_omni", "qwen3_omni")
+FRAMES, FPS = 20, 8
+FILES = {"image": "wide.png", "video": "clip.mp4", "audio": "tone.wav"}
+
+
+def given_keys(name: str) -> dict[str, Any]:
+    """Keys that change what each family sees."""
+    keys: dict[str, Any] = {"internvl": {"crop_to_patches": False}, "gemma3": {"image_do_pan_and_scan": True}}
+    found = keys.get(name, {"image_max_pixels": 1500})
+    return found | ({"video_fps": 1.0, "video_maxlen": 5} if "video" in FAMILIES[name].kinds else {})
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("media")
+    picture(640, 260, seed=3).save(folder / "wide.png")
+    write_container(folder / "clip.mp4", tone(2.5, 16000), 16000, frames=FRAMES, fps=FPS)
+    (folder / "tone.wav").write_bytes(sound_bytes(tone(0.6, 16000), 16000))
+    return folder
+
+
+class Case:
+    """A row of one medium, trained on with these keys, and the folder that was exported."""
+
+    def __init__(self, name: str, kind: str, media: Path, folder: Path, keys: dict[str, Any]) -> None:
+        self.name, self.kind, self.media, self.keys = name, kind, media, keys
+        base, self.exported = folder / "base", folder / "exported"
+        save_processor(name, base)
+        self.row = {
+            "messages": [
+                {"role": "user", "content": f"<{kind}>What is shown?"},
+                {"role": "assistant", "content": "seven"},
+            ],
+            f"{kind}s": [FILES[kind]],
+        }
+        thinks = {"enable_thinking": False} if keys and FAMILIES[name].thinks else {}
+        rows = write_jsonl(folder / "rows.jsonl", [self.row])
+        self.param = DatasetParam.model_validate(
+            {
+                "basic_parameters": {
+                    "dataset": str(rows),
+                    "dataset_dir": str(media),
+                    "cutoff_len": 8192,
+                    **thinks,
+                },
+                "preprocess_parameters": {"model_name_or_path": str(base), **keys},
+            }
+        )
+        shutil.copytree(base, self.exported)
+        view_writer(self.param, base)(self.exported)
+
+    def trained(self, param: DatasetParam | None = None) -> dict[str, Any]:
+        """Tokens up to the answer, and the tensors of the media, as the training data set gives them."""
+        dataset = build_mm_dataset(param or self.param)[0]
+        sample = dataset[0]
+        first = int(np.flatnonzero(sample["labels"] != -100)[0])
+        prompt = sample["input_ids"][:first].tolist()
+        if prompt[-2:] == [self.line_break(dataset)] * 2:
+            # This tokenizer parts line breaks in front of a word, and joins them at the end of a text.
+            prompt[-2:] = dataset.processor.tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+        return {"input_ids": torch.tensor(prompt)[None], **dataset.plugin.collate(sample["media"])}
+
+    @staticmethod
+    def line_break(dataset: Any) -> int:
+        return dataset.processor.tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+
+    def asked(self) -> dict[str, Any]:
+        """The same from the exported folder, as `mm infer` and `mm evaluate` ask."""
+        encoder = QuestionEncoder(self.exported)
+        question, _ = question_of(self.row, RowFormat(), Place("rows", 1), needs_answer=True)
+        return encoder.collate([encoder.encode(question, encoder.media(self.media))])
+
+    def plain(self) -> dict[str, Any]:
+        """The same by nothing but transformers' processor of the exported folder."""
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(self.exported)
+        messages = [{"role": "user", "content": [{"type": self.kind}, {"type": "text", "text": "What is shown?"}]}]
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        given: dict[str, Any] = getattr(self, f"_plain_{self.kind}")(processor)
+        bos = processor.tokenizer.bos_token
+        options = {"add_special_tokens": not (bos and text.startswith(bos))}
+        return dict(processor(text=[text], return_tensors="pt", text_kwargs=options, **given))
+
+    def _plain_image(self, processor: Any) -> dict[str, Any]:
+        image = Image.open(self.media / "wide.png").convert("RGB")
+        most = self.keys.get("image_max_pixels")
+        if most and self.name not in QWEN:  # what the model card says to do where a processor has no such limit
+            factor = (most / (image.width * image.height)) ** 0.5
+            size = int(image.width * factor), int(image.height * factor)
+            image = image.resize(size, Image.Resampling.BICUBIC)
+        given: dict[str, Any] = {"images": [image]}
+        if self.keys.get("image_do_pan_and_scan"):
+            given["images_kwargs"] = {"do_pan_and_scan": True}
+        return given
+
+    def _plain_audio(self, processor: Any) -> dict[str, Any]:
+        import soundfile
+
+        samples, rate = soundfile.read(self.media / "tone.wav", dtype="float32")
+        return {"audio": [samples], "sampling_rate": rate}
+
+    def _plain_video(self, processor: Any) -> dict[str, Any]:
+        with av.open(str(self.media / "clip.mp4")) as container:
+            frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+        from transformers.video_utils import VideoMetadata
+
+        height, width = frames.shape[1:3]
+        if processor.video_processor.do_sample_frames and not self.keys:  # the processor picks by itself
+            metadata = VideoMetadata(FRAMES, FPS, width, height, FRAMES / FPS)
+            options: dict[str, Any] = {"video_metadata": [metadata]}
+        else:  # what the model card says to do: frames spread evenly
+            fps, most = self.keys.get("video_fps", 2.0), self.keys.get("video_maxlen", 128)
+            indices = np.linspace(0, FRAMES - 1, min(int(FRAMES / FPS * fps), most)).astype(int).tolist()
+            frames = frames[indices]
+            metadata = VideoMetadata(FRAMES, FPS, width, height, FRAMES / FPS, None, indices)
+            options = {"do_sample_frames": False, "video_metadata": [metadata], "fps": metadata.sampled_fps}
+        return {"videos": [frames], "videos_kwargs": options | {"input_data_format": "channels_last"}}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Keys whose tensors are not the same; marks and masks of tokens and what only processors count aside."""
+    passed_over = {
+        "attention_mask",
+        "mm_token_type_ids",
+        "token_type_ids",
+        "num_patches",
+        "num_crops",
+        "video_metadata",
+    }
+    passed_over |= {"num_chunks_per_video", "num_audio_tokens"}
+    names = (one.keys() | other.keys()) - passed_over
+    return sorted(name for name in names if not same(one.get(name), other.get(name)))
+
+
+def same(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return False
+    one, other = torch.as_tensor(one), torch.as_tensor(other)
+    return one.shape == other.shape and torch.equal(one.double(), other.double())
+
+
+CASES = [(name, kind) for name in WITH_MEDIA for kind in FAMILIES[name].kinds]
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["nothing given", "keys given"])
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_training_inference_and_plain_transformers_see_the_same(
+    name: str, kind: str, is_given: bool, media: Path, tmp_path: Path
+) -> None:
+    case = Case(name, kind, media, tmp_path, given_keys(name) if is_given else {})
+    trained = case.trained()
+    assert difference(trained, case.asked()) == []
+    assert difference(trained, case.plain()) == []
+    if is_given:  # the planted fault: a key on one side only is seen
+        knows_nothing = case.param.model_copy(
+            update={
+                "preprocess_parameters": DatasetParam().preprocess_parameters.model_copy(
+                    update={"model_name_or_path": case.param.preprocess_parameters.model_name_or_path}
+                )
+            }
+        )
+        changes = kind == "image" or kind == "video"
+        assert bool(difference(case.trained(knows_nothing), case.asked())) == changes
