@@ -7,6 +7,7 @@ bug and says so.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import sys
 import traceback
@@ -91,7 +92,20 @@ def cli(show_traceback: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and end the process with its exit code."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code not in (ExitCode.OK, ExitCode.RESUMABLE) and "RANK" in os.environ:
+        _leave_peers(code)
+    sys.exit(code)
+
+
+def _leave_peers(code: int) -> NoReturn:
+    """End a rank that failed without taking its interpreter down: collectives that are under way, of a save in the
+    background for one, would be waited for there, and each rank that is left would wait for the others."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -6,7 +6,6 @@ through a folder: they save and end with their own exit code, while a rank that 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -19,10 +18,18 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ExitCode, MachineError
 from mindspeed_mm.fsdp.distributed.launcher_life import LAUNCHER_VARIABLE
-from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder, RankFailure, how_to_go_on
+from mindspeed_mm.fsdp.train.launched import (
+    FOLDER_VARIABLE,
+    STOPPED_AT_ONCE,
+    LaunchFolder,
+    RankFailure,
+    correct_ending,
+    how_to_go_on,
+)
+from mindspeed_mm.tasks import rank_start
+from mindspeed_mm.tasks.agent import ending_within, meeting_place, quiet_agent
 
 STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-STOPPED_AT_ONCE = 130
 
 
 def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
@@ -48,26 +55,26 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
     from mindspeed_mm.fsdp.utils.device import check_device_count
 
     check_device_count(nproc)
-    arguments = parse_args(
-        # The agent's own answer to a signal is to end the ranks; QUIT alone is left to it.
-        [
-            *_rendezvous(os.environ),
-            f"--nproc-per-node={nproc}",
-            "--signals-to-handle=SIGQUIT",
-            "-m",
-            "mindspeed_mm",
-            *command,
-        ]
-    )
-    with tempfile.TemporaryDirectory(prefix="mm-launch-") as name, _quiet_agent():
+    with (
+        tempfile.TemporaryDirectory(prefix="mm-launch-") as name,
+        quiet_agent(),
+        meeting_place(os.environ) as (words, inherited),
+    ):
         folder = LaunchFolder(Path(name))
+        # The agent's own answer to a signal is to end the ranks; QUIT alone is left to it.
+        arguments = parse_args(
+            [*words, f"--nproc-per-node={nproc}", "--signals-to-handle=SIGQUIT", rank_start.__file__, *command]
+        )
         try:
-            with _own_environment(folder), _stopping(folder, SignalException):
+            with _own_environment(folder, inherited), _stopping(folder, SignalException), ending_within(folder.grace_s):
                 run(arguments)
             return int(ExitCode.OK)
         except ChildFailedError as error:
-            return _last_words({rank: f.exitcode for rank, f in error.failures.items()}, folder, save)
+            code = _last_words({rank: f.exitcode for rank, f in error.failures.items()}, folder, save)
+            correct_ending(folder, code)
+            return code
         except SignalException:
+            correct_ending(folder, STOPPED_AT_ONCE)
             return STOPPED_AT_ONCE
         except (RuntimeError, OSError, RendezvousError) as error:  # torch's DistError family among them
             raise MachineError(
@@ -78,56 +85,20 @@ def launch(nproc: int, command: Sequence[str], save: str | None) -> int:
             ) from error
 
 
-def _rendezvous(environment: Mapping[str, str]) -> list[str]:
-    """Where and with how many other hosts the agents meet, in torchrun's words."""
-    if "PET_MASTER_ADDR" in environment or "PET_RDZV_ENDPOINT" in environment:
-        return []  # torchrun reads these, and all that belong to them, by itself
-    hosts = environment.get("NNODES", "1")
-    if hosts != "1":
-        for name in ("MASTER_ADDR", "NODE_RANK"):
-            if name not in environment:
-                raise MachineError(
-                    f"NNODES is {hosts}, but {name} is not set",
-                    where="environment",
-                    key=name,
-                    way_out="Set NNODES, MASTER_ADDR and MASTER_PORT to the same on every host, and NODE_RANK to its "
-                    "number, from 0 (docs/multi-host.md).",
-                )
-    if "MASTER_ADDR" not in environment:
-        return ["--standalone"]
-    return [
-        f"--nnodes={hosts}",
-        f"--node-rank={environment.get('NODE_RANK', '0')}",
-        f"--master-addr={environment['MASTER_ADDR']}",
-        f"--master-port={environment.get('MASTER_PORT', '29500')}",
-    ]
-
-
 @contextmanager
-def _own_environment(folder: LaunchFolder) -> Iterator[None]:
+def _own_environment(folder: LaunchFolder, inherited: Mapping[str, str]) -> Iterator[None]:
     """What ranks inherit. Threads are shared out, not multiplied: ranks that each take every core slow one another down
     a hundredfold."""
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[FOLDER_VARIABLE] = str(folder.path)
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    os.environ.update({**inherited, **rank_start.imports_of_this_process(before)})
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """The agent logs each failure at length; what a person needs of it is said by `_last_words`."""
-    before = logging.root.manager.disable
-    if os.environ.get("MM_TRACEBACK") != "1":
-        logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 @contextmanager

@@ -14,14 +14,27 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
 
+from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.distributed.launcher_life import LAUNCHER_VARIABLE
 from mindspeed_mm.fsdp.train import launched
-from mindspeed_mm.fsdp.train.launched import FOLDER_VARIABLE, LaunchFolder, how_to_go_on, starts_ranks
+from mindspeed_mm.fsdp.train.launched import (
+    FOLDER_VARIABLE,
+    LaunchFolder,
+    correct_ending,
+    how_to_go_on,
+    starts_ranks,
+)
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
-from mindspeed_mm.tasks.launcher import _last_words, _rendezvous
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+from mindspeed_mm.tasks import agent, rank_start
+from mindspeed_mm.tasks.agent import told_meeting_place
+from mindspeed_mm.tasks.launcher import _last_words
 from tests.helpers.distributed import run_ranks
 from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.helpers.runs import differing, mm, newest, tensors, train
@@ -40,9 +53,10 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_run(folder, training=training)
 
 
-def start(yaml: Path, save: Path, *extra: str) -> subprocess.Popen[str]:
+def start(yaml: Path, save: Path, *extra: str, cwd: Path | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "mindspeed_mm", "train", str(yaml), f"training.save={save}", "--nproc", "2", *extra],
+        [sys.executable, "-P", "-m", "mindspeed_mm", "train", str(yaml), f"training.save={save}", "--nproc", "2", *extra],
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
         stdout=subprocess.PIPE,
@@ -118,6 +132,45 @@ def test_ranks_do_not_outlive_their_launcher(yaml: Path, tmp_path: Path) -> None
     assert json.loads((save / "run.json").read_text())["status"] == "stopped"  # they agreed on a step and saved
 
 
+DIES_IN_A_SAVE = """
+import os, signal, time
+from mindspeed_mm.fsdp.checkpoint import commit
+
+real = commit._hash_own_files
+
+def dying(draft, ranks):
+    if ranks.rank == 2 and draft.name.startswith("iter_0000003"):
+        time.sleep(1.0)  # the others wait for this one by then, in the background and in the next step's save
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(draft, ranks)
+
+commit._hash_own_files = dying
+"""
+ALIEN = "from pathlib import Path; Path(__file__).with_name('was-imported').touch()"
+
+
+@pytest.mark.slow
+@pytest.mark.edge("S4", "S9", "S10")
+def test_a_rank_that_is_killed_in_a_save_in_the_background_ends_the_job_at_once(yaml: Path, tmp_path: Path) -> None:
+    """Started where files lie that Python would rather import than its own."""
+    save = tmp_path / "save"
+    (tmp_path / "dying_in_a_save.py").write_text(DIES_IN_A_SAVE)
+    for name in ("random.py", "uuid.py", "mindspeed_mm.py"):
+        (tmp_path / name).write_text(ALIEN)
+    words = ["training.save_async=true", "training.plugin=[dying_in_a_save]", "training.micro_batch_size=1"]
+    process = start(yaml, save, *words, "--nproc", "4", cwd=tmp_path)
+    wait_for_step(process, save, 2)
+    ranks = ranks_of(process.pid)
+    wait_until_gone([ranks[2]], LIMIT_S)
+    killed = time.monotonic()
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - killed < 15, said
+    assert (process.returncode, "rank 2 was killed by SIGKILL" in said) == (3, True), said
+    record = json.loads((save / "run.json").read_text())
+    assert (record["status"], record["exit_code"]) == ("failed", 3)
+    assert not (tmp_path / "was-imported").exists()
+
+
 # --- the launcher, in this process -----------------------------------------------------------------------------------
 
 
@@ -171,10 +224,138 @@ def test_who_starts_ranks(environment: dict[str, str], nproc: int, starts: bool)
 
 
 def test_meeting_places_of_launchers() -> None:
-    assert _rendezvous({}) == ["--standalone"]
-    assert _rendezvous({"PET_NNODES": "2", "PET_MASTER_ADDR": "job-node-0-0.job"}) == []
+    assert told_meeting_place({}) is None
+    assert told_meeting_place({"PET_NNODES": "2", "PET_MASTER_ADDR": "job-node-0-0.job"}) == []
     several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert _rendezvous(several) == ["--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=1"]
+    assert told_meeting_place(several) == ["--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=1"]
+
+
+@pytest.mark.edge("S4")
+def test_a_rank_imports_what_its_launcher_imports(tmp_path: Path) -> None:
+    for name in ("random.py", "mindspeed_mm.py", "json.py"):
+        (tmp_path / name).write_text(ALIEN)
+    command = [sys.executable, "-u", rank_start.__file__, "--version"]
+    environment = {**os.environ, **rank_start.imports_of_this_process(os.environ)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"mm, version {__version__}\n"), done.stderr
+    assert not (tmp_path / "was-imported").exists()
+
+
+def run_by_the_agent(script: Path, text: str, nproc: int) -> list[str]:
+    """What `script` wrote in each rank, run as the launcher runs ranks."""
+    script.write_text(text)
+    with agent.meeting_place({}) as (words, inherited), mock.patch.dict(os.environ, inherited):
+        run(parse_args([*words, f"--nproc-per-node={nproc}", str(script), str(script.parent)]))
+    return [path.read_text() for path in sorted(script.parent.glob("rank*"))]
+
+
+@pytest.mark.edge("S14")
+def test_ranks_of_one_host_meet_where_no_other_host_can(tmp_path: Path) -> None:
+    """Of Linux's loopback addresses a store that listens on one answers at that one alone."""
+    text = """
+import os, pathlib, socket, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+port = int(os.environ["MASTER_PORT"])
+answers = [socket.socket().connect_ex((address, port)) == 0 for address in ("127.0.0.1", "127.0.0.2")]
+pathlib.Path(sys.argv[1], "rank" + os.environ["RANK"]).write_text(str(answers))
+dist.barrier()
+dist.destroy_process_group()
+"""
+    assert run_by_the_agent(tmp_path / "script.py", text, 2) == ["[True, False]"] * 2
+
+
+@pytest.mark.edge("S9")
+def test_a_rank_that_does_not_listen_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    text = """
+import os, pathlib, signal, sys, time
+there = pathlib.Path(sys.argv[1], "rank1")
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    there.touch()
+    time.sleep(60)
+while not there.exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    started = time.monotonic()
+    with agent.ending_within(lambda: 1.0), pytest.raises(ChildFailedError):
+        run_by_the_agent(tmp_path / "script.py", text, 2)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.edge("S9")
+def test_the_ranks_of_a_job_that_hangs_are_not_waited_for(folder: LaunchFolder) -> None:
+    report(folder, 0, "lost the other ranks", 3, lost_peers=True)
+    assert folder.grace_s() == 5.0
+    folder.report(1, "the job hangs", 3, lost_peers=False, printed=False, hangs=True)
+    assert folder.grace_s() == 1.0
+
+
+@pytest.mark.edge("S9")
+def test_a_rank_that_failed_ends_without_taking_its_interpreter_down(tmp_path: Path) -> None:
+    """A thread that waits for ever stands for a collective that does."""
+    script = (
+        "import threading; threading.Thread(target=threading.Event().wait).start()\n"
+        "from mindspeed_mm.cli.main import main; main(['train', 'absent.yaml'])"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env={**os.environ, "RANK": "1"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "absent.yaml" in done.stderr
+
+
+# --- how it ended, in run.json ---------------------------------------------------------------------------------------
+
+
+def recorded(path: Path) -> tuple[str, int | None]:
+    record = json.loads(path.read_text())
+    return record["status"], record["exit_code"]
+
+
+@pytest.mark.edge("S10")
+@pytest.mark.parametrize(
+    ("before", "code", "after"),
+    [
+        (("running", None), 3, ("failed", 3)),  # rank 0 was killed
+        (("failed", 3), 4, ("failed", 4)),  # it only lost the rank that failed
+        (("running", None), 130, ("stopped", 130)),
+        (("stopped", 5), 5, ("stopped", 5)),
+    ],
+)
+def test_the_launcher_records_how_the_job_ended(
+    before: tuple[str, int | None], code: int, after: tuple[str, int], folder: LaunchFolder, tmp_path: Path
+) -> None:
+    record = tmp_path / "run.json"
+    record.write_text(json.dumps(dict(zip(("status", "exit_code"), before, strict=True))))
+    correct_ending(folder, code)
+    assert recorded(record) == before  # of an earlier start: this one has not begun
+    folder.note_record(record)
+    correct_ending(folder, code)
+    assert recorded(record) == after
+
+
+@pytest.mark.edge("S10")
+def test_a_lost_rank_is_recorded_with_the_exit_code_of_the_process(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object, **__: object) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    monkeypatch.setattr(TrainEngine, "train_step", lose)
+    said = mm("train", yaml, f"training.save={tmp_path}")
+    assert (said.code, recorded(tmp_path / "run.json")) == (3, ("failed", 3))
+
+
+@pytest.mark.edge("S10")
+def test_a_second_signal_is_recorded(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[object] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    with StopSignal(record_end=lambda *end: ends.append(end)):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ends == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ends == [("stopped", 130), 130]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.distributed.run import parse_args
 
 from mindspeed_mm.fsdp.distributed.launch import LaunchInfo, resolve_launch
 from mindspeed_mm.fsdp.train.launched import starts_ranks
-from mindspeed_mm.tasks.launcher import _rendezvous
+from mindspeed_mm.tasks.agent import told_meeting_place
 
 FOLDER = Path(__file__).parents[2] / "examples" / "launch"
 TRAIN_JOB = FOLDER / "kubernetes" / "trainjob.yaml"
@@ -98,7 +98,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     params = check_mm(start["words"])
     assert (params["nproc"], params["overrides"]) == (4, ("training.lr=2e-5",))
     assert starts_ranks(params["nproc"], start["env"])
-    agent = parse_args([*_rendezvous(start["env"]), "--nproc-per-node=4", "-m", "mindspeed_mm"])
+    agent = parse_args([*(told_meeting_place(start["env"]) or []), "--nproc-per-node=4", "-m", "mindspeed_mm"])
     assert (agent.nnodes, agent.node_rank, agent.master_addr, agent.master_port) == ("2", 1, "10.0.0.1", 29500)
 
 
@@ -148,7 +148,7 @@ def test_slurm_with_one_task_a_node(tmp_path: Path) -> None:
     for node, start in enumerate(starts):
         assert check_mm(start["words"])["nproc"] == 8
         assert starts_ranks(8, start["env"])
-        agent = parse_args([*_rendezvous(start["env"]), "-m", "mindspeed_mm"])
+        agent = parse_args([*(told_meeting_place(start["env"]) or []), "-m", "mindspeed_mm"])
         assert (agent.nnodes, agent.node_rank, agent.master_addr, agent.master_port) == ("2", node, "node07", 20017)
 
 
@@ -184,7 +184,9 @@ def test_kubeflow(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert starts_ranks(params["nproc"], environment)
-    agent = parse_args([*_rendezvous(environment), f"--nproc-per-node={params['nproc']}", "-m", "mindspeed_mm"])
+    agent = parse_args(
+        [*(told_meeting_place(environment) or []), f"--nproc-per-node={params['nproc']}", "-m", "mindspeed_mm"]
+    )
     assert (agent.nnodes, int(agent.node_rank), int(agent.master_port)) == ("2", 1, 29500)
     assert (agent.master_addr, agent.nproc_per_node) == ("mm-train-node-0-0.mm-train", "8")
 

@@ -134,6 +134,8 @@ def ending_of(error: BaseException) -> tuple[str, int]:
         return "stopped", int(error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return "stopped", INTERRUPTED
+    if isinstance(error, SystemExit):  # foreign code may end the process
+        return "failed", error.code if isinstance(error.code, int) else int(ExitCode.BUG)
     return "failed", int(error.exit_code if isinstance(error, MMError) else ExitCode.BUG)
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from mindspeed_mm.core.errors import ExitCode
 from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
 
 FOLDER_VARIABLE = "MM_LAUNCH_FOLDER"
+STOPPED_AT_ONCE = 130
+"""Exit code of a start that was ended without saving, as shells have it for Ctrl-C."""
 LOOK_S = 10.0
 """How long the run folder may take to answer once something is wrong: a lost network takes shared folders along."""
 
@@ -47,6 +50,8 @@ class RankFailure:
     """The rank only noticed that another one was gone."""
     printed: bool = False
     """The rank has said it itself."""
+    hangs: bool = False
+    """The whole job hangs, and the rank has heard the others: nothing is left to wait for."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,29 @@ class LaunchFolder:
         """Whether the launcher wants an end; called by ranks between steps."""
         return (self.path / "stop").exists()
 
-    def report(self, rank: int, message: str, exit_code: int, *, lost_peers: bool, printed: bool) -> None:
+    def report(
+        self, rank: int, message: str, exit_code: int, *, lost_peers: bool, printed: bool, hangs: bool = False
+    ) -> None:
         """Called by a rank that is about to end."""
-        failure = RankFailure(message, exit_code, time.time(), lost_peers, printed)
+        failure = RankFailure(message, exit_code, time.time(), lost_peers, printed, hangs)
         atomic_write_text(self.path / f"rank{rank}.json", json.dumps(asdict(failure)))
+
+    def grace_s(self) -> float:
+        """How long ranks have to end once one has failed: of several hosts they first ask who is still there."""
+        reported = [path.stem.removeprefix("rank") for path in self.path.glob("rank*.json")]
+        failures = [self.failure_of(int(rank)) for rank in reported]
+        if any(failure is not None and failure.hangs for failure in failures):
+            return 1.0
+        return 5.0 if os.environ.get("NNODES", "1") == "1" and "PET_NNODES" not in os.environ else 20.0
+
+    def note_record(self, run_json: Path) -> None:
+        """Called by rank 0 once its run has begun: where the run is recorded."""
+        atomic_write_text(self.path / "record", str(run_json.absolute()))
+
+    def record(self) -> Path | None:
+        """Where the run is recorded that rank 0 has begun; None while it has not, and where rank 0 is elsewhere."""
+        note = self.path / "record"
+        return Path(note.read_text()) if note.exists() else None
 
     def failure_of(self, rank: int) -> RankFailure | None:
         """What a rank has reported."""
@@ -92,11 +116,26 @@ def tell_of_hang(save: str | None) -> Callable[[str, bool], None]:
     def tell(text: str, speaks: bool) -> None:
         if folder is not None:
             rank = int(os.environ["RANK"])
-            folder.report(rank, text, int(ExitCode.ENVIRONMENT), lost_peers=False, printed=False)
+            folder.report(rank, text, int(ExitCode.ENVIRONMENT), lost_peers=False, printed=False, hangs=True)
         elif speaks:
             print("\n".join([text, *how_to_go_on(save)]), file=sys.stderr, flush=True)
 
     return tell
+
+
+def correct_ending(folder: LaunchFolder, exit_code: int) -> None:
+    """Called by the launcher: have `run.json` say how the whole job ended, where rank 0 could not know it (another rank
+    failed first) or could not write it any more."""
+    path = folder.record()
+    if path is None:
+        return
+    with suppress(OSError, ValueError, TypeError):  # the last words are said: what is in the way now, was said before
+        run = json.loads(path.read_bytes())
+        if run["exit_code"] == exit_code:
+            return
+        status = "stopped" if exit_code in (ExitCode.RESUMABLE, STOPPED_AT_ONCE) else "failed"
+        run |= {"status": status, "exit_code": exit_code, "ended": time.time()}
+        atomic_write_text(path, json.dumps(run, indent=2, ensure_ascii=False) + "\n")
 
 
 def how_to_go_on(save: str | None) -> list[str]:

@@ -20,6 +20,7 @@ from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, resolved_dict
 from mindspeed_mm.fsdp.params.origins import leaves
+from mindspeed_mm.fsdp.train.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.trackers import TrackedRun, Trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
@@ -68,6 +69,8 @@ class RunRecord:
         self._try(self.folder.config, lambda path: atomic_write_text(path, without_secrets(config.text)))
         self._try(self.folder.resolved, lambda path: atomic_write_text(path, without_secrets(dump_resolved(config))))
         self._write_run()
+        if (launcher := LaunchFolder.of_this_rank()) is not None:
+            launcher.note_record(self.folder.run_json)
 
     def end(self, status: str, exit_code: int) -> None:
         """Write how the run ended, if it began."""

@@ -6,13 +6,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from mindspeed_mm.fsdp.distributed.launcher_life import launcher_of_this_rank
-from mindspeed_mm.fsdp.train.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.launched import STOPPED_AT_ONCE, LaunchFolder
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-STOPPED_AT_ONCE = 130
 SAME_WISH_S = 1.0
 """torchrun passes on what a terminal has already sent to the ranks: both together are one wish."""
 
@@ -23,11 +23,15 @@ class StopSignal:
 
     Args:
         launch: The launcher's folder, when `mm train --nproc N` started this process.
+        record_end: Called with status and exit code before a second signal ends the process.
 
     A rank whose launcher (that command's, or torchrun) is gone has nobody to end it: it stops too.
     """
 
-    def __init__(self, launch: LaunchFolder | None = None) -> None:
+    def __init__(
+        self, launch: LaunchFolder | None = None, record_end: Callable[[str, int], None] | None = None
+    ) -> None:
+        self._record_end = record_end
         self._launch = launch
         self._launcher = launcher_of_this_rank(os.environ)
         self._signalled_at: float | None = None
@@ -59,4 +63,6 @@ class StopSignal:
         if self._signalled_at is None:
             self._signalled_at = now
         elif now - self._signalled_at > self._same_wish_s:
+            if self._record_end is not None:
+                self._record_end("stopped", STOPPED_AT_ONCE)
             os._exit(STOPPED_AT_ONCE)

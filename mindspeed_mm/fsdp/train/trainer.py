@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -88,6 +89,8 @@ from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 PATIENCE_S = 60.0
 """How much longer a collective waits than the watchdog."""
+RECORD_S = 2.0
+"""How long a job that hangs tries to record its end."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class Trainer:
         self.generator: GeneratorParts | None = None
         self.iteration = 0
         """Steps done, by this start and those before it."""
+        self._record: RunRecord | None = None
 
     def train(self) -> TrainEngine | None:
         """Train to the end; returns the engine (None after a dry run, and when there was nothing left to do).
@@ -160,7 +164,8 @@ class Trainer:
         check_config(self.config)
         with self._watchdog(), explained(), self._distributed(), self._run_folder() as record:
             try:
-                engine = self._train(record)
+                with explained():  # what is recorded is what the process ends with
+                    engine = self._train(record)
             except BaseException as error:
                 record.end(*ending_of(error))
                 raise
@@ -218,7 +223,7 @@ class Trainer:
         # What has been built lives to the end: the collector need not look at it, nor workers copy its pages.
         gc.freeze()
         gc.enable()
-        with StopSignal(LaunchFolder.of_this_rank()) as engine.stop_signal:
+        with StopSignal(LaunchFolder.of_this_rank(), record.end) as engine.stop_signal:
             engine.train(loader)
         self.iteration = engine.iteration
         self._raise_if_stopped(engine)
@@ -238,12 +243,20 @@ class Trainer:
         folder = RunFolder(save).log if save else None
         if folder is not None:
             make_writable_folder(folder)
-        self.watchdog = watchdog = Watchdog(folder, tell=tell_of_hang(save))
+        self.watchdog = watchdog = Watchdog(folder, tell=tell_of_hang(save), leave=self._leave_hung)
         self.phase = watchdog.phase
         try:
             yield
         finally:
             watchdog.close()
+
+    def _leave_hung(self, exit_code: int) -> None:
+        """What the watchdog does last. On a thread: the run folder may be what hangs."""
+        if self._record is not None:
+            recording = threading.Thread(target=self._record.end, args=("failed", exit_code), daemon=True)
+            recording.start()
+            recording.join(RECORD_S)
+        os._exit(exit_code)
 
     def _setup(self, what: str) -> AbstractContextManager[None]:
         return self.phase(what, self.arguments.training.setup_timeout_s)
@@ -290,7 +303,8 @@ class Trainer:
             try:
                 names = self.arguments.training.report_to if self.rank == 0 else ()
                 trackers = Trackers.of(names, self.trackers, self.progress.note)
-                yield RunRecord(folder, self.rank, self.progress.note, trackers)
+                self._record = RunRecord(folder, self.rank, self.progress.note, trackers)
+                yield self._record
             finally:
                 self.progress.close()
 

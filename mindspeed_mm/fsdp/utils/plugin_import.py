@@ -36,7 +36,7 @@ def import_plugin(plugins: Iterable[str]) -> None:
     ensure_torchvision()  # before a plugin imports transformers
     working_directory = str(Path.cwd())
     if working_directory not in sys.path:
-        sys.path.insert(0, working_directory)
+        sys.path.append(working_directory)  # last: a file there must not stand in for a library's
     for plugin in plugins:
         name = plugin_module(plugin)
         package = _import(name, plugin)
