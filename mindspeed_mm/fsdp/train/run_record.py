@@ -76,6 +76,10 @@ class RunRecord:
         """Write how the run ended, if it began."""
         if self._trackers is not None:
             self._trackers.end(exit_code)
+        self.break_off(status, exit_code)
+
+    def break_off(self, status: str, exit_code: int) -> None:
+        """`end` of a process that has no time left: trackers, which may wait for a network, are not told."""
         if self._run:
             self._run |= {"status": status, "exit_code": exit_code, "ended": time.time()}
             self._write_run()

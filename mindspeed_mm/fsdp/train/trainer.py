@@ -223,7 +223,7 @@ class Trainer:
         # What has been built lives to the end: the collector need not look at it, nor workers copy its pages.
         gc.freeze()
         gc.enable()
-        with StopSignal(LaunchFolder.of_this_rank(), record.end) as engine.stop_signal:
+        with StopSignal(LaunchFolder.of_this_rank(), record.break_off) as engine.stop_signal:
             engine.train(loader)
         self.iteration = engine.iteration
         self._raise_if_stopped(engine)
@@ -253,7 +253,7 @@ class Trainer:
     def _leave_hung(self, exit_code: int) -> None:
         """What the watchdog does last. On a thread: the run folder may be what hangs."""
         if self._record is not None:
-            recording = threading.Thread(target=self._record.end, args=("failed", exit_code), daemon=True)
+            recording = threading.Thread(target=self._record.break_off, args=("failed", exit_code), daemon=True)
             recording.start()
             recording.join(RECORD_S)
         os._exit(exit_code)
