@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.data.dataloader.build_order import build_order
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Order
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES
-from mindspeed_mm.fsdp.data.dataloader.worker_pool import DEFAULT_TIMEOUT_S, WorkerOptions
+from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions
 from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
 from mindspeed_mm.fsdp.data.split import split_dataset
 from mindspeed_mm.fsdp.params.cards import dataset_cards
@@ -81,7 +81,7 @@ def build_mm_dataloader(
     position: DataPosition | None = None,
     processor: Any = None,
     dataset_param: DatasetParam | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     group: Any = None,
     for_passes: bool = False,
 ) -> MMDataLoader:
@@ -98,7 +98,7 @@ def build_mm_dataloader(
         position: Where to start; None: at the beginning.
         processor: For a plugin's data set without `collate_fn`, whose samples a built-in collator joins.
         dataset_param: Names the folder of that processor, where it is not given.
-        timeout_s: Longest wait for a micro-batch.
+        timeout_s: Longest wait for a micro-batch; None: that of the section.
         group: The `dp_size` ranks, which tell each other the sizes of samples; None: this one finds out all of them.
         for_passes: Nothing but `one_pass` is asked of the loader, as for validation.
 
@@ -107,6 +107,7 @@ def build_mm_dataloader(
         DataError: The data set is smaller than one global batch and `drop_last` is set.
     """
     pin = dataloader_param.pin_memory
+    timeout_s = dataloader_param.timeout if timeout_s is None else timeout_s
     deal = Deal(micro_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
     order, mix = build_order(
         dataset, dataloader_param, deal, seed, group=group, timeout_s=timeout_s, for_passes=for_passes

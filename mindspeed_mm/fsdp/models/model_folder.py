@@ -6,7 +6,6 @@ its own for the model.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.utils.plugin_import import hash_of_files
 
 _KEY = "model.model_name_or_path"
 _PRIVATE_KEYS = frozenset(
@@ -146,11 +146,8 @@ def folder_warnings(folder: Path, *, trust_remote_code: bool = False) -> list[st
 
 def code_hash(folder: Path) -> str:
     """SHA-256 over the folder's Python files, to be noted in a run that executed them; empty when there are none."""
-    digest = hashlib.sha256()
     files = _code_files(folder)
-    for path in files:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest() if files else ""
+    return hash_of_files(files) if files else ""
 
 
 def check_links(folder: Path) -> None:

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.params.value_types import (
     PathText,
     Positive,
     Ratio,
+    Seconds,
     Section,
     fault,
     null_means,
@@ -296,6 +297,8 @@ class DataloaderParam(Section):
     """Processes that prepare batches; 0: in the trainer itself."""
     prefetch_factor: Positive | None = None
     """Batches that each process holds ready."""
+    timeout: Seconds = 600.0
+    """Longest wait for a micro-batch, in seconds: a process that hangs ends the run, and its samples are named."""
     enable_preload: Flag = False
     """Copy the next batch to the device while the current one is trained on."""
     collate_param: CollateParam = Field(default_factory=CollateParam)

@@ -18,11 +18,14 @@ import torch
 from mindspeed_mm.core.artifacts import RunFolder, append_jsonl, atomic_write_text
 from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.models.model_folder import code_hash
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, resolved_dict
 from mindspeed_mm.fsdp.params.origins import leaves
 from mindspeed_mm.fsdp.train.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.trackers import TrackedRun, Trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.plugin_import import plugin_hashes
 
 RECORDED_PACKAGES = ("torch", "torchvision", "transformers", "peft", "safetensors", "datasets", "numpy", "pillow")
 
@@ -118,6 +121,17 @@ class RunRecord:
             if not self._failing:
                 self._warn(f"warning: {path} could not be written ({error.strerror}); training goes on")
             self._failing = True
+
+
+def trusted_code(arguments: Arguments) -> dict[str, str]:
+    """SHA-256 of the foreign code that the run executes: plugins, and Python files of folders that it trusts."""
+    preprocess = arguments.data.dataset_param.preprocess_parameters
+    folders = {
+        arguments.model.model_name_or_path if arguments.model.trust_remote_code else None,
+        getattr(preprocess, "model_name_or_path", None) if getattr(preprocess, "trust_remote_code", False) else None,
+    }
+    hashes = {folder: code_hash(Path(folder)) for folder in sorted(filter(None, folders))}
+    return plugin_hashes(arguments.training.plugin) | {folder: digest for folder, digest in hashes.items() if digest}
 
 
 def environment() -> dict[str, Any]:

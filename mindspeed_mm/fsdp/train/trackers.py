@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -57,6 +58,21 @@ class Tracker:
         """The run has ended."""
 
 
+def quiet_thread(kind: str) -> None:
+    """Have no traceback printed for threads of a class: TensorBoard's writer ends with one when its folder goes, and
+    hands the error to the next call as well, which is where it is told."""
+    before = threading.excepthook
+    if getattr(before, "quiet_about", "") == kind:
+        return
+
+    def report(args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__name__ != kind:
+            before(args)
+
+    report.quiet_about = kind  # type: ignore[attr-defined]
+    threading.excepthook = report
+
+
 class TensorBoard(Tracker):
     """Event files in `tb/` of the run folder."""
 
@@ -77,6 +93,7 @@ class TensorBoard(Tracker):
 
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder / "tb"), purge_step=self._first_step)
+            quiet_thread("_AsyncWriterThread")
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._writer.file_writer.add_summary(Summary(value=values), step)
 

@@ -65,7 +65,7 @@ from mindspeed_mm.fsdp.train.profile_hooks import build_profile_hooks
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
 from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
-from mindspeed_mm.fsdp.train.run_record import RunRecord
+from mindspeed_mm.fsdp.train.run_record import RunRecord, trusted_code
 from mindspeed_mm.fsdp.train.speed_hooks import speed_hooks
 from mindspeed_mm.fsdp.train.start_checks import (
     check_config,
@@ -486,6 +486,7 @@ class Trainer:
             "global_batch": context["global_batch"],
             "total_steps": engine.schedule.total_steps,
             "dataset": context["dataset"],
+            "trusted_code": trusted_code(self.arguments),
         }
 
     def _raise_if_stopped(self, engine: TrainEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 import traceback
@@ -82,3 +83,24 @@ def place_of_error(error: BaseException) -> str:
     plugin = Path(frames[0].filename).parent
     last = [frame for frame in frames if Path(frame.filename).is_relative_to(plugin)][-1]
     return f"{last.filename}:{last.lineno}"
+
+
+def plugin_hashes(plugins: Iterable[str]) -> dict[str, str]:
+    """SHA-256 over the Python files of each plugin that was imported, for a run's record of the code that it ran."""
+    found = {}
+    for plugin in plugins:
+        module = sys.modules.get(plugin_module(plugin))
+        folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+        files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+        if not folders and (file := getattr(module, "__file__", None)):
+            files = [Path(file)]
+        found[plugin] = hash_of_files(files)
+    return found
+
+
+def hash_of_files(files: Iterable[Path]) -> str:
+    """SHA-256 over names and contents of files."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -235,6 +235,14 @@ class TestWorkers:
         assert time.monotonic() - started < 15
         assert "Numbers" in str(caught.value)
 
+    @pytest.mark.edge("S14")
+    def test_the_time_limit_is_a_key(self) -> None:
+        section = DataloaderParam(num_workers=2, shuffle=False, timeout=1.0)
+        split = {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "dp_rank": 0, "dp_size": 1, "seed": 5}
+        data = build_mm_dataloader(Numbers(40, lambda i: time.sleep(300 * (i == 3))), section, **split)
+        with pytest.raises(DataError, match=r"worker 1 gave nothing for 1 s while it prepared 2, 3"):
+            list(islice(data, 20))
+
     def test_the_end_of_a_killed_worker_never_interrupts_what_comes_after(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

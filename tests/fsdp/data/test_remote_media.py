@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,7 +45,16 @@ class Site(BaseHTTPRequestHandler):
         if self.path == "/slow":
             self._send(200, PICTURE[:20], **{"Content-Length": str(len(PICTURE))}, hold="yes")
             return None
+        if self.path == "/drip":
+            return self._drip()
         return self._send(404, b"")
+
+    def _drip(self) -> None:
+        """A header that never ends, a few letters at a time."""
+        self.wfile.write(b"HTTP/1.0 200 OK\r\n")
+        while not self.let_go.wait(0.05):
+            self.wfile.write(b"x")
+            self.wfile.flush()
 
     def _send(self, status: int, body: bytes, hold: str = "", **headers: str) -> None:
         self.send_response(status)
@@ -147,6 +157,18 @@ def test_bounds_of_bytes_and_of_time(tmp_path: Path, site: str, monkeypatch: pyt
     monkeypatch.setattr(remote_media, "MOST_SECONDS", 0.2)
     with pytest.raises(DataError, match=r"cannot be fetched: (timed out|not done)"):
         remote_media.fetch(f"{site}/slow", [site], 10**6)
+
+
+@pytest.mark.edge("S14")
+def test_a_header_that_drips_is_cut_off_at_the_limit(
+    tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_media, "MOST_SECONDS", 0.5)
+    threading.Timer(8.0, Site.let_go.set).start()  # for a reader that would wait for ever
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"/drip' cannot be fetched: not done after"):
+        remote_media.fetch(f"{site}/drip", [site], 10**6)
+    assert time.monotonic() - started < 5
 
 
 def test_data_urls(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.train.run_record import trusted_code
 from mindspeed_mm.fsdp.utils.register import Registry
+from mindspeed_mm.tasks.train import load_with_plugins
 
 YAML = """\
 model: {model_id: toy_lm, train_from_scratch: true, toy_width: 12}
@@ -31,6 +33,24 @@ def test_plugin_trains(yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     lines = [json.loads(line) for line in (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
     assert "the model's own, as the mean over label tokens" in capsys.readouterr().out
+
+
+@pytest.mark.edge("S14")
+def test_the_code_that_a_run_trusts_is_recorded(yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "modeling.py").write_text("VALUE = 1")
+    arguments = load_with_plugins(yaml, (f"model.model_name_or_path={folder}",)).arguments
+    plugin = trusted_code(arguments)
+    assert plugin.keys() == {"toy_plugin"} and len(plugin["toy_plugin"]) == 64
+    trusting = load_with_plugins(yaml, (f"model.model_name_or_path={folder}", "model.trust_remote_code=true")).arguments
+    before = trusted_code(trusting)
+    assert before.keys() == {"toy_plugin", str(folder)}
+    (folder / "modeling.py").write_text("VALUE = 2")
+    after = trusted_code(trusting)
+    assert after["toy_plugin"] == before["toy_plugin"] and after[str(folder)] != before[str(folder)]
+    assert run(["train", str(yaml), f"training.save={tmp_path / 'save'}", "training.train_iters=1"]) == 0
+    assert json.loads((tmp_path / "save" / "run.json").read_text())["trusted_code"] == plugin
 
 
 @pytest.mark.parametrize(

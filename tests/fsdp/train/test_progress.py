@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+import shutil
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
+import pytest
+
 from mindspeed_mm.fsdp.train.progress import HEADER, Progress, format_line, short_count
-from mindspeed_mm.fsdp.train.trackers import TrackedRun, Trackers
+from mindspeed_mm.fsdp.train.trackers import TensorBoard, TrackedRun, Trackers
 from mindspeed_mm.fsdp.utils.work_progress import clock
 
 METRICS = {
@@ -55,3 +61,26 @@ def test_other_ranks_say_nothing(tmp_path: Path) -> None:
     progress.note("a word")
     progress.close()
     assert stream.getvalue() == "" and not (tmp_path / "train.log").exists()
+
+
+@pytest.mark.edge("S14")
+def test_a_folder_of_events_that_goes_is_told_by_the_next_call_and_not_by_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils import tensorboard
+
+    tracebacks: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    monkeypatch.setattr(tensorboard, "SummaryWriter", partial(tensorboard.SummaryWriter, flush_secs=0))
+    told: list[str] = []
+    trackers = Trackers({"tensorboard": TensorBoard()}, told.append)
+    trackers.begin(TrackedRun("run", {}, tmp_path / "run", first_step=1))
+    trackers.log({"step": 1, "loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    for step in range(2, 200):
+        trackers.log({"step": step, "loss": 1.0})
+        if told:
+            break
+        time.sleep(0.02)
+    assert len(told) == 1 and "tensorboard" in told[0].lower()
+    assert tracebacks == []

@@ -12,9 +12,11 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
+from contextlib import suppress
 
 from mindspeed_mm.core.errors import DataError
 
@@ -49,7 +51,9 @@ def _ask(url: str, url_roots: Sequence[str], most_bytes: int, deadline_s: float)
     """What a URL answers: the medium, or where it is to be found."""
     parts = _parts(url)
     connection = _connection(parts, _address(parts, url, url_roots), deadline_s)
+    cut = _cut_at(deadline_s, connection.sock)
     try:
+        _secure(connection, parts)
         path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         connection.request("GET", path, headers={"User-Agent": "mindspeed-mm", "Accept-Encoding": "identity"})
         response = connection.getresponse()
@@ -59,11 +63,25 @@ def _ask(url: str, url_roots: Sequence[str], most_bytes: int, deadline_s: float)
             raise DataError(f"'{url[:100]}' answers {response.status} {response.reason}", way_out=_WAY_OUT)
         return _body(response, connection, url, most_bytes, deadline_s)
     except (OSError, http.client.HTTPException, UnicodeError) as error:
-        raise DataError(
-            f"'{url[:100]}' cannot be fetched: {error or type(error).__name__}", way_out=_WAY_OUT
-        ) from error
+        reason = _too_late() if time.monotonic() >= deadline_s else str(error) or type(error).__name__
+        raise DataError(f"'{url[:100]}' cannot be fetched: {reason}", way_out=_WAY_OUT) from error
     finally:
+        cut.cancel()
         connection.close()
+
+
+def _cut_at(deadline_s: float, connected: socket.socket) -> threading.Timer:
+    """Breaks a connection off at the deadline: limits on single reads do not bound a header that comes in drops."""
+    handle = connected.dup()  # TLS takes the socket over
+
+    def cut() -> None:
+        with suppress(OSError), handle:
+            handle.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), cut)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _parts(url: str) -> urllib.parse.SplitResult:
@@ -116,13 +134,16 @@ def _connection(parts: urllib.parse.SplitResult, address: str, deadline_s: float
     connection = http.client.HTTPConnection(host, port, timeout=left_s)
     try:
         connection.sock = socket.create_connection((address, port), timeout=left_s)
-        if parts.scheme == "https":
-            context = ssl.create_default_context()
-            connection.sock = context.wrap_socket(connection.sock, server_hostname=host)
     except OSError as error:
         connection.close()
         raise DataError(f"'{host}' cannot be reached: {error}", way_out=_WAY_OUT) from error
     return connection
+
+
+def _secure(connection: http.client.HTTPConnection, parts: urllib.parse.SplitResult) -> None:
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        connection.sock = context.wrap_socket(connection.sock, server_hostname=str(parts.hostname))
 
 
 def _body(
@@ -143,6 +164,7 @@ def _body(
         blocks.append(block)
         if connection.sock is not None:
             connection.sock.settimeout(_left_s(deadline_s))
+    _left_s(deadline_s)  # what was cut off looks like an end
     if declared is not None and size < declared:
         raise DataError(f"'{url[:100]}' broke off after {size} of {declared} bytes", way_out=_WAY_OUT)
     if not size:
@@ -153,5 +175,9 @@ def _body(
 def _left_s(deadline_s: float) -> float:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError(f"not done after {MOST_SECONDS:.0f} s")
+        raise TimeoutError(_too_late())
     return left_s
+
+
+def _too_late() -> str:
+    return f"not done after {MOST_SECONDS:.0f} s"
