@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
+from mindspeed_mm.fsdp.params.inference_args import InferenceArguments
 from mindspeed_mm.fsdp.params.value_types import show
 
 _DATASET: dict[str, tuple[Any, ...]] = {
@@ -21,6 +23,30 @@ _DATASET: dict[str, tuple[Any, ...]] = {
 _OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
 """Keys that data sets of conversations act on, and those of generators do not."""
 
+_INFERENCE: dict[str, str] = {
+    "load": "mm infer and mm evaluate take the model as their first word.",
+    "load_format": "mm infer and mm evaluate recognise the layout.",
+    "seed": "Answers are drawn by nothing: mm infer takes the likeliest tokens. Generators: inference.sampling.seed.",
+    "use_deter_comp": "Kernels are chosen by the libraries.",
+    "plugin": "A run's own training.plugin is what mm infer imports.",
+    "processor_path": "The processor is taken from the model's folder.",
+    "enable_thinking": "The chat template's own default counts.",
+    "data_path": "Give mm infer and mm evaluate --data.",
+    "generation.max_new_tokens": "Give mm infer and mm evaluate --max-new-tokens.",
+    "generation.do_sample": "mm infer takes the likeliest tokens.",
+    "generation.temperature": "mm infer takes the likeliest tokens.",
+    "generation.top_p": "mm infer takes the likeliest tokens.",
+    "generation.top_k": "mm infer takes the likeliest tokens.",
+    "generation.repetition_penalty": "mm infer takes the likeliest tokens.",
+    "generation.use_cache": "Keys and values are always kept.",
+}
+"""Keys of `inference` that nothing reads yet → what counts instead. Their defaults are accepted."""
+
+_DEFAULTS = InferenceArguments()
+
+INSTEAD: dict[str, str] = {f"inference.{key}": words for key, words in _INFERENCE.items()}
+"""Key → what to do instead, where that is more than to leave it out."""
+
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "model.checkpoint_path": (None,),
     "model.text_encoder_path": (None,),
@@ -28,6 +54,7 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
+    **{f"inference.{key}": (reduce(getattr, key.split("."), _DEFAULTS),) for key in _INFERENCE},
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 
@@ -43,7 +70,8 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
                 Problem(
                     f"{show(value)} asks for a feature that this version does not have",
                     key=key,
-                    way_out=f"This version takes {' or '.join(show(known) for known in built)}.",
+                    way_out=f"This version takes {' or '.join(show(known) for known in built)}."
+                    + (f" {INSTEAD[key]}" if key in INSTEAD else ""),
                 )
             )
     return problems

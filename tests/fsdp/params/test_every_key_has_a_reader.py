@@ -18,6 +18,7 @@ import pytest
 import mindspeed_mm
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import section_of, walk_fields
+from mindspeed_mm.fsdp.params.unbuilt import BUILT_VALUES, unbuilt_features
 from mindspeed_mm.fsdp.params.value_types import Section
 
 PACKAGE = Path(mindspeed_mm.__file__).parent
@@ -34,14 +35,12 @@ WITHOUT_EFFECT = {
     "data.dataloader_param.collate_param.ignore_pad_token_for_loss": "padding is never trained, whatever it says",
     "data.dataset_param.basic_parameters.tool_format": "the chat template says how tools are written",
     "parallel.ep_plan.use_npu_fused_ops": "the permutation of tokens is the same for every device",
-    "model.checkpoint_path": "of models that are not built: other values than null are refused",
-    "model.text_encoder_path": "of models that are not built: other values than null are refused",
+    "inference.init_model_with_meta_device": "models are always built without storage first",
 }
 """Key → why nothing reads it. The key's help says so too."""
 
-
-OF_INFERENCE_RUNS = ("inference.",)
-"""Sections of runs that only infer: `mm infer` takes options instead, and a training run has no use for them."""
+REFUSED = {key for key, values in BUILT_VALUES.items() if len(values) == 1}
+"""Keys that take their default alone: any other value is refused by name."""
 
 BY_ROLE = "_tag"
 """Ends of keys that are read by a role's name."""
@@ -79,7 +78,7 @@ def keys() -> Iterator[tuple[str, type[Section]]]:
         inner = section_of(info.annotation)
         if inner is not None:
             classes[key] = inner
-        elif not key.startswith(("data.val_dataset_param.", *OF_INFERENCE_RUNS)):  # the first as of `dataset_param`
+        elif not key.startswith("data.val_dataset_param."):  # as of `dataset_param`
             yield key, classes[key.rpartition(".")[0]]
 
 
@@ -89,11 +88,36 @@ def has_reader(key: str, section: type[Section], sources: list[File]) -> bool:
     return any(name in source.attributes and marks & source.words for source in sources)
 
 
+@pytest.mark.edge("R15")
 @pytest.mark.parametrize(("key", "section"), list(keys()), ids=[key for key, _ in keys()])
 def test_key_is_read_or_says_why_not(key: str, section: type[Section]) -> None:
-    if key in WITHOUT_EFFECT or (key.endswith(BY_ROLE) and ".attr." in key):
+    if key in WITHOUT_EFFECT or key in REFUSED or (key.endswith(BY_ROLE) and ".attr." in key):
         return
     assert has_reader(key, section, files()), f"{key} is accepted, and nothing reads it"
+
+
+@pytest.mark.edge("R15")
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"seed": 7}, "inference.seed"),
+        ({"plugin": ["mine"]}, "inference.plugin"),
+        ({"generation": {"temperature": 0.5}}, "inference.generation.temperature"),
+        ({"generation": {"max_new_tokens": 4}}, "inference.generation.max_new_tokens"),
+    ],
+)
+def test_keys_of_inference_that_nothing_reads_are_refused_with_what_counts_instead(
+    section: dict[str, object], key: str
+) -> None:
+    (problem,) = unbuilt_features(Arguments.model_validate({"inference": section}))
+    assert problem.key == key
+    assert len(problem.way_out.split(". ")) > 1
+
+
+@pytest.mark.edge("R15")
+def test_a_section_of_defaults_is_accepted() -> None:
+    defaults = Arguments().inference.to_dict()
+    assert unbuilt_features(Arguments.model_validate({"inference": defaults})) == []
 
 
 def test_reasons_are_for_keys_that_exist() -> None:
