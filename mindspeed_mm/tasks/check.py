@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -108,6 +108,7 @@ class _Check:
         self.config: ResolvedConfig
         self.model: Any = None
         self.batch: Batch = {}
+        self.processor: Any = None
 
     def attempt(self, name: str, stage: Callable[[], None], needs: str | tuple[str, ...] = ()) -> None:
         """Run a stage unless one that it needs has not passed."""
@@ -159,7 +160,7 @@ class _Check:
         if plugins and not any(finding.stage == self.stage for finding in self.result.findings):
             self._keep(load_config(self.path, self.overrides, plugin_keys=keys))
 
-    def _collect(self, steps: Sequence[Callable[[], Any]]) -> None:
+    def _collect(self, steps: Iterable[Callable[[], Any]]) -> None:
         """Run independent steps; one that fails does not stop the next."""
         for step in steps:
             try:
@@ -181,12 +182,8 @@ class _Check:
     def module_patterns(self) -> None:
         """The model builds, without weights, and every pattern names some of its modules."""
         # Imported here: what stands above answers without torch.
-        from mindspeed_mm.checkpoint.safetensors_folder import find_entries
-        from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
-        from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
-        from mindspeed_mm.fsdp.models.lora import apply_lora
         from mindspeed_mm.fsdp.models.modelhub import ModelHub
-        from mindspeed_mm.fsdp.models.spec import find_blocks
+        from mindspeed_mm.tasks.model_stage import model_steps
 
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
@@ -199,19 +196,8 @@ class _Check:
             self.add(error)  # the other patterns can still be judged
             whole = arguments.model.model_copy(update={"freeze": ()})
             self.model = ModelHub.build(whole, feature_args=arguments.features)
-        names = [name for name, _ in self.model.named_modules()]
-        plan = arguments.parallel.fsdp_plan
-        for key in ("apply_modules", "ignored_modules"):
-            full_key = f"parallel.fsdp_plan.{key}"
-            self._collect([partial(resolve_patterns, getattr(plan, key), names, key=full_key)])
-        applier = FeaturesApplier(arguments.features, find_blocks(self.model), model_args=arguments.model)
-        self._collect([partial(applier.check, self.model)])
+        self._collect(model_steps(self.model, arguments))
         self._collect([partial(check_plans, self.model, arguments), self.experts])
-        if self.adapter is not None and not (arguments.model.train_from_scratch or arguments.training.load):
-            self._collect([lambda: find_entries(transformer_weights(self.adapter.folder))])
-        if arguments.training.lora.enable:
-            targets = self.adapter.lora_targets if self.adapter is not None else ()
-            self._collect([partial(apply_lora, self.model, arguments.training.lora, default_targets=targets)])
 
     def experts(self) -> None:
         """Experts can be spread, balanced and kept from padding as the plan says; a warning where they are padded."""
@@ -250,7 +236,7 @@ class _Check:
             seed=seed,
             dataset_param=arguments.data.dataset_param,
         )
-        self.batch = next(iter(loader))[0]
+        self.batch, self.processor = next(iter(loader))[0], getattr(dataset, "processor", None)
         if validation is not None:
             validation[0]
 
@@ -267,7 +253,10 @@ class _Check:
         return param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})
 
     def batch_keys(self) -> None:
-        """The model's forward takes what the batch holds, and asks for nothing else."""
+        """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
+        from mindspeed_mm.fsdp.models.vocabulary import check_processor
+
+        self._collect([partial(check_processor, self.model, self.processor)])
         parameters = inspect.signature(self.model.forward).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         given = self._generator_inputs() if self.adapter is not None else self.batch.keys() - ENGINE_KEYS
@@ -323,8 +312,11 @@ def check_plans(model: Any, arguments: Arguments) -> None:
         check_packed_rows(model, attention=arguments.model.attn_implementation)
     from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import output_head
     from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+    from mindspeed_mm.fsdp.loss.objectives import build_objective
 
-    build_head_loss(model, output_head(model), arguments.features)
+    head = build_head_loss(model, output_head(model), arguments.features)
+    if not hasattr(model, "_mm_adapter"):
+        build_objective(arguments.features.loss_cfg.loss_type, model, head)
     whole_towers = check_towers_plan(model, parallel)
     if parallel.tensor_parallel_size > 1:
         from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import resolve_tensor_plan

@@ -107,9 +107,7 @@ def stream_weights(
     started = time.perf_counter()
     whole, stored_name = whole_of(model), naming_of(model)  # a pipeline's rank reads its part, and compares everything
     targets = _targets(whole)
-    aliases = {
-        stored_name(alias): stored_name(first) for first, *others in shared_parameters(whole) for alias in others
-    }
+    aliases = _aliases(whole)
     with open_source(folder, from_first_rank=from_first_rank) as (stored, fetch):
         steps = _steps(whole, stored, {*targets, *aliases})
         shapes, packings = _shapes(whole, targets), packings_of(model)
@@ -133,6 +131,28 @@ def stream_weights(
         nonfinite=tuple(nonfinite),
         warnings=tuple(_warnings(folder, initialized, ignored, nonfinite)),
     )
+
+
+def check_weights(
+    model: nn.Module, folder: Path, *, allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = ()
+) -> None:
+    """Raise `ModelFolderError` where `stream_weights` would for a folder's keys and shapes; no value is read, and the
+    model needs no memory."""
+    targets = _targets(model)
+    aliases = _aliases(model)
+    with open_weights(folder) as stored:
+        steps = _steps(model, stored, {*targets, *aliases})
+        diff, initialized, ignored = _compare(
+            model, _shapes(model, targets), aliases, steps, allow_missing, allow_unexpected
+        )
+        diff.check(folder)
+        _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several → the first, as a folder has them."""
+    stored_name = naming_of(model)
+    return {stored_name(alias): stored_name(first) for first, *others in shared_parameters(model) for alias in others}
 
 
 def _own_targets(model: nn.Module) -> dict[str, torch.Tensor]:

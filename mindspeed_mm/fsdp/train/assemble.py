@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from mindspeed_mm.fsdp.models.materialize import materialize
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
+from mindspeed_mm.fsdp.models.vocabulary import check_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.train.utilisation import Utilisation
@@ -97,6 +98,7 @@ def assemble(
     load_weights: bool = True,
     packs: bool = False,
     given: nn.Module | None = None,
+    processor: Any = None,
 ) -> Assembled:
     """Build, shard and load the model that the configuration names.
 
@@ -107,12 +109,14 @@ def assemble(
         load_weights: False leaves the parameters without values: a checkpoint will fill them.
         packs: Prepare the model for packed rows even where the configuration asks for none.
         given: A model with its values, to be trained in place of what `model` names.
+        processor: What makes the rows, to be compared with the model.
 
     Raises:
         ConfigError: A pattern of the plan matches nothing.
-        ModelFolderError: Weights are missing, left over or of another shape.
+        ModelFolderError: Weights are missing, left over or of another shape; rows are made for another model.
     """
     model = build_model(arguments, given)
+    check_processor(model, processor)
     if packs or packs_rows(arguments):
         apply_packed_rows(model, attention=arguments.model.attn_implementation)
     spec = resolve_spec(model)

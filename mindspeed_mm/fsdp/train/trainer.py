@@ -198,6 +198,7 @@ class Trainer:
                 load_weights=resume.checkpoint is None,
                 packs=bool(self.options.packs),
                 given=self.given.model,
+                processor=getattr(train_set, "processor", None),
             )
             optimizer = build_optimizer(assembled.model, self.arguments.training, self.arguments.features)
             ema = Ema(assembled.model, self.arguments.training.ema) if self.arguments.training.ema.enable else None
