@@ -104,6 +104,8 @@ def run(
     tally = look_through(data, decode=decode, limit=limit, workers=workers)
     result.seconds = time.monotonic() - began
     _judge(result, data, tally, _ranks(nproc))
+    if not any(finding.is_error for finding in result.findings):
+        result.findings = [*_of_first_batch(data), *result.findings]
     return result
 
 
@@ -144,6 +146,15 @@ def _judge(result: DataCheck, data: OpenedData, tally: Tally, ranks: int) -> Non
     result.tokens = histogram(lengths) if lengths.any() else []  # those of generators have other sizes
     result.patches = histogram([n for n in tally.patches if n])
     result.shares = shares(dataset, basic, tally)
+
+
+def _of_first_batch(data: OpenedData) -> list[Finding]:
+    """What is wrong with how rows are joined: seen where the first micro-batch is made."""
+    try:
+        next(iter(data.loader()))
+    except MMError as error:
+        return [Finding("error", "first micro-batch", f"it cannot be made: {error}", 0)]
+    return []
 
 
 def _namer(dataset: Any) -> Any:

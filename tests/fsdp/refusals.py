@@ -1,0 +1,279 @@
+"""Everything that training refuses before its first step, each with a configuration that brings it about. One table: what
+`mm train` refuses, `mm check` refuses with the same words, key and exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.tiny_models import make_tiny_qwen3
+from tests.helpers.tiny_run import make_tiny_run
+
+BASIC = "data.dataset_param.basic_parameters"
+PREPROCESS = "data.dataset_param.preprocess_parameters"
+LOADER = "data.dataloader_param"
+MODEL = "model.model_name_or_path"
+LORA = ("training.lora.enable=true",)
+
+USAGE, ENVIRONMENT, DATA = 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A configuration that does not train."""
+
+    name: str
+    """What is wrong."""
+    words: tuple[str, ...]
+    """Overrides of the run; `{folder}` is where it lies."""
+    said: str
+    """Part of the message."""
+    key: str = ""
+    code: int = USAGE
+    spoil: Callable[[Path], Any] | None = None
+    """Changes the run's folder first: `model/`, `rows.jsonl`, `images/`."""
+    by_data_check: bool = False
+    """Whether `mm data check` finds it, too: it has to do with the rows alone."""
+    waits: str = ""
+    """Why `mm check` does not find it yet."""
+
+
+def make_base(folder: Path) -> Path:
+    """The run that the rows spoil: a tiny Qwen3-VL and 24 rows; returns its YAML."""
+    return make_tiny_run(folder)
+
+
+def spoiled(base: Path, folder: Path, row: Refusal) -> Path:
+    """The YAML of a copy of the run, spoiled as the row says."""
+    shutil.copytree(base, folder)
+    text = (folder / "run.yaml").read_text().replace(str(base), str(folder))
+    (folder / "run.yaml").write_text(text)
+    if row.spoil is not None:
+        row.spoil(folder)
+    return folder / "run.yaml"
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "model" / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | changes))
+
+    return spoil
+
+
+def _weights(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "model" / "model.safetensors"
+        weights = load_file(path)
+        change(weights)
+        save_file(weights, path, metadata={"format": "pt"})
+
+    return spoil
+
+
+def _first_row(**changes: Any) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "rows.jsonl"
+        first, *others = path.read_text().splitlines()
+        path.write_text("\n".join([json.dumps(json.loads(first) | changes), *others]) + "\n")
+
+    return spoil
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _unlink(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _more_tokens(folder: Path) -> None:
+    """A tokenizer with tokens that the model's embedding has no rows for."""
+    path = folder / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    first = 1 + max(tokenizer["model"]["vocab"].values())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"] += [{"id": first + n, "content": f"<|new_{n}|>", **plain} for n in range(8)]
+    path.write_text(json.dumps(tokenizer))
+
+
+def _tokenizer_alone(folder: Path) -> None:
+    """A text model beside rows with pictures."""
+    shutil.rmtree(folder / "model")
+    make_tiny_qwen3(folder / "model")
+
+
+KEYS = (
+    Refusal("an unknown key", ("training.learning_rate=1",), "Did you mean 'lr'", "training.learning_rate"),
+    Refusal("a value of another type", ("training.lr=fast",), "'fast' is not a number", "training.lr"),
+    Refusal("nothing is trained", ("model.freeze=['*']",), "nothing is left to train", "model.freeze"),
+    Refusal("every module frozen", ("model.freeze=[model,lm_head]",), "freezes every parameter", "model.freeze"),
+    Refusal("a freeze of nothing", ("model.freeze=[model.vision]",), "matches no", "model.freeze"),
+    Refusal("what is not built", ("features.loss_cfg.loss_type=dict",), "does not have", "features.loss_cfg.loss_type"),
+    Refusal("inference that is not read", ("inference.seed=3",), "does not have", "inference.seed"),
+    Refusal("an id that nobody has", ("model.model_id=qwen33",), "'qwen33' is not registered", "model.model_id"),
+    Refusal(
+        "a data set that nobody has",
+        ("data.dataset_param.dataset_type=hugging",),
+        "'hugging' is not registered",
+        "data.dataset_param.dataset_type",
+    ),
+    Refusal(
+        "a plugin that is not there", ("training.plugin=[no_such]",), "No module named 'no_such'", "training.plugin"
+    ),
+    Refusal("validation without rows", ("training.val_interval=2",), "no rows for validation", "training.val_interval"),
+    Refusal(
+        "weights of two sources",
+        ("model.train_from_scratch=true", "training.lora.enable=true"),
+        "adapters of weights that exist",
+        "model.train_from_scratch",
+    ),
+    Refusal(
+        "a saved layout without its model",
+        (
+            "training.save_format=hf",
+            "model.model_name_or_path=null",
+            f"{PREPROCESS}.model_name_or_path={{folder}}/model",
+        ),
+        "",
+    ),
+)
+
+FOLDERS = (
+    Refusal("no model folder", (f"{MODEL}={{folder}}/none",), "none", MODEL, DATA),
+    Refusal("no config.json", (), "config.json", MODEL, DATA, _unlink("model/config.json")),
+    Refusal("a config.json that is no JSON", (), "is not valid JSON", "", DATA, _write("model/config.json", "{")),
+    Refusal("an unknown model type", (), "is not a model type", "model_type", DATA, _config(model_type="qwen9")),
+    Refusal(
+        "quantised weights", (), "are quantised", "quantization_config", DATA,
+        _config(quantization_config={"quant_method": "gptq"}),
+    ),
+    Refusal("no weights", (), "safetensors", "", DATA, _unlink("model/model.safetensors")),
+    Refusal(
+        "weights that are missing", (), "missing in the folder", "", DATA,
+        _weights(lambda weights: weights.pop("model.language_model.norm.weight")),
+    ),
+    Refusal(
+        "weights of another form", (), "of another form", "", DATA,
+        _weights(lambda w: w.update({"model.language_model.norm.weight": w["model.language_model.norm.weight"][:3]})),
+    ),
+    Refusal("a longer tokenizer", (), "the model's embedding 320 rows", "vocab_size", DATA, _more_tokens),
+    Refusal("another token for pictures", (), "marks them by", "image_token_id", DATA, _config(image_token_id=7)),
+    Refusal("weights to go on from that are not there", ("training.load={folder}/none",), "none", "training.load", DATA),
+    Refusal(
+        "a chat template that reaches for Python", (), "refused as unsafe", "", DATA,
+        _write("model/chat_template.jinja", "{{ messages.__class__ }}"),
+        by_data_check=True,
+    ),
+)  # fmt: skip
+
+ROWS = (
+    Refusal(
+        "no rows", (f"{BASIC}.dataset={{folder}}/none.jsonl",), "none.jsonl", f"{BASIC}.dataset", DATA,
+    ),
+    Refusal(
+        "a picture that is not there", (f"{LOADER}.shuffle=false",), "no.png", "", DATA, _first_row(images=["no.png"]),
+        by_data_check=True,
+    ),
+    Refusal(
+        "a picture too few", (f"{LOADER}.shuffle=false",), "image", "", DATA, _first_row(images=[]), by_data_check=True,
+    ),
+    Refusal(
+        "no turns", (f"{LOADER}.shuffle=false",), "messages", "", DATA, _first_row(messages=[]), by_data_check=True,
+    ),
+    Refusal("an unknown template", (f"{BASIC}.template=qwen9",), "'qwen9' is not registered", f"{BASIC}.template"),
+    Refusal(
+        "an unknown collator", (f"{LOADER}.collate_param.model_name=qwen9",), "'qwen9' is not registered",
+        f"{LOADER}.collate_param.model_name", by_data_check=True,
+    ),
+    Refusal(
+        "an unknown order", (f"{LOADER}.sampler_type=Sorted",), "'Sorted'", f"{LOADER}.sampler_type",
+        by_data_check=True,
+    ),
+    Refusal(
+        "a collator of another model", (f"{LOADER}.collate_param.model_name=pairwise",), "chosen", "", DATA,
+        by_data_check=True,
+    ),
+    Refusal("a share that leaves nothing", (f"{BASIC}.val_rate=0.001",), "leaves one side empty", f"{BASIC}.val_rate"),
+    Refusal("fewer rows than a batch", ("training.micro_batch_size=99",), "24", "", DATA),
+    Refusal("pictures and a model without eyes", (f"{LOADER}.shuffle=false",), "image", "", DATA, _tokenizer_alone,
+            by_data_check=True),
+)  # fmt: skip
+
+MODELS = (
+    Refusal(
+        "adapters on nothing", (*LORA, "training.lora.target_modules=[qq_proj]"), "qq_proj",
+        "training.lora.target_modules",
+    ),
+    Refusal(
+        "adapters to go on from that are not there", (*LORA, "training.lora.pretrained_lora_path={folder}/none"), "none",
+        "training.lora.pretrained_lora_path", DATA,
+    ),
+    Refusal("no such undecayed parameters", ("training.no_decay_params=[scale]",), "scale", "training.no_decay_params"),
+    Refusal("no such undecayed modules", ("training.no_decay_modules=[Scale]",), "Scale", "training.no_decay_modules"),
+    Refusal(
+        "a rate for nothing", ("training.lr_scaling_plan=[{match: nothing, scale: 2}]",), "matches no trainable",
+        "training.lr_scaling_plan[0].match",
+    ),
+    Refusal(
+        "shards of nothing", ("parallel.fsdp_plan.apply_modules=[model.layer.{*}]",), "model.layer.{*}",
+        "parallel.fsdp_plan.apply_modules",
+    ),
+    Refusal(
+        "recompute of nothing", ("features.recompute=true", "features.recompute_plan.apply_modules=[none]"), "none",
+        "features.recompute_plan.apply_modules",
+    ),
+    Refusal(
+        "offload of nothing",
+        ("features.enable_activation_offload=true", "features.activation_offload_plan.apply_modules=[none]"), "none",
+        "features.activation_offload_plan.apply_modules",
+    ),
+    Refusal(
+        "slices by an argument that is none",
+        ("features.enable_chunk_mbs=true", "training.micro_batch_size=4", "features.chunkmbs_plan.chunk_kwarg_names=[none]",
+         "features.chunkmbs_plan.chunk_arg_indexs=[99]"),
+        "99 is no argument", "features.chunkmbs_plan.chunk_arg_indexs",
+    ),
+    Refusal(
+        "another head", ("features.enable_chunk_loss=true", "features.chunkloss_plan.apply_module=lm_tail"), "lm_tail",
+        "features.chunkloss_plan.apply_module",
+    ),
+    Refusal(
+        "a router that is not there", ("features.loss_cfg.router_aux_loss_coef=0.01",), "router",
+        "features.loss_cfg.router_aux_loss_coef",
+    ),
+    Refusal(
+        "kernels of layers that are not here", ("model.gdn_implementation=triton",), "CUDA", "model.gdn_implementation",
+        ENVIRONMENT,
+    ),
+    Refusal(
+        "attention that is not installed", ("model.attn_implementation=flash_attention_2",), "flash_attn",
+        "model.attn_implementation", ENVIRONMENT,
+    ),
+    Refusal(
+        "a generator's settings", ("model.transformer={num_layers: 2}",), "the model is none", "model.transformer",
+    ),
+    Refusal(
+        "hooks of nothing", ("parallel.fsdp_plan.hook_modules=[none]",), "none", "parallel.fsdp_plan.hook_modules",
+    ),
+)  # fmt: skip
+
+TABLE = (*KEYS, *FOLDERS, *ROWS, *MODELS)
+
+OF_TWO_RANKS = (
+    Refusal(
+        "heads that do not divide",
+        ("parallel.tensor_parallel_size=3",),
+        "does not divide",
+        "parallel.tensor_parallel_size",
+    ),
+)
+"""Rows about plans: `mm check --nproc N` alone, the launcher refuses them for all ranks."""
