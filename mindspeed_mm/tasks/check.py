@@ -170,9 +170,12 @@ class _Check:
 
     def features(self) -> None:
         """Nothing is asked for that this version does not have."""
+        from mindspeed_mm.fsdp.train.start_checks import check_save_format
+
         problems = unbuilt_features(self.config.arguments)
         if problems:
             raise ConfigError("features", problems=problems)
+        check_save_format(self.config.arguments)
 
     def paths(self) -> None:
         """Inputs exist; the run folder can be written."""
@@ -319,6 +322,7 @@ def check_plans(model: Any, arguments: Arguments) -> None:
         build_objective(arguments.features.loss_cfg.loss_type, model, head)
     whole_towers = check_towers_plan(model, parallel)
     if parallel.tensor_parallel_size > 1:
+        from mindspeed_mm.fsdp.distributed.tensor_parallel import with_adapters
         from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import resolve_tensor_plan
         from mindspeed_mm.fsdp.distributed.tensor_parallel_sequence import sequence_stretches
         from mindspeed_mm.fsdp.distributed.tensor_parallel_sizes import check_split_sizes
@@ -326,6 +330,8 @@ def check_plans(model: Any, arguments: Arguments) -> None:
         plan = resolve_tensor_plan(model, parallel.tp_plan).without(whole_towers)
         check_split_sizes(model, plan, parallel.tensor_parallel_size)
         sequence_stretches(model, plan)
+        for name, rule in plan.rules.items():
+            with_adapters(model, name, rule, in_sequence=False)
     if parallel.pipeline_parallel_size > 1:
         from mindspeed_mm.fsdp.distributed.pipeline_parallel import check_composition
         from mindspeed_mm.fsdp.distributed.pipeline_plan import plan_stages

@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.models.lora import apply_lora
 from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight
 from mindspeed_mm.fsdp.models.model_folder import require_folder
 from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.towers import find_towers
 from mindspeed_mm.fsdp.models.weight_loading import check_weights
 from mindspeed_mm.fsdp.optimizer.groups import parameter_groups
 from mindspeed_mm.fsdp.optimizer.matrices import matrices
@@ -45,7 +46,8 @@ def model_steps(model: nn.Module, arguments: Arguments) -> Iterator[Callable[[],
     names = [name for name, _ in model.named_modules()]
     for key in ("apply_modules", "ignored_modules", "hook_modules"):
         yield partial(resolve_patterns, getattr(plan, key) or (), names, key=f"parallel.fsdp_plan.{key}")
-    applier = FeaturesApplier(arguments.features, find_blocks(model), model_args=arguments.model)
+    towers = {tower.module for tower in find_towers(model)}
+    applier = FeaturesApplier(arguments.features, find_blocks(model), model_args=arguments.model, towers=towers)
     yield partial(applier.check, model)
     yield partial(_check_optimizer, model, arguments)
     if not (arguments.model.train_from_scratch or training.load):

@@ -1,4 +1,4 @@
-"""Everything that training refuses before its first step, each with a configuration that brings it about. One table: what
+"""What training refuses before its first step, each with a configuration that brings it about. One table: what
 `mm train` refuses, `mm check` refuses with the same words, key and exit code."""
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Refusal:
     """Changes the run's folder first: `model/`, `rows.jsonl`, `images/`."""
     by_data_check: bool = False
     """Whether `mm data check` finds it, too: it has to do with the rows alone."""
+    ranks: int = 1
+    """Of the run."""
     waits: str = ""
     """Why `mm check` does not find it yet."""
 
@@ -143,137 +145,265 @@ KEYS = (
             "model.model_name_or_path=null",
             f"{PREPROCESS}.model_name_or_path={{folder}}/model",
         ),
-        "",
+        "copied from there",
+        "training.save_format",
     ),
 )
 
 FOLDERS = (
     Refusal("no model folder", (f"{MODEL}={{folder}}/none",), "none", MODEL, DATA),
     Refusal("no config.json", (), "config.json", MODEL, DATA, _unlink("model/config.json")),
-    Refusal("a config.json that is no JSON", (), "is not valid JSON", "", DATA, _write("model/config.json", "{")),
+    Refusal("a config.json that is no JSON", (), "JSON", "", DATA, _write("model/config.json", "{")),
     Refusal("an unknown model type", (), "is not a model type", "model_type", DATA, _config(model_type="qwen9")),
     Refusal(
-        "quantised weights", (), "are quantised", "quantization_config", DATA,
+        "quantised weights",
+        (),
+        "are quantised",
+        "quantization_config",
+        DATA,
         _config(quantization_config={"quant_method": "gptq"}),
     ),
     Refusal("no weights", (), "safetensors", "", DATA, _unlink("model/model.safetensors")),
     Refusal(
-        "weights that are missing", (), "missing in the folder", "", DATA,
+        "weights that are missing",
+        (),
+        "missing in the folder",
+        "model.language_model.norm.weight",
+        DATA,
         _weights(lambda weights: weights.pop("model.language_model.norm.weight")),
     ),
     Refusal(
-        "weights of another form", (), "of another form", "", DATA,
+        "weights of another form",
+        (),
+        "stored with shape (3,)",
+        "model.language_model.norm.weight",
+        DATA,
         _weights(lambda w: w.update({"model.language_model.norm.weight": w["model.language_model.norm.weight"][:3]})),
     ),
     Refusal("a longer tokenizer", (), "the model's embedding 320 rows", "vocab_size", DATA, _more_tokens),
     Refusal("another token for pictures", (), "marks them by", "image_token_id", DATA, _config(image_token_id=7)),
-    Refusal("weights to go on from that are not there", ("training.load={folder}/none",), "none", "training.load", DATA),
     Refusal(
-        "a chat template that reaches for Python", (), "refused as unsafe", "", DATA,
+        "weights to go on from that are not there", ("training.load={folder}/none",), "none", "training.load", DATA
+    ),
+    Refusal(
+        "a chat template that reaches for Python",
+        (),
+        "refused as unsafe",
+        "",
+        DATA,
         _write("model/chat_template.jinja", "{{ messages.__class__ }}"),
         by_data_check=True,
     ),
-)  # fmt: skip
+)
 
 ROWS = (
     Refusal(
-        "no rows", (f"{BASIC}.dataset={{folder}}/none.jsonl",), "none.jsonl", f"{BASIC}.dataset", DATA,
+        "no rows",
+        (f"{BASIC}.dataset={{folder}}/none.jsonl",),
+        "none.jsonl",
+        f"{BASIC}.dataset",
+        DATA,
     ),
     Refusal(
-        "a picture that is not there", (f"{LOADER}.shuffle=false",), "no.png", "", DATA, _first_row(images=["no.png"]),
+        "a picture that is not there",
+        (f"{LOADER}.shuffle=false",),
+        "no.png",
+        "images",
+        DATA,
+        _first_row(images=["no.png"]),
         by_data_check=True,
     ),
     Refusal(
-        "a picture too few", (f"{LOADER}.shuffle=false",), "image", "", DATA, _first_row(images=[]), by_data_check=True,
+        "a picture too few",
+        (f"{LOADER}.shuffle=false",),
+        "image",
+        "images",
+        DATA,
+        _first_row(images=[]),
+        by_data_check=True,
     ),
     Refusal(
-        "no turns", (f"{LOADER}.shuffle=false",), "messages", "", DATA, _first_row(messages=[]), by_data_check=True,
+        "no turns",
+        (f"{LOADER}.shuffle=false",),
+        "<image> placeholders",
+        "images",
+        DATA,
+        _first_row(messages=[]),
+        by_data_check=True,
     ),
     Refusal("an unknown template", (f"{BASIC}.template=qwen9",), "'qwen9' is not registered", f"{BASIC}.template"),
     Refusal(
-        "an unknown collator", (f"{LOADER}.collate_param.model_name=qwen9",), "'qwen9' is not registered",
-        f"{LOADER}.collate_param.model_name", by_data_check=True,
-    ),
-    Refusal(
-        "an unknown order", (f"{LOADER}.sampler_type=Sorted",), "'Sorted'", f"{LOADER}.sampler_type",
+        "an unknown collator",
+        (f"{LOADER}.collate_param.model_name=qwen9",),
+        "'qwen9' is not registered",
+        f"{LOADER}.collate_param.model_name",
         by_data_check=True,
     ),
     Refusal(
-        "a collator of another model", (f"{LOADER}.collate_param.model_name=pairwise",), "chosen", "", DATA,
+        "an unknown order",
+        (f"{LOADER}.sampler_type=Sorted",),
+        "'Sorted'",
+        f"{LOADER}.sampler_type",
+        by_data_check=True,
+    ),
+    Refusal(
+        "a collator of another model",
+        (f"{LOADER}.collate_param.model_name=pairwise",),
+        "chosen",
+        "",
+        DATA,
         by_data_check=True,
     ),
     Refusal("a share that leaves nothing", (f"{BASIC}.val_rate=0.001",), "leaves one side empty", f"{BASIC}.val_rate"),
-    Refusal("fewer rows than a batch", ("training.micro_batch_size=99",), "24", "", DATA),
-    Refusal("pictures and a model without eyes", (f"{LOADER}.shuffle=false",), "image", "", DATA, _tokenizer_alone,
-            by_data_check=True),
-)  # fmt: skip
+    Refusal(
+        "fewer rows than a batch",
+        ("training.micro_batch_size=99",),
+        "fewer than one global batch",
+        f"{LOADER}.drop_last",
+        DATA,
+    ),
+    Refusal(
+        "pictures and a model without eyes",
+        (f"{LOADER}.shuffle=false",),
+        "image",
+        "images",
+        DATA,
+        _tokenizer_alone,
+        by_data_check=True,
+    ),
+)
 
 MODELS = (
     Refusal(
-        "adapters on nothing", (*LORA, "training.lora.target_modules=[qq_proj]"), "qq_proj",
+        "adapters on nothing",
+        (*LORA, "training.lora.target_modules=[qq_proj]"),
+        "qq_proj",
         "training.lora.target_modules",
     ),
     Refusal(
-        "adapters to go on from that are not there", (*LORA, "training.lora.pretrained_lora_path={folder}/none"), "none",
-        "training.lora.pretrained_lora_path", DATA,
+        "adapters to go on from that are not there",
+        (*LORA, "training.lora.pretrained_lora_path={folder}/none"),
+        "none",
+        "training.lora.pretrained_lora_path",
+        DATA,
     ),
     Refusal("no such undecayed parameters", ("training.no_decay_params=[scale]",), "scale", "training.no_decay_params"),
     Refusal("no such undecayed modules", ("training.no_decay_modules=[Scale]",), "Scale", "training.no_decay_modules"),
     Refusal(
-        "a rate for nothing", ("training.lr_scaling_plan=[{match: nothing, scale: 2}]",), "matches no trainable",
+        "a rate for nothing",
+        ("training.lr_scaling_plan=[{match: nothing, scale: 2}]",),
+        "matches no trainable",
         "training.lr_scaling_plan[0].match",
     ),
     Refusal(
-        "shards of nothing", ("parallel.fsdp_plan.apply_modules=[model.layer.{*}]",), "model.layer.{*}",
+        "shards of nothing",
+        ("parallel.fsdp_plan.apply_modules=['model.layer.{*}']",),
+        "model.layer.{*}",
         "parallel.fsdp_plan.apply_modules",
     ),
     Refusal(
-        "recompute of nothing", ("features.recompute=true", "features.recompute_plan.apply_modules=[none]"), "none",
+        "recompute of nothing",
+        ("features.recompute=true", "features.recompute_plan.apply_modules=[none]"),
+        "none",
         "features.recompute_plan.apply_modules",
     ),
     Refusal(
         "offload of nothing",
-        ("features.enable_activation_offload=true", "features.activation_offload_plan.apply_modules=[none]"), "none",
+        ("features.enable_activation_offload=true", "features.activation_offload_plan.apply_modules=[none]"),
+        "none",
         "features.activation_offload_plan.apply_modules",
     ),
     Refusal(
         "slices by an argument that is none",
-        ("features.enable_chunk_mbs=true", "training.micro_batch_size=4", "features.chunkmbs_plan.chunk_kwarg_names=[none]",
-         "features.chunkmbs_plan.chunk_arg_indexs=[99]"),
-        "99 is no argument", "features.chunkmbs_plan.chunk_arg_indexs",
+        (
+            "features.enable_chunk_mbs=true",
+            "training.micro_batch_size=4",
+            "features.chunkmbs_plan.chunk_kwarg_names=[none]",
+            "features.chunkmbs_plan.chunk_arg_indexs=[99]",
+        ),
+        "99 is no argument",
+        "features.chunkmbs_plan.chunk_arg_indexs",
     ),
     Refusal(
-        "another head", ("features.enable_chunk_loss=true", "features.chunkloss_plan.apply_module=lm_tail"), "lm_tail",
+        "another head",
+        ("features.enable_chunk_loss=true", "features.chunkloss_plan.apply_module=lm_tail"),
+        "lm_tail",
         "features.chunkloss_plan.apply_module",
     ),
     Refusal(
-        "a router that is not there", ("features.loss_cfg.router_aux_loss_coef=0.01",), "router",
+        "a router that is not there",
+        ("features.loss_cfg.router_aux_loss_coef=0.01",),
+        "router",
         "features.loss_cfg.router_aux_loss_coef",
     ),
     Refusal(
-        "kernels of layers that are not here", ("model.gdn_implementation=triton",), "CUDA", "model.gdn_implementation",
+        "kernels of layers that are not here",
+        ("model.gdn_implementation=triton",),
+        "CUDA",
+        "model.gdn_implementation",
         ENVIRONMENT,
     ),
     Refusal(
-        "attention that is not installed", ("model.attn_implementation=flash_attention_2",), "flash_attn",
-        "model.attn_implementation", ENVIRONMENT,
+        "attention that is not installed",
+        ("model.attn_implementation=flash_attention_2",),
+        "does not run on a CPU",
+        "model.attn_implementation",
+        ENVIRONMENT,
     ),
     Refusal(
-        "a generator's settings", ("model.transformer={num_layers: 2}",), "the model is none", "model.transformer",
+        "a generator's settings",
+        ("model.transformer={num_layers: 2}",),
+        "the model is none",
+        "model.transformer",
     ),
     Refusal(
-        "hooks of nothing", ("parallel.fsdp_plan.hook_modules=[none]",), "none", "parallel.fsdp_plan.hook_modules",
+        "hooks of nothing",
+        ("parallel.fsdp_plan.hook_modules=[none]",),
+        "none",
+        "parallel.fsdp_plan.hook_modules",
     ),
-)  # fmt: skip
+)
 
 TABLE = (*KEYS, *FOLDERS, *ROWS, *MODELS)
 
-OF_TWO_RANKS = (
+OF_PLANS = (
     Refusal(
         "heads that do not divide",
         ("parallel.tensor_parallel_size=3",),
         "does not divide",
         "parallel.tensor_parallel_size",
+        ranks=3,
+    ),
+    Refusal(
+        "adapters on a fused layer that is split",
+        (*LORA, "training.lora.target_modules=[qkv]", "parallel.tensor_parallel_size=2"),
+        "cannot cut the adapter",
+        "training.lora.target_modules",
+        ranks=2,
+    ),
+    Refusal(
+        "hooks of what is not wrapped",
+        ("parallel.fsdp_plan.hook_modules=[model.visual.merger]",),
+        "is not wrapped itself",
+        "parallel.fsdp_plan.hook_modules",
+        ranks=2,
+        waits="what is wrapped is known when a plan is applied",
+    ),
+    Refusal(
+        "hooks of a module with nothing inside",
+        ("parallel.fsdp_plan.hook_modules=['model.language_model.layers.{*}']",),
+        "holds no module",
+        "parallel.fsdp_plan.hook_modules",
+        ranks=2,
+        waits="what is wrapped is known when a plan is applied",
+    ),
+    Refusal(
+        "groups that do not divide",
+        ("parallel.fsdp_plan.reshard_after_forward=3",),
+        "do not divide the 2 ranks",
+        "parallel.fsdp_plan.reshard_after_forward",
+        ranks=2,
+        waits="groups are made when a plan is applied",
     ),
 )
-"""Rows about plans: `mm check --nproc N` alone, the launcher refuses them for all ranks."""
+"""Rows about plans, which one process does not refuse."""

@@ -162,17 +162,18 @@ class ParallelApplier:
     def _shard(self, root: nn.Module, model: nn.Module) -> None:
         """Shard `root`: the model, or a stage, which holds some of the model's modules."""
         state = get_parallel_state()
+        # Patterns are judged on one rank, too: the configuration is the same one.
+        ignored, modules = _names_in(root, self._ignored_modules(model)), self._module_names(model)
         if state.sizes.world == 1 and changes_nothing_on_one_rank(self._plan):
             return
         mesh = state.get_hsdp_device_mesh() if state.is_hsdp_enable() else state.get_fsdp_device_mesh()
-        ignored = _names_in(root, self._ignored_modules(model))
         trained_whole = [
             name for name in ignored if any(p.requires_grad for p in root.get_submodule(name).parameters())
         ]
         if trained_whole and state.sizes.world > 1:
             replicate_modules(map(root.get_submodule, trained_whole), state.build_copies_device_mesh())
         groups = [names for group in self._tie_groups if (names := _names_in(root, group))]
-        self._units = plan_units(_names_in(root, self._module_names(model)), groups, ignored)
+        self._units = plan_units(_names_in(root, modules), groups, ignored)
         if whole_towers := self._whole_towers():
             self._units = on_tower_mesh(root, self._units, whole_towers, ignored, state)
         ignored_params = {p for name in ignored for p in root.get_submodule(name).parameters()}

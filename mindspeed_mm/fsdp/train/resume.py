@@ -143,6 +143,10 @@ def _from_elsewhere(
     manager: CheckpointManager | None,
     note: Callable[[str], None],
 ) -> ResumePoint:
+    if not load.exists():
+        raise CheckpointError(
+            f"'{load}' does not exist", key="training.load", way_out="Give a folder on this machine, or leave it out."
+        )
     kind = recognise(load) if arguments.training.load_format == "auto" else arguments.training.load_format
     if kind == "megatron":
         raise CheckpointError(

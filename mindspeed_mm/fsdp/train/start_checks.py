@@ -34,7 +34,12 @@ def check_config(config: ResolvedConfig) -> None:
     check_trackers(training.report_to)
     if training.save:
         check_save_folder(Path(training.save))
-    if training.save_format == "hf" and not config.arguments.model.model_name_or_path:
+    check_save_format(config.arguments)
+
+
+def check_save_format(arguments: Arguments) -> None:
+    """Raise `ConfigError` when checkpoints are to be model folders and there is none to take the rest from."""
+    if arguments.training.save_format == "hf" and not arguments.model.model_name_or_path:
         raise ConfigError(
             "'hf' needs a model folder: configuration, tokenizer and processor are copied from there",
             key="training.save_format",
