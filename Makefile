@@ -6,7 +6,7 @@ FLOOR := .venv-floor
 FLOOR_PYTHON ?= python3.12
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install quickstart quickstart-generation test test-floor check bench clean
+.PHONY: install quickstart quickstart-generation test test-device test-floor check bench clean
 
 install: $(VENV)/installed
 
@@ -35,6 +35,21 @@ $(FLOOR)/installed: pyproject.toml constraints-floor.txt
 	$(FLOOR_PYTHON) -m venv $(FLOOR)
 	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check torch torchvision -c constraints-floor.txt
 	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints-floor.txt
+	touch $@
+
+# The tests on PyTorch's simulated accelerator, in an environment of their own: once torch_openreg is installed, it is the
+# accelerator of everything there. `make test-device WHEEL=path/to/torch_openreg-….whl` makes the environment.
+DEVICE_VENV := .venv-device
+
+test-device: $(DEVICE_VENV)/installed
+	$(DEVICE_VENV)/bin/python -m pytest -m device tests/device
+
+$(DEVICE_VENV)/installed: pyproject.toml constraints.txt
+	@test -n "$(WHEEL)" || { echo "say which build: make test-device WHEEL=path/to/torch_openreg-….whl"; exit 2; }
+	$(PYTHON) -m venv $(DEVICE_VENV)
+	$(DEVICE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch torchvision -c constraints.txt
+	$(DEVICE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(DEVICE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(WHEEL)
 	touch $@
 
 check: install

@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks import processes
 from benchmarks.accelerator_sizes import ATTEMPTS, CLIPS, TINY, TINY_CLIPS, Attempt, Clip
-from benchmarks.accelerator_speed import Sections, speed_figures, variants
+from benchmarks.accelerator_speed import Sections, kernel_figures, offloads, speed_figures, variants
 from benchmarks.digits import Workload, prepare
 from benchmarks.figures import Figure, table
 from benchmarks.machine import ROOT, write_result
 
 LIMIT_S = 560.0
-PARTS = ("step", "generator", "parity", "mechanisms", "job", "speed")
+PARTS = ("step", "generator", "parity", "mechanisms", "job", "speed", "offload", "kernels")
 """The ones that say most come first."""
 LEAST_S = 25.0
 """A part is not begun with less time left."""
@@ -107,6 +107,20 @@ class Session:
 
     def speed(self) -> dict[str, Any]:
         """The smallest size with each of the settings that make a step faster."""
+        return self._compared(variants(tiny=self.tiny))
+
+    def offload(self) -> dict[str, Any]:
+        """The smallest size with each thing that may live on the host."""
+        return self._compared(offloads())
+
+    def kernels(self) -> dict[str, Any]:
+        """Grouped products in each type, and packed attention with keys as they are and repeated."""
+        return self._module(
+            "benchmarks.accelerator_kernels", *(["--tiny"] if self.tiny else []), limit_s=60
+        ).last_json()
+
+    def _compared(self, ways: dict[str, Sections]) -> dict[str, Any]:
+        """Steps of the smallest size, with sections added."""
         attempt = self._attempts()[-1]
 
         def step(name: str, sections: Sections) -> dict[str, Any]:
@@ -114,9 +128,7 @@ class Session:
             words = [attempt.to_json(), str(folder), str(self.peak_tflops or ""), json.dumps(sections)]
             return self._module("benchmarks.accelerator_step", *words, limit_s=150).last_json()
 
-        return {
-            name: self._guarded(partial(step, name, sections)) for name, sections in variants(tiny=self.tiny).items()
-        }
+        return {name: self._guarded(partial(step, name, sections)) for name, sections in ways.items()}
 
     def generator(self) -> dict[str, Any]:
         """A Wan2.1-shaped step with and without recompute, each beside a bare diffusers loop on the same clip."""
@@ -238,6 +250,8 @@ def figures(result: dict[str, Any]) -> list[Figure]:
         "mechanisms": mechanism_figures,
         "job": job_figures,
         "speed": speed_figures,
+        "offload": speed_figures,
+        "kernels": kernel_figures,
     }
     return [figure for part, of_part in shown.items() if part in result for figure in of_part(result[part])]
 

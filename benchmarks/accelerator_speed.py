@@ -18,6 +18,18 @@ def variants(*, tiny: bool) -> dict[str, Sections]:
     return {"plain": {}, "compiled": compiled, "fused kernels": fused, "fp8": low, "compiled, fp8": compiled | low}
 
 
+def offloads() -> dict[str, Sections]:
+    """Name → sections: what may live on the host, and copies from memory that is not locked."""
+    features = {"activations": "enable_activation_offload", "gradients": "enable_gradient_offload"}
+    ways: dict[str, Sections] = {
+        f"{what} on the host": {"features": {key: True, "recompute": True}} for what, key in features.items()
+    }
+    ways["moments on the host"] = {"training": {"optimizer": "adamw_swap"}}
+    for name, pinned in (("parameters on the host", True), ("parameters on the host, unpinned", False)):
+        ways[name] = {"parallel": {"fsdp_plan": {"cpu_offload": True, "pin_memory": pinned}}}
+    return {"plain": {}, "recompute": {"features": {"recompute": True}}, **ways}
+
+
 def speed_figures(speed: dict[str, Any]) -> list[Figure]:
     """Tokens a second of each, of the plain step's."""
     plain = speed.get("plain", {}).get("tokens_per_s")
@@ -26,4 +38,15 @@ def speed_figures(speed: dict[str, Any]) -> list[Figure]:
         Figure(f"bf16 step, {name}, over plain", rate / plain if rate and plain else None, "×")
         for name, rate in others
         if name != "plain"
+    ]
+
+
+def kernel_figures(kernels: dict[str, Any]) -> list[Figure]:
+    """Milliseconds of each; what does not run on the device has none."""
+    rows = {f"grouped product, {dtype}": ways for dtype, ways in kernels.get("grouped_ms", {}).items()}
+    rows["packed attention"] = kernels.get("packed_attention_ms", {})
+    return [
+        Figure(f"{name}, {way}", time if isinstance(time, float) else None, "ms")
+        for name, ways in rows.items()
+        for way, time in ways.items()
     ]

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.ops.host_values import carry_host_values
 from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
 from mindspeed_mm.fsdp.train import train_engine
 
@@ -110,6 +111,7 @@ def counted(model: nn.Module) -> Iterator[Counter[str]]:
             if isinstance(value, torch.Tensor):
                 device.add(value)
         carry_facts(batch, moved)
+        carry_host_values(batch, moved)
         return moved
 
     with mock.patch.object(train_engine, "move", move), _Follow(device, found), _Reads(device, found):

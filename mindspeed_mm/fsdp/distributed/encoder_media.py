@@ -37,6 +37,7 @@ from mindspeed_mm.fsdp.distributed.encoder_travel import (
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
+from mindspeed_mm.fsdp.ops.host_values import host_values, sent_with_values
 from mindspeed_mm.fsdp.params.encoder_sizes import KEY, EncoderSizes
 
 FEATURES = ("pooler_output", "deepstack_features")
@@ -155,7 +156,7 @@ class SharedMedia:
         known = self._all_grids(grids)
         media = self._plan(known)
         pixels, own_grids = self._send_pixels(pixels, media, [grid for stream in known for grid in stream])
-        given["grid_thw"] = torch.tensor(own_grids, dtype=grids.dtype).to(grids.device, non_blocking=True)
+        given["grid_thw"] = sent_with_values([list(grid) for grid in own_grids], grids)
         given.pop(CONTEXT_KEY, None)  # of the text, if any; an idle tower is not told
         if self._context is not None:
             given[CONTEXT_KEY] = self._context
@@ -181,7 +182,7 @@ class SharedMedia:
 
     def _all_grids(self, grids: Tensor) -> list[list[Grid]]:
         """Of every stream."""
-        own = [Grid(*map(int, grid)) for grid in grids.tolist()]
+        own = [Grid(*map(int, grid)) for grid in host_values(grids)]
         if self._sizes.streams == 1:
             return [own]
         gathered: list[Any] = [None] * self._sizes.ranks

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_mm.fsdp.params.encoder_sizes import EncoderSizes
+from mindspeed_mm.fsdp.utils.device import copied_to
 
 
 class Leg(NamedTuple):
@@ -132,11 +133,11 @@ def _length(spans: Sequence[range]) -> int:
 
 def carry(rows_RF: Tensor, trip: Trip, group: dist.ProcessGroup) -> Tensor:
     """Take a trip, without a gradient. Every rank of the group calls it."""
-    outgoing = rows_RF.index_select(0, trip.sent.to(rows_RF.device, non_blocking=True))
+    outgoing = rows_RF.index_select(0, copied_to(trip.sent, rows_RF.device))
     incoming = rows_RF.new_empty(sum(trip.received_counts), *rows_RF.shape[1:])
     dist.all_to_all_single(incoming, outgoing, trip.received_counts, trip.sent_counts, group=group)
     arrived = rows_RF.new_zeros(trip.rows, *rows_RF.shape[1:])
-    return arrived.index_add_(0, trip.received.to(rows_RF.device, non_blocking=True), incoming)
+    return arrived.index_add_(0, copied_to(trip.received, rows_RF.device), incoming)
 
 
 def carry_features(rows_RF: Tensor, there: Trip, back: Trip, group: dist.ProcessGroup) -> Tensor:

@@ -256,7 +256,7 @@ def build_offload_policy(plan: FsdpPlan) -> OffloadPolicy:
     """Host offload, with pinned memory only where there is an accelerator to copy to."""
     if not plan.cpu_offload:
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=plan.pin_memory and get_device_type() != "cpu")
+    return CPUOffloadPolicy(pin_memory=plan.pin_memory is not False and get_device_type() != "cpu")
 
 
 def check_reshard(reshard_after_forward: bool | int, shards: int) -> None:

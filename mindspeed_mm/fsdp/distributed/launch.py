@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.distributed.interfaces import interface_to
 from mindspeed_mm.fsdp.distributed.launcher_life import follow_launcher
-from mindspeed_mm.fsdp.utils.device import distributed_backend, get_device_type, set_local_device
+from mindspeed_mm.fsdp.utils.device import device_to_bind, distributed_backend, get_device_type, set_local_device
 
 DEFAULT_MASTER_PORT = 29500
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -156,12 +156,13 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def _join(info: LaunchInfo, timeout: timedelta) -> None:
+    options = {"timeout": timeout, "device_id": device_to_bind()}
     try:
         if info.master_address:
             _settle_environment(info)
-            dist.init_process_group(_backend(), rank=info.rank, world_size=info.world_size, timeout=timeout)
+            dist.init_process_group(_backend(), rank=info.rank, world_size=info.world_size, **options)
         else:
-            dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1, **options)
     except (RuntimeError, ValueError) as error:  # torch's DistError family, and addresses it cannot read
         raise MachineError(
             f"rank {info.rank} of {info.world_size} could not join the job: {str(error).splitlines()[0]}",

@@ -12,6 +12,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.fsdp.models.attention_choice import choose_attention
 from mindspeed_mm.fsdp.models.base_model import BaseModel
+from mindspeed_mm.fsdp.models.host_grids import read_grids_on_host
 from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.model_folder import load_config, native_class, require_folder
 from mindspeed_mm.fsdp.ops.attention import register_attention
@@ -136,6 +137,7 @@ def _construct_transformers(
         register_attention()
         model.set_attn_implementation("mm_varlen")
         tell_facts(model)
+    read_grids_on_host(model)
     if options["dtype"] == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products have no fp64
     if model.can_generate():

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, check_borders
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
+from mindspeed_mm.fsdp.ops.host_values import host_values
 
 
 class SegmentedForward:
@@ -28,8 +29,6 @@ class SegmentedForward:
 
     def __init__(self, mixer: nn.Module) -> None:
         self._forward = mixer.forward
-        self._known: tuple[Tensor, list[int]] | None = None
-        """Borders, and the same on the host: layers of a pass share them, reading them waits for the device."""
 
     @outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +37,7 @@ class SegmentedForward:
         if borders is None:
             return self._forward(*args, **kwargs)
         hidden_1TC = args[0] if args else kwargs["hidden_states"]
-        places = self._on_host(borders)
+        places = host_values(borders)
         check_borders(places, hidden_1TC[:, None])
         own = {name: value for name, value in kwargs.items() if name not in BORDER_KEYS}
         lengths = [stop - start for start, stop in pairwise(places)]
@@ -52,11 +51,6 @@ class SegmentedForward:
                 pieces[document] = first[row, : lengths[document]]
         joined = torch.cat([pieces[document] for document in sorted(pieces)])[None]
         return (joined, *output[1:]) if isinstance(output, tuple) else joined
-
-    def _on_host(self, borders: Tensor) -> list[int]:
-        if self._known is None or self._known[0] is not borders:
-            self._known = borders, borders.tolist()
-        return self._known[1]
 
 
 def waste_on(device: torch.device) -> float:

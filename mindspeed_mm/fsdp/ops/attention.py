@@ -19,8 +19,10 @@ from torch import nn
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
+from mindspeed_mm.fsdp.ops.host_values import host_values
 from mindspeed_mm.fsdp.ops.mask_facts import facts_of_this_call, read_facts
 from mindspeed_mm.fsdp.ops.npu_attention import attend_npu, attend_npu_documents, fits_npu
+from mindspeed_mm.fsdp.utils.torch_features import takes_argument
 
 ATTENTION_NAME = "mm_varlen"
 """Never with "flash" in it: transformers would look for a kernel of that name."""
@@ -193,8 +195,8 @@ class _Layer:
     def attend_documents(
         self, q_1HTD: torch.Tensor, k_1KSD: torch.Tensor, v_1KSD: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor
     ) -> torch.Tensor:
-        """(1, H, T, Dv): every document on its own. The borders are read on the host."""
-        borders_q, borders_k = cu_q.tolist(), cu_k.tolist()
+        """(1, H, T, Dv): every document on its own. The host knows the borders, or reads them in the first layer."""
+        borders_q, borders_k = host_values(cu_q), host_values(cu_k)
         check_borders(borders_q, q_1HTD)
         check_borders(borders_k, k_1KSD)
         if self.sinks is None and fits_npu(q_1HTD, v_1KSD):
@@ -260,15 +262,17 @@ class _Layer:
         """(1, T, H, D) in one call, without reading the borders on the host."""
         from torch.nn.attention.varlen import varlen_attn  # of use on an accelerator only
 
-        groups = q_1HTD.shape[1] // k_1KSD.shape[1]
-        q_THD, k_THD, v_THD = (
-            t.transpose(1, 2).flatten(0, 1)
-            for t in (q_1HTD, k_1KSD.repeat_interleave(groups, dim=1), v_1KSD.repeat_interleave(groups, dim=1))
-        )
+        groups, options = q_1HTD.shape[1] // k_1KSD.shape[1], {}
+        if groups > 1 and takes_argument(varlen_attn, "enable_gqa"):
+            options = {"enable_gqa": True}
+        elif groups > 1:
+            k_1KSD, v_1KSD = (t.repeat_interleave(groups, dim=1) for t in (k_1KSD, v_1KSD))
+        q_THD, k_THD, v_THD = (t.transpose(1, 2).flatten(0, 1) for t in (q_1HTD, k_1KSD, v_1KSD))
         left = self.window - 1 if self.causal and self.window is not None else -1
         window = (left, 0 if self.causal else -1)
         cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
-        output = varlen_attn(q_THD, k_THD, v_THD, cu_q, cu_k, max_q, max_k, scale=self.scaling, window_size=window)
+        lengths = (cu_q, cu_k, max_q, max_k)
+        output = varlen_attn(q_THD, k_THD, v_THD, *lengths, scale=self.scaling, window_size=window, **options)
         return output.unsqueeze(0)
 
     def _attend_with_sinks(

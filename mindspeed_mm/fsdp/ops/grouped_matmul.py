@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_mm.fsdp.ops.graph_borders import outside_graphs
+from mindspeed_mm.fsdp.ops.host_values import host_values
 
 _KERNEL_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
@@ -64,7 +65,7 @@ def has_kernel(rows_SI: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @outside_graphs
 def _by_loop(rows_SI: torch.Tensor, weight_GIO: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
-    return _Loop.apply(rows_SI, weight_GIO, counts_G.tolist())  # type: ignore[no-untyped-call, no-any-return]
+    return _Loop.apply(rows_SI, weight_GIO, host_values(counts_G))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Loop(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded
 from mindspeed_mm.fsdp.optimizer.shards import local
+from mindspeed_mm.fsdp.utils.device import copied_to
 
 ShardGroups = tuple[dist.ProcessGroup, ...]
 
@@ -117,7 +118,7 @@ def _sum_of_squares(parameters: Sequence[nn.Parameter], dtype: torch.dtype, devi
         norms += torch._foreach_norm(same_device, 2.0, dtype=dtype)
     total = torch.zeros((), dtype=dtype, device=device)
     for same_device in _by_device(norms).values():
-        total += torch.stack(same_device).square().sum().to(device, non_blocking=True)
+        total += copied_to(torch.stack(same_device).square().sum(), device)
     return total
 
 

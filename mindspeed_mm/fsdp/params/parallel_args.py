@@ -55,8 +55,9 @@ class FsdpPlan(Section):
     the whole model in `param_dtype`. A pipeline's stages stay gathered anyway: an error there."""
     cpu_offload: Flag = False
     """Keep parameters, gradients and optimizer state on the host."""
-    pin_memory: Flag = False
-    """Pin the host memory of `cpu_offload`."""
+    pin_memory: Flag | None = None
+    """Pin the host memory of `cpu_offload`, so that copies run beside the computation; null: where there is an
+    accelerator. false where the host has too little memory that may be locked."""
 
 
 class TpPlan(Section):

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel
 from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
+from mindspeed_mm.fsdp.ops.host_values import carry_host_values
 from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm, unscale_grads_
 from mindspeed_mm.fsdp.optimizer.ema import Ema
@@ -400,4 +401,5 @@ def move(batch: Batch, device: torch.device) -> Batch:
         return batch
     there = {k: moved(v, device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     carry_facts(batch, there)
+    carry_host_values(batch, there)
     return there

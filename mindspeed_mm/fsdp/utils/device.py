@@ -138,9 +138,11 @@ def npu_operator(name: str, *, key: str) -> Callable[..., Any]:
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on its way to the device; nobody waits. From memory that is not locked, the host would first wait
-    for all that is queued there."""
-    if device.type != "cpu" and not tensor.is_pinned() and tensor.nbytes <= _PINNED_AT_ONCE_BYTES:
+    """A tensor on its way to the device; nobody waits. From host memory that is not locked, the host would first wait
+    for all that is queued there; a tensor that comes to the host has arrived."""
+    if device.type == "cpu":
+        return tensor.to(device)
+    if tensor.device.type == "cpu" and not tensor.is_pinned() and tensor.nbytes <= _PINNED_AT_ONCE_BYTES:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -148,6 +150,13 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def distributed_backend() -> str:
     """The collective library of this device: gloo, nccl, hccl, xccl."""
     return dist.get_default_backend_for_device(get_device_type())
+
+
+def device_to_bind() -> torch.device | None:
+    """What a job's process group is told to be of from the start, so that NCCL connects at once, splits the groups of a
+    mesh from one another and never guesses the device. None but on CUDA: elsewhere, torch's gloo groups, which
+    checkpoints use beside it, refuse to be of a device."""
+    return current_device() if get_device_type() == "cuda" else None
 
 
 def supports_bf16() -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.distributed import launch
 from mindspeed_mm.fsdp.distributed.launch import (
     LaunchInfo,
     first_host,
@@ -16,6 +17,7 @@ from mindspeed_mm.fsdp.distributed.launch import (
     resolve_launch,
     shutdown_distributed,
 )
+from mindspeed_mm.fsdp.utils import device
 from tests.helpers.distributed import run_ranks
 
 SLURM = {
@@ -130,6 +132,19 @@ def join_without_partners() -> str:
     except MachineError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.edge("D3")
+@pytest.mark.parametrize("device_type", ["cuda", "npu", "cpu"])
+def test_a_process_group_is_bound_to_its_cuda_device(device_type, monkeypatch):
+    asked: list[dict] = []
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **options: asked.append(options))
+    monkeypatch.setattr(launch, "_backend", lambda: "gloo")
+    monkeypatch.setattr(device, "get_device_type", lambda: device_type)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    launch._join(launch.LaunchInfo(rank=0, local_rank=0, world_size=1), launch.timedelta(seconds=1))
+    (options,) = asked
+    assert options["device_id"] == (torch.device("cuda", 3) if device_type == "cuda" else None)
 
 
 def test_a_group_of_one():

@@ -114,12 +114,15 @@ def test_precision(plan, expected):
     assert inner == MixedPrecisionPolicy(*expected[:2], output_dtype=None)
 
 
+@pytest.mark.edge("D3")
 def test_host_memory_is_pinned_only_beside_an_accelerator(monkeypatch):
     plan = FsdpPlan(cpu_offload=True, pin_memory=True)
     assert type(build_offload_policy(FsdpPlan())) is OffloadPolicy
     assert build_offload_policy(plan) == CPUOffloadPolicy(pin_memory=False)
     monkeypatch.setattr(fully_shard_parallel, "get_device_type", lambda: "cuda")
     assert build_offload_policy(plan) == CPUOffloadPolicy(pin_memory=True)
+    assert build_offload_policy(FsdpPlan(cpu_offload=True)) == CPUOffloadPolicy(pin_memory=True)
+    assert build_offload_policy(FsdpPlan(cpu_offload=True, pin_memory=False)) == CPUOffloadPolicy(pin_memory=False)
 
 
 def test_a_group_to_reshard_to_must_divide():

@@ -255,23 +255,30 @@ def test_two_way_attention_keeps_its_padding_mask():
     assert mask is not None and not mask[..., 2].any()
 
 
+@pytest.mark.edge("D3")
+@pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
 @pytest.mark.parametrize(
     ("causal", "window", "expected"), [(True, None, (-1, 0)), (True, 3, (2, 0)), (False, 3, (-1, -1))]
 )
-def test_flash_kernel_is_called_as_it_wants(monkeypatch, causal, window, expected):
+def test_flash_kernel_is_called_as_it_wants(monkeypatch, causal, window, expected, takes_groups):
     """The kernel needs an accelerator: a stand-in takes its call and answers by the formula."""
     from torch.nn.attention import varlen
 
     calls: list[tuple[int, int]] = []
 
-    def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
-        assert q.shape == (12, 4, 6) and k.shape == v.shape == (12, 4, 6) and (max_q, max_k) == (7, 7)
+    def older(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+        assert q.shape == k.shape == v.shape == (12, 4, 6) and (max_q, max_k) == (7, 7)
         assert cu_q.dtype == cu_k.dtype == torch.int32
         calls.append(window_size)
         one_row = (t.transpose(0, 1)[None] for t in (q, k, v))
         return softmax_attention(*one_row, allowed_pairs(cu_q.tolist(), causal, window))[0]
 
-    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    def newer(q, k, v, *lengths, scale, window_size, enable_gqa=False):
+        assert k.shape == v.shape == (12, 2, 6) and enable_gqa, "keys and values as they are, each for two heads"
+        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        return older(q, k, v, *lengths, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", newer if takes_groups else older)
     monkeypatch.setattr(attention._Layer, "fits_flash", lambda *_: True)
     q, k, v = heads(12, 4), heads(12, 2), heads(12, 2)
     arguments = {"is_causal": causal, "sliding_window": window, "cu_seq_lens_q": torch.tensor([0, 4, 5, 12])}

@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "fsdp_plan.hook_modules": None,
     "fsdp_plan.pregather": False,
     "fsdp_plan.cpu_offload": False,
-    "fsdp_plan.pin_memory": False,
+    "fsdp_plan.pin_memory": None,
     "ep_plan.dispatcher": "alltoall",
     "ep_plan.use_npu_fused_ops": True,
 }

@@ -52,7 +52,8 @@ def test_a_workspace_that_is_not_deterministic_is_one_error(monkeypatch: pytest.
 class Sent:
     """A tensor that notes what is done with it."""
 
-    def __init__(self, size_bytes: int, is_pinned: bool = False) -> None:
+    def __init__(self, size_bytes: int, is_pinned: bool = False, where: str = "cpu") -> None:
+        self.device = torch.device(where)
         self.nbytes, self._pinned, self.calls = size_bytes, is_pinned, []
 
     def is_pinned(self) -> bool:
@@ -62,7 +63,7 @@ class Sent:
         self.calls.append("pin")
         return self
 
-    def to(self, where: torch.device, *, non_blocking: bool) -> Sent:
+    def to(self, where: torch.device, *, non_blocking: bool = False) -> Sent:
         self.calls.append((where.type, non_blocking))
         return self
 
@@ -73,12 +74,20 @@ class Sent:
         (Sent(8), ["pin", ("cuda", True)]),
         (Sent(8, is_pinned=True), [("cuda", True)]),
         (Sent(2**30), [("cuda", True)]),
+        (Sent(8, where="cuda"), [("cuda", True)]),
     ],
-    ids=["made on the way", "pinned by the loader", "large"],
+    ids=["made on the way", "pinned by the loader", "large", "on a device"],
 )
 def test_tensors_are_sent_from_locked_memory_and_nobody_waits(tensor: Any, calls: list[Any]) -> None:
     copied_to(tensor, torch.device("cuda"))
     assert tensor.calls == calls
+
+
+@pytest.mark.edge("D3")
+def test_a_tensor_that_comes_to_the_host_has_arrived() -> None:
+    tensor: Any = Sent(8, where="cuda")
+    copied_to(tensor, torch.device("cpu"))
+    assert tensor.calls == [("cpu", False)]
 
 
 def test_a_cpu_has_no_capability_and_no_operators_of_npus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, context_attention
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout
+from mindspeed_mm.fsdp.utils.device import copied_to
 
 CONTEXT_KEY = "mm_context"
 """Key of a batch, and keyword argument of the model call, that holds the share."""
@@ -43,7 +44,7 @@ class ContextShare:
     def positions_on(self, device: torch.device) -> Tensor:
         """The same on a device, sent there once."""
         if device not in self._on_device:
-            self._on_device[device] = self.positions.to(device, non_blocking=True)
+            self._on_device[device] = copied_to(self.positions, device)
         return self._on_device[device]
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
@@ -95,7 +96,7 @@ class _Gathered(torch.autograd.Function):
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded, group=share.groups.everyone)
         whole = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
-        order = torch.tensor(share.order(), dtype=torch.long).to(own.device, non_blocking=True)
+        order = copied_to(torch.tensor(share.order(), dtype=torch.long), own.device)
         # Selected last: sharding warns of modules that return views.
         return whole.movedim(0, dim).index_select(dim, order)
 

@@ -1,0 +1,45 @@
+"""Numbers of small tensors on a device that the host has to know: document borders, grids of patches, rows of experts.
+
+Reading them there makes the host wait until the device has done all that it was given. What the host knew before a
+batch went over travels with the moved tensors; everything else is read once a tensor, however many layers ask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.utils.device import copied_to
+
+_VALUES = "_mm_host_values"
+_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "image_grid_thw", "video_grid_thw")
+
+
+def host_values(tensor: torch.Tensor) -> list[Any]:
+    """As `tensor.tolist()`, without a wait where the values are known. Not for tensors that are written to later."""
+    known: list[Any] | None = getattr(tensor, _VALUES, None)
+    if known is None:
+        known = tensor.tolist()
+        setattr(tensor, _VALUES, known)
+    return known
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the host knows a tensor's values: it came from there, or was read before."""
+    return hasattr(tensor, _VALUES)
+
+
+def sent_with_values(values: list[Any], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of values that the host has, of the type of another and beside it."""
+    sent = copied_to(torch.tensor(values, dtype=like.dtype), like.device)
+    setattr(sent, _VALUES, values)
+    return sent
+
+
+def carry_host_values(host: Batch, moved: Batch) -> None:
+    """Let a moved batch's tensors bring along what they hold."""
+    for key in _KEYS:
+        if isinstance(host.get(key), torch.Tensor):
+            setattr(moved[key], _VALUES, host[key].tolist())

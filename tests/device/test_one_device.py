@@ -1,0 +1,185 @@
+"""`mm train` on one simulated device: no races, and the figures of the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_mm.fsdp.features.memory import activation_offload
+from mindspeed_mm.fsdp.optimizer import newton_schulz
+from tests.helpers.runs import differing, mm, tensors, train
+from tests.helpers.simulated_device import NAME, differing_figures, on_the_cpu
+from tests.helpers.tiny_generator_run import make_tiny_generator_run
+from tests.helpers.tiny_run import make_tiny_run
+
+STEPS = "training.train_iters=3"
+ACCUMULATED = "training.gradient_accumulation_steps=2"
+ACTIVATIONS = "features.enable_activation_offload=true"
+GRADIENTS = "features.enable_gradient_offload=true"
+RECOMPUTE = "features.recompute=true"
+PACKED = (
+    "data.dataset_param.basic_parameters.packing=true",
+    "data.dataset_param.basic_parameters.cutoff_len=128",
+    "training.micro_batch_size=1",
+)
+LORA = ("training.lora.enable=true", "training.lora.rank=4")
+WAYS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "recompute": (RECOMPUTE,),
+    "preloaded batches": ("data.dataloader_param.enable_preload=true",),
+    "activations on the host": (ACTIVATIONS,),
+    "recompute, inputs on the host": (ACTIVATIONS, RECOMPUTE, ACCUMULATED),
+    "gradients on the host": (GRADIENTS, ACCUMULATED),
+    "moments on the host": ("training.optimizer=adamw_swap",),
+    "moments and gradients on the host": ("training.optimizer=adamw_swap", GRADIENTS),
+    "parameters on the host": ("parallel.fsdp_plan.cpu_offload=true",),
+    "muon": ("training.optimizer=muon",),
+    "average": ("training.ema.enable=true",),
+    "adapters": (*LORA, ACTIVATIONS),
+    "packed": (*PACKED, ACTIVATIONS),
+    "sliced loss": ("features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=8"),
+}
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def everything_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
+
+
+@pytest.fixture(autouse=True)
+def matrices_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon's products are in bf16 on every accelerator, which is no question of this room."""
+    monkeypatch.setattr(newton_schulz, "_dtype", lambda matrices: matrices.dtype)
+
+
+def assert_as_on_the_cpu(yaml: Path, folder: Path, *words: str) -> None:
+    said = train(yaml, folder / "device", STEPS, *words)
+    assert f"{NAME} × 1" in said
+    with on_the_cpu():
+        assert "cpu × 1" in train(yaml, folder / "cpu", STEPS, *words)
+    assert differing_figures(folder / "device", folder / "cpu") == []
+
+
+@pytest.mark.edge("D1", "D3")
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_as_on_the_cpu(way: str, yaml: Path, tmp_path: Path) -> None:
+    assert_as_on_the_cpu(yaml, tmp_path, *WAYS[way])
+
+
+@pytest.mark.edge("D3")
+def test_the_host_waits_for_few_numbers(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a packed step: its own numbers, and the lengths by which transformers cuts the features of pictures."""
+    readers: Counter[str] = Counter()
+    for name in ("tolist", "item"):
+        monkeypatch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name), readers))
+    train(yaml, None, STEPS, *PACKED)
+    assert {name: count for name, count in readers.items() if "torch" not in name} == {
+        "train_engine.py _read_together": 3,
+        "modeling_qwen3_vl.py get_image_features": 3,
+    }
+
+
+def counted(real: Callable[..., Any], readers: Counter[str]) -> Callable[..., Any]:
+    def reading(tensor: torch.Tensor) -> Any:
+        if tensor.device.type == NAME:
+            code = sys._getframe(1).f_code
+            package = "torch " if "/torch/" in code.co_filename else ""
+            readers[f"{package}{Path(code.co_filename).name} {code.co_name}"] += 1
+        return real(tensor)
+
+    return reading
+
+
+@pytest.mark.parametrize("family", ["flux", "t2v"])
+def test_generators_train_as_on_the_cpu(family: str, tmp_path: Path) -> None:
+    yaml = make_tiny_generator_run(tmp_path, family)
+    assert_as_on_the_cpu(yaml, tmp_path, ACTIVATIONS, RECOMPUTE)
+
+
+@pytest.mark.parametrize("saving", ["save_async=false", "save_async=true"])
+def test_a_resumed_run_is_the_uninterrupted_one(saving: str, yaml: Path, tmp_path: Path) -> None:
+    words = ("training.save_interval=2", f"training.{saving}", "training.ema.enable=true", "training.train_iters=4")
+    train(yaml, tmp_path / "whole", *words)
+    train(yaml, tmp_path / "cut", *words, "--steps", 2)
+    train(yaml, tmp_path / "cut", *words)
+    assert differing(tensors(tmp_path / "whole"), tensors(tmp_path / "cut")) == []
+
+
+@pytest.mark.edge("R17")
+def test_memory_is_profiled_without_a_history(yaml: Path, tmp_path: Path) -> None:
+    said = train(
+        yaml, tmp_path / "run", STEPS, "tools.memory_profile.enable=true", "tools.memory_profile.mem_info=true"
+    )
+    assert "memory of step" in said
+    assert sorted(path.suffix for path in (tmp_path / "run" / "memory_snapshot").iterdir()) == [".json", ".png"]
+
+
+@pytest.mark.edge("D4", "R17")
+def test_a_profile_of_level_2_ends(yaml: Path, tmp_path: Path) -> None:
+    at = "tools.profile.static_param"
+    words = (f"{at}.level=2", f"{at}.start_step=1", f"{at}.end_step=3", "parallel.fsdp_plan.param_dtype=bf16")
+    said = train(yaml, tmp_path / "run", STEPS, "tools.profile.enable=true", *words, *PACKED)
+    assert "could not be analysed" not in said and "parts of a step" in said
+    (trace,) = (tmp_path / "run" / "profiling").glob("*.gz")
+    assert trace.stat().st_size < 20e6
+
+
+@pytest.mark.parametrize("command", ["infer", "evaluate"])
+def test_answers_are_those_of_the_cpu(command: str, yaml: Path, tmp_path: Path) -> None:
+    said = []
+    for where in ("device", "cpu"):
+        out = tmp_path / where / ("answers.jsonl" if command == "infer" else "")
+        words = [
+            command,
+            yaml.parent / "model",
+            "--data",
+            yaml.parent / "rows.jsonl",
+            "--max-new-tokens",
+            4,
+            "--out",
+            out,
+        ]
+        if where == "device":
+            ended = mm(*words)
+        else:
+            with on_the_cpu():
+                ended = mm(*words)
+        assert ended.code == 0, ended.err
+        (answers,) = [out] if command == "infer" else sorted(out.glob("*.jsonl"))
+        said.append(answers.read_text())
+    assert said[0] == said[1] and said[0]
+
+
+def test_extracted_features_are_those_of_the_cpu(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    yaml = make_tiny_generator_run(tmp_path, "flux")
+    assert mm("extract", yaml, "--out", tmp_path / "device").code == 0
+    with on_the_cpu():
+        assert mm("extract", yaml, "--out", tmp_path / "cpu").code == 0
+    shards = sorted(path.relative_to(tmp_path / "cpu") for path in (tmp_path / "cpu").rglob("*.safetensors"))
+    assert shards
+    for shard in shards:
+        ours, theirs = load_file(tmp_path / "device" / shard), load_file(tmp_path / "cpu" / shard)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_generator_samples(tmp_path: Path) -> None:
+    yaml = make_tiny_generator_run(tmp_path, "flux")
+    words = ("infer", yaml.parent / "model", "--prompt", "a red box", "--steps", 2, "--size", "16x16")
+    ended = mm(*words, "--out", tmp_path / "samples")
+    assert ended.code == 0, ended.err
+    assert list((tmp_path / "samples").glob("*.png"))
