@@ -140,15 +140,25 @@ def overflow_on(rank: int, step: int) -> Any:
     return mock.patch.object(TokenCrossEntropy, "terms", terms)
 
 
-def two_ranks(yaml: str, save: str, *words: str) -> None:
-    with overflow_on(1, 3):
-        accumulation = "training.gradient_accumulation_steps=1"
-        train(yaml, f"{save}/run", *FP16, accumulation, "training.initial_loss_scale=1024.", "--steps", 5, *words)
+def two_ranks(yaml: str, save: str, accumulation: int, *words: str) -> None:
+    with overflow_on(1, 2 * accumulation + 1):
+        split = f"training.gradient_accumulation_steps={accumulation}"
+        train(yaml, f"{save}/run", *FP16, split, "training.initial_loss_scale=1024.", "--steps", 5, *words)
 
 
-@pytest.mark.parametrize("words", [(), ("features.enable_gradient_offload=true",)], ids=["plain", "gradients on host"])
-def test_what_overflows_on_one_rank_is_left_out_on_all(yaml: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
-    run_ranks(2, two_ranks, str(yaml), str(tmp_path), *words, timeout_s=120.0)
+@pytest.mark.parametrize(
+    ("accumulation", "words"),
+    [
+        pytest.param(1, (), id="sharded"),
+        pytest.param(1, ("features.enable_gradient_offload=true",), id="gradients on the host"),
+        pytest.param(2, ("parallel.pipeline_parallel_size=2",), id="stages"),
+    ],
+)
+def test_what_overflows_on_one_rank_is_left_out_on_all(
+    yaml: Path, tmp_path: Path, accumulation: int, words: tuple[str, ...]
+) -> None:
+    """In the third step, of the rank that has the last stage where there are stages."""
+    run_ranks(2, two_ranks, str(yaml), str(tmp_path), accumulation, *words, timeout_s=120.0)
     assert scales(tmp_path / "run") == [1024, 1024, 2048, 1024, 1024]
     alone = tmp_path / "alone"
     with overflow_on(0, 3):
