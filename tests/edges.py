@@ -13,7 +13,7 @@ EDGES = {
     # Numbers
     "N1": "Inference, evaluation and an exported folder show the model what training showed it.",
     "N2": "`train_on_prompt` trains no turn that a weight, `train: false` or `mask_history` took out.",
-    "N3": "A model's own loss is divided once: whether it is a sum or a mean is asked, never guessed.",
+    "N3": "A model's own loss is divided once, whether it is a sum or a mean: no signature is asked which.",
     "N4": "A validation pass under a model's own mean loss counts every row once, blank ones not at all.",
     "N5": "A validation pass replaces no row by another.",
     "N6": "`val_loss` is the cross-entropy; the other terms have names of their own.",
