@@ -11,12 +11,17 @@ from mindspeed_mm.fsdp.params.loader import read_plugins
 
 MOST_ROWS = 3
 _BUILT_IN = ("huggingface", None)
+_UNTRUSTED = (
+    "model.trust_remote_code=false",
+    "data.dataset_param.preprocess_parameters.trust_remote_code=false",
+)
+"""Whatever the run trusted: a report is made of runs that come from elsewhere too."""
 
 
 def training_rows(run: Path) -> dict[str, Any] | None:
     """What the template shows: `rows` in the order of training, or the `trouble` that they cannot be read any more.
 
-    None where there is nothing to show: generators, data sets of plugins (a report runs no foreign code), and runs that
+    None where there is nothing to show: generators, data sets of plugins (a report runs no foreign code, nor that of a model folder), and runs that
     keep no configuration.
     """
     resolved = RunFolder(run).resolved
@@ -39,6 +44,6 @@ def _read(resolved: Path) -> list[dict[str, Any]]:
     from mindspeed_mm.tasks.data.page import shown_row
     from mindspeed_mm.tasks.data.preview import first_rows, show_rows
 
-    data = open_data(resolved, patient=True)
+    data = open_data(resolved, _UNTRUSTED, patient=True)
     chosen = first_rows(data.loader(), len(data.dataset), MOST_ROWS)
     return [shown_row(row, getattr(data.dataset, "media", None)) for row in show_rows(data, chosen)]

@@ -55,3 +55,27 @@ def test_no_foreign_code_is_run_and_nothing_is_shown_where_there_are_no_rows(run
     assert training_rows(run) is None
     (run / "resolved.yaml").unlink()
     assert training_rows(run) is None
+
+
+@pytest.mark.edge("S3")
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_a_folders_code_is_not_run_though_the_run_trusted_it(run: Path, tmp_path: Path, packing: str) -> None:
+    (model,) = (path.parent for path in tmp_path.rglob("tokenizer_config.json"))
+    ran = tmp_path / "code-was-run"
+    for name in ("processing_own", "configuration_own", "tokenization_own"):
+        (model / f"{name}.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    own = {
+        "AutoProcessor": "processing_own.Own",
+        "AutoConfig": "configuration_own.Own",
+        "AutoTokenizer": ["tokenization_own.Own", "tokenization_own.Own"],
+    }
+    for name in ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+        path = model / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        kinds = {"model_type": "own"} | {key: "Own" for key in ("processor_class", "tokenizer_class")}
+        path.write_text(json.dumps({**content, **kinds, "auto_map": own}))
+    words = ["model.trust_remote_code=true", "data.dataset_param.preprocess_parameters.trust_remote_code=true"]
+    words.append(f"data.dataset_param.basic_parameters.packing={packing}")
+    (run / "resolved.yaml").write_text(dump_resolved(load_config(tmp_path / "run.yaml", words)))
+    assert "They cannot be read any more" in Page(report.run([run]).read_text())
+    assert not ran.exists()

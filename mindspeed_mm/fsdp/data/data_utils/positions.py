@@ -176,7 +176,15 @@ def build_positions(folder: str | Path, processor: Any, *, trust_remote_code: bo
         )
     from transformers import AutoConfig  # loaded with the processor
 
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"config.json, which says how the model counts positions, cannot be read: {str(error).splitlines()[0]}",
+            where=str(folder),
+            key=KEY,
+            way_out="Set it to false, or use a model that transformers knows or whose own code is trusted.",
+        ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"an encoder-decoder ({config.model_type}) spends nearly all its work on the encoder, which takes every "
