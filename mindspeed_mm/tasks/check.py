@@ -179,7 +179,7 @@ class _Check:
 
     def paths(self) -> None:
         """Inputs exist; the run folder can be written."""
-        for error in check_paths(self.config.arguments):
+        for error in check_paths(self.config.arguments, self.config.path):
             self.add(error)
 
     def module_patterns(self) -> None:

@@ -21,8 +21,8 @@ _UNTRUSTED = (
 def training_rows(run: Path) -> dict[str, Any] | None:
     """What the template shows: `rows` in the order of training, or the `trouble` that they cannot be read any more.
 
-    None where there is nothing to show: generators, data sets of plugins (a report runs no foreign code, nor that of a model folder), and runs that
-    keep no configuration.
+    None where there is nothing to show: generators, data sets of plugins (a report runs no foreign code, nor that of a
+    model folder), and runs that keep no configuration.
     """
     resolved = RunFolder(run).resolved
     if not resolved.exists():

@@ -72,7 +72,7 @@ def test_a_folders_code_is_not_run_though_the_run_trusted_it(run: Path, tmp_path
     for name in ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
         path = model / name
         content = json.loads(path.read_text()) if path.exists() else {}
-        kinds = {"model_type": "own"} | {key: "Own" for key in ("processor_class", "tokenizer_class")}
+        kinds = {"model_type": "own"} | dict.fromkeys(("processor_class", "tokenizer_class"), "Own")
         path.write_text(json.dumps({**content, **kinds, "auto_map": own}))
     words = ["model.trust_remote_code=true", "data.dataset_param.preprocess_parameters.trust_remote_code=true"]
     words.append(f"data.dataset_param.basic_parameters.packing={packing}")

@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.params.overrides import (
     put_over,
     to_plain,
 )
-from mindspeed_mm.fsdp.params.paths import derive_processor_folder, locate_inputs, resolve_path
+from mindspeed_mm.fsdp.params.paths import derive_processor_folder, locate_paths
 from mindspeed_mm.fsdp.params.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
 from mindspeed_mm.fsdp.params.unknown_keys import judge_keys
 from mindspeed_mm.fsdp.params.value_messages import problems_of
@@ -45,7 +45,6 @@ __all__ = [
     "dump_resolved",
     "load_config",
     "read_plugins",
-    "resolve_path",
     "resolved_dict",
 ]
 
@@ -102,7 +101,7 @@ def load_config(
     """
     path = given if isinstance(given, Path) else Path(CONFIGURATION)
     text, root, notes = _read(given, overrides, plugin_keys)
-    locate_inputs(root, path)
+    notes.problems += locate_paths(root, path)
     derive_processor_folder(root)
     scope = build_scope(root, plugin_keys)
     notes.problems += check_ids(root, plugin_keys)

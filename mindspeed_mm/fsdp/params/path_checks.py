@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
+from mindspeed_mm.core.run_ownership import check_run_folder
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.unbuilt import value_at
@@ -20,8 +21,9 @@ _INPUTS: dict[str, type[MMError]] = {
 }
 
 
-def check_paths(arguments: Arguments) -> list[MMError]:
-    """Inputs that do not exist, and a run folder that cannot be written. Data files are the data set's own to find."""
+def check_paths(arguments: Arguments, config: Path | None = None) -> list[MMError]:
+    """Inputs that do not exist, and a run folder that may not be written; `config` is the YAML. Data files are the data
+    set's own to find."""
     errors = [error for key, kind in _INPUTS.items() for error in _check_input(arguments, key, kind)]
     missing_model = [error for error in errors if error.problems[0].key == "model.model_name_or_path"]
     if missing_model:  # the processor's folder follows from it: said once
@@ -29,20 +31,24 @@ def check_paths(arguments: Arguments) -> list[MMError]:
         errors = missing_model + errors
     if arguments.training.save:
         try:
-            check_save_folder(Path(arguments.training.save))
+            check_save_folder(Path(arguments.training.save), config)
         except MMError as error:
             errors.append(error)
     return errors
 
 
-def check_save_folder(folder: Path) -> None:
-    """Raise when a run folder cannot be made or written to. Makes nothing.
+def check_save_folder(folder: Path, config: Path | None = None) -> None:
+    """Raise when a run folder cannot be made or written to, or holds what is not the run's. Makes nothing.
+
+    Args:
+        folder: `training.save`.
+        config: The YAML that is trained.
 
     Raises:
-        ConfigError: It, or something above it, is a file.
+        ConfigError: It, or something above it, is a file; or see `check_run_folder`.
         MachineError: The rights to write are missing.
     """
-    standing = folder
+    standing = check_run_folder(folder, config)
     while not standing.exists() and standing != standing.parent:
         standing = standing.parent
     if not standing.is_dir():

@@ -1,9 +1,14 @@
-"""Paths in a configuration: tried against the working directory first, then against the YAML's folder."""
+"""Paths in a configuration have one base: the working directory, or the YAML's folder where that is what makes its
+inputs exist. Paths given on the command line start at the working directory, as with every command."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.overrides import COMMAND_LINE
 from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, Place, find, merge, nest, text_at, value_at_key
 
 INPUT_PATHS = (
@@ -35,15 +40,16 @@ INPUT_PATHS = (
     "inference.processor_path",
     "inference.data_path",
 )
-"""Keys whose paths exist already, or may (features are written and read under the same key); others that are written to
-are relative to the working directory."""
-
-
-def resolve_path(config: Path, path: str) -> Path:
-    """The path meant: as it is where it exists or is absolute, else beside the YAML if it exists there."""
-    given = Path(path).expanduser()
-    beside = config.parent / given
-    return beside if not given.is_absolute() and not given.exists() and beside.exists() else given
+"""Keys whose paths exist already, or may (features are written and read under the same key)."""
+OUTPUT_PATHS = (
+    "training.save",
+    *(
+        f"data.{dataset}.basic_parameters.{key}"
+        for dataset in ("dataset_param", "val_dataset_param")
+        for key in ("features_dir", "val_features_dir", "cache_dir")
+    ),
+)
+"""Keys whose paths are written to, and need not exist."""
 
 
 def derive_processor_folder(root: Node) -> None:
@@ -69,26 +75,101 @@ def _takes_keys(entry: Entry | None) -> bool:
     return entry is None or entry.node.value is None or isinstance(entry.node.value, dict)
 
 
-def locate_inputs(root: Node, config: Path) -> None:
-    """Write input paths that exist only beside the YAML as paths that exist from here."""
-    for key in INPUT_PATHS:
-        entry = find(root, key)
-        if entry is not None:
-            _locate(entry.node, config)
+@dataclass(frozen=True)
+class _Written:
+    """A relative path in the YAML, one of several in the same text perhaps."""
+
+    key: str
+    node: Node
+    text: str
+
+    @property
+    def is_here(self) -> bool:
+        return _exists(Path(self.text))
+
+    def is_beside(self, config: Path) -> bool:
+        return _exists(config.parent / self.text)
 
 
-def _locate(node: Node, config: Path) -> None:
+def locate_paths(root: Node, config: Path) -> list[Problem]:
+    """Write the YAML's relative paths as paths from the working directory, wherever it is.
+
+    Where every input that exists does so from the working directory, that is the base of all paths; where inputs exist
+    beside the YAML only, its folder is, for what is written too. Where neither is there, a run folder beside the YAML
+    tells.
+
+    Args:
+        root: The tree; changed in place.
+        config: The YAML.
+
+    Returns:
+        One finding when some inputs exist from the working directory only and others beside the YAML only.
+    """
+    if config.parent.resolve() == Path.cwd():
+        return []
+    inputs = [each for key in INPUT_PATHS for each in _written(root, key)]
+    outputs = [each for key in OUTPUT_PATHS for each in _written(root, key)]
+    here = [each for each in inputs if each.is_here and not each.is_beside(config)]
+    beside = [each for each in inputs if each.is_beside(config) and not each.is_here]
+    if here and beside:
+        return [_two_bases(here[0], beside[0], config)]
+    found = any(each.is_here or each.is_beside(config) for each in inputs)
+    went_on = [each for each in outputs if each.is_beside(config) and not each.is_here]
+    if beside or (went_on and not found):
+        _move(inputs, config, only_existing=True)
+        _move(outputs, config, only_existing=False)
+    return []
+
+
+def _two_bases(here: _Written, beside: _Written, config: Path) -> Problem:
+    return Problem(
+        f"'{beside.text}' is there beside the YAML ({config.parent.resolve()}) only, and '{here.text}' of {here.key} "
+        f"from the working directory ({Path.cwd()}) only: paths of a YAML have one base",
+        str(beside.node.place),
+        beside.key,
+        "Start from the other folder, or write one of them as an absolute path.",
+    )
+
+
+def _written(root: Node, key: str) -> Iterator[_Written]:
+    """The relative paths that the YAML has under a key."""
+    entry = find(root, key)
+    for node in _text_nodes(entry.node) if entry is not None else ():
+        if node.place.source != COMMAND_LINE:
+            yield from (_Written(key, node, part) for part in _parts(node) if _is_relative(part))
+
+
+def _text_nodes(node: Node) -> Iterator[Node]:
     if isinstance(node.value, list):
         for item in node.value:
-            _locate(item, config)
+            yield from _text_nodes(item)
     elif isinstance(node.value, dict):  # an entry of `dataset` with what is special about it
         if "path" in node.value:
-            _locate(node.value["path"].node, config)
+            yield from _text_nodes(node.value["path"].node)
     elif isinstance(node.value, str):
-        parts = [part.strip() for part in node.value.split(",")]
-        is_path = [part != "" and "://" not in part for part in parts]
-        located = ",".join(
-            str(resolve_path(config, part)) if is_one else part for part, is_one in zip(parts, is_path, strict=True)
-        )
-        if located != ",".join(parts):
-            node.value, node.place = located, Place(f"derived: beside the YAML, {node.place}")
+        yield node
+
+
+def _parts(node: Node) -> list[str]:
+    return [part.strip() for part in str(node.value).split(",")]
+
+
+def _is_relative(part: str) -> bool:
+    return part != "" and "://" not in part and "\0" not in part and not Path(part).expanduser().is_absolute()
+
+
+def _exists(path: Path) -> bool:
+    """Whether it is there, or is a pattern that fits something that is."""
+    try:
+        return path.exists() or ("*" in path.name and any(path.parent.glob(path.name)))
+    except OSError:  # a name that no file can have, or no right to look
+        return False
+
+
+def _move(written: list[_Written], config: Path, *, only_existing: bool) -> None:
+    """Let paths begin at the YAML's folder."""
+    moved = {each.text for each in written if not only_existing or each.is_beside(config)}
+    for node in {id(each.node): each.node for each in written}.values():
+        text = ",".join(str(config.parent / part) if part in moved else part for part in _parts(node))
+        if text != ",".join(_parts(node)):
+            node.value, node.place = text, Place(f"derived: beside the YAML, {node.place}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
@@ -29,6 +30,8 @@ def introduce(
     """Tell `note` each of its lines."""
     for warning in (*config.warnings, *assembled.warnings, *assembled.loaded.warnings):
         note(f"warning: {warning}")
+    if config.arguments.training.save:
+        note(f"run    {Path(config.arguments.training.save).resolve()}")
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
         note(f"{word:<6} {part}")

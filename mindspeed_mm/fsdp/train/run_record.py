@@ -69,7 +69,8 @@ class RunRecord:
             **environment(),
             **facts,
         }
-        self._try(self.folder.config, lambda path: atomic_write_text(path, without_secrets(config.text)))
+        if config.path.resolve() != self.folder.config.resolve():  # who trains the file that lies there keeps it
+            self._try(self.folder.config, lambda path: atomic_write_text(path, without_secrets(config.text)))
         self._try(self.folder.resolved, lambda path: atomic_write_text(path, without_secrets(dump_resolved(config))))
         self._write_run()
         if (launcher := LaunchFolder.of_this_rank()) is not None:

@@ -33,7 +33,7 @@ def check_config(config: ResolvedConfig) -> None:
     training = config.arguments.training
     check_trackers(training.report_to)
     if training.save:
-        check_save_folder(Path(training.save))
+        check_save_folder(Path(training.save), config.path)
     check_save_format(config.arguments)
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.redaction import redact
+from mindspeed_mm.core.run_ownership import mark_run_folder
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
@@ -162,6 +163,8 @@ class Trainer:
             MMError: Anything that a person can act on.
         """
         check_config(self.config)
+        if self.arguments.training.save:
+            mark_run_folder(Path(self.arguments.training.save))
         with self._watchdog(), explained(), self._distributed(), self._run_folder() as record:
             try:
                 with explained():  # what is recorded is what the process ends with

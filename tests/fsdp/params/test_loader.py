@@ -12,7 +12,6 @@ from mindspeed_mm.fsdp.params.loader import (
     dump_resolved,
     load_config,
     read_plugins,
-    resolve_path,
     resolved_dict,
 )
 
@@ -294,35 +293,6 @@ def test_plugins_are_read_before_anything_is_checked(tmp_path: Path) -> None:
 
 
 # --- paths and derived values ---
-
-
-def test_inputs_are_looked_for_here_and_then_beside_the_file(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "rows.json").touch()
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    text = (
-        "model: {model_name_or_path: model}\ntraining: {save: model}\n"
-        "data: {dataset_param: {basic_parameters: {dataset: 'rows.json, other.json'}}}\n"
-    )
-    monkeypatch.chdir(elsewhere)
-    config = load(text)
-    assert config.arguments.model.model_name_or_path == str(tmp_path / "model")
-    assert config.arguments.data.dataset_param.basic_parameters.dataset == f"{tmp_path / 'rows.json'},other.json"
-    assert config.arguments.training.save == "model"
-    assert config.origins["model.model_name_or_path"].kind == "derived"
-    monkeypatch.chdir(tmp_path)
-    assert load(text).arguments.model.model_name_or_path == "model"
-
-
-def test_resolve_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").touch()
-    monkeypatch.chdir("/")
-    assert resolve_path(tmp_path / "run.yaml", "a") == tmp_path / "a"
-    assert resolve_path(tmp_path / "run.yaml", "missing") == Path("missing")
-    assert resolve_path(tmp_path / "run.yaml", "/a") == Path("/a")
 
 
 def test_the_processor_comes_from_the_models_folder_unless_it_is_named(load: Any) -> None:

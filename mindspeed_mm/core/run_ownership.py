@@ -1,0 +1,109 @@
+"""Whether a folder may become, or go on being, a run folder: a run writes under names of its own, and over nobody
+else's files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from mindspeed_mm.core.artifacts import RunFolder, atomic_write_text, make_writable_folder
+from mindspeed_mm.core.errors import ConfigError, MachineError, UsageError
+from mindspeed_mm.core.folder_kinds import (
+    EXPORT_PLACES,
+    MARKER,
+    MARKER_FORMAT,
+    RUN_KIND,
+    is_checkpoint,
+    is_model,
+    is_run,
+    kind_above,
+)
+from mindspeed_mm.core.folder_writing import resolve_output
+
+_KEY = "training.save"
+_NAMES = (
+    "config.yaml", "resolved.yaml", "run.json", "metrics.jsonl", "events.jsonl", "log", "tb", "eval", "samples",
+    "report.html", *EXPORT_PLACES,
+)  # fmt: skip
+
+
+def check_run_folder(folder: Path, config: Path | None = None) -> Path:
+    """Refuse a folder in which a run would write over files that are not its own. Changes nothing.
+
+    Args:
+        folder: `training.save`.
+        config: The YAML that is trained. It may lie in the folder, and is left as it is.
+
+    Returns:
+        The folder, absolute and without links.
+
+    Raises:
+        MachineError: It cannot be looked at.
+        ConfigError: The folder is, or lies in, a model folder or a checkpoint; or it is no run folder and holds files
+            under names that a run writes; or the YAML is what a run has written itself.
+    """
+    try:
+        target = resolve_output(folder)
+    except UsageError as error:
+        problem = error.problems[0]
+        raise ConfigError(problem.what, where=problem.where, key=_KEY, way_out=problem.way_out) from error
+    try:
+        _refuse_place(target)
+        if not _is_new_or_run(target):
+            _refuse_foreign(target, config)
+    except PermissionError as error:
+        raise MachineError(
+            f"cannot be looked at: {error.strerror}", where=str(target), key=_KEY, way_out="Name another folder."
+        ) from error
+    if config is not None and config.resolve() == RunFolder(target).resolved:
+        raise ConfigError(
+            "is what the run itself has written down, and would be written over",
+            where=str(config),
+            key=_KEY,
+            way_out="Copy it to another name first.",
+        )
+    return target
+
+
+def mark_run_folder(folder: Path) -> None:
+    """Make the folder and its marker, before anything else is written there. Every rank may do so.
+
+    Raises:
+        MachineError: The folder cannot be written.
+    """
+    make_writable_folder(folder)
+    if is_run(folder):
+        return
+    try:
+        atomic_write_text(folder / MARKER, json.dumps({"format": MARKER_FORMAT, "kind": RUN_KIND}) + "\n")
+    except FileNotFoundError:  # another rank, under the same number on another host, was first
+        if not is_run(folder):
+            raise
+
+
+def _is_new_or_run(target: Path) -> bool:
+    if not target.exists() or is_run(target):
+        return True
+    return target.is_dir() and any(is_checkpoint(folder) for folder in target.glob("iter_*"))
+
+
+def _refuse_foreign(target: Path, config: Path | None) -> None:
+    own_yaml = config.resolve() if config is not None else None
+    found = [name for name in _NAMES if os.path.lexists(target / name) and target / name != own_yaml]
+    found += [path.name for path in target.glob("iter_*")]
+    if found:
+        raise ConfigError(
+            f"is no run folder and holds {', '.join(sorted(found)[:3])}, which a run would write over",
+            where=str(target),
+            key=_KEY,
+            way_out="Name a new folder.",
+        )
+
+
+def _refuse_place(target: Path) -> None:
+    kind = "a model folder" if is_model(target) else "a checkpoint" if is_checkpoint(target) else None
+    found = (kind, target) if kind is not None else kind_above(target)
+    if found is not None and found[0] != "a run folder":
+        how = "is" if kind is not None else "lies in"
+        raise ConfigError(f"{how} {found[0]}, {found[1]}", where=str(target), key=_KEY, way_out="Name a new folder.")
