@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.file_writing import write_page
 
 EXAMPLES = """
 \b
@@ -79,7 +80,7 @@ def check(
     shares of a mixture. OVERRIDES are section.key=value. Exit code 4 when training would stop.
     """
     from mindspeed_mm.tasks.data import check as task  # torch: the help does without
-    from mindspeed_mm.tasks.data.page import check_page, write_page
+    from mindspeed_mm.tasks.data.page import check_page
     from mindspeed_mm.tasks.data.paint import Paint
     from mindspeed_mm.tasks.data.words import check_lines
 
@@ -89,7 +90,7 @@ def check(
     if bad_rows is not None:
         task.write_bad_rows(bad_rows, result.bad)
     if html is not None:
-        write_page(html, check_page(result))
+        write_page(html, check_page(result), "--html")
     _print(result.to_dict() if as_json else check_lines(result, Paint.of(sys.stdout)))
     ctx.exit(result.exit_code)
 
@@ -123,7 +124,7 @@ def preview(
     with the borders of packs. In plain text trained tokens stand between « and ».
     """
     from mindspeed_mm.tasks.data import preview as task
-    from mindspeed_mm.tasks.data.page import preview_page, write_page
+    from mindspeed_mm.tasks.data.page import preview_page
     from mindspeed_mm.tasks.data.paint import Paint
     from mindspeed_mm.tasks.data.preview_words import preview_lines
 
@@ -137,7 +138,7 @@ def preview(
         validation=validation,
     )
     if html is not None:
-        write_page(html, preview_page(found))
+        write_page(html, preview_page(found), "--html")
     _print(found.to_dict() if as_json else preview_lines(found, Paint.of(sys.stdout), tokens=tokens))
 
 
@@ -160,13 +161,13 @@ def stats(
 ) -> None:
     """Describe the rows of CONFIG: lengths, media, trained share, how full batches and packs would be."""
     from mindspeed_mm.tasks.data import stats as task
-    from mindspeed_mm.tasks.data.page import stats_page, write_page
+    from mindspeed_mm.tasks.data.page import stats_page
     from mindspeed_mm.tasks.data.paint import Paint
     from mindspeed_mm.tasks.data.words import stats_lines
 
     found = task.run(config, overrides, limit=limit, workers=workers, validation=validation)
     if html is not None:
-        write_page(html, stats_page(found))
+        write_page(html, stats_page(found), "--html")
     _print(found.to_dict() if as_json else stats_lines(found, Paint.of(sys.stdout)))
 
 

@@ -19,6 +19,7 @@ from typing import NoReturn
 import click
 
 from mindspeed_mm.core.errors import ExitCode, MMError
+from mindspeed_mm.core.os_errors import explained_os_error
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.core.version import __version__
 
@@ -135,6 +136,11 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of our output is gone (`mm config run.yaml | head`): not an error, and nothing more can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+    except OSError as error:
+        known = explained_os_error(error)
+        if known is None:
+            return _report(_describe_bug(error), ExitCode.BUG, with_traceback)
+        return _report(str(known), known.exit_code, with_traceback)
     except Exception as error:  # noqa: BLE001 - the border of the process: what nobody foresaw is a bug, and says so
         return _report(_describe_bug(error), ExitCode.BUG, with_traceback)
 

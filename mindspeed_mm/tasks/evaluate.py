@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.tasks.answering import answer_all
 from mindspeed_mm.tasks.asking import rows_view
 from mindspeed_mm.tasks.generation import Answer, load_generator
@@ -71,6 +72,7 @@ def run(
     questions = read_questions(data, needs_answers=True, media_dir=media_dir, row_format=view.row_format(data))
     media_dir = media_dir or data.parent
     out = out or (source.run or Path.cwd()) / "eval"
+    check_evaluation_folder(out)
     make_writable_folder(out)
     began = time.monotonic()
     generator = load_generator(source.folder, source.lora, view)
@@ -94,6 +96,16 @@ def evaluate_answers(answered: list[tuple[Question, Answer]], facts: dict[str, A
     tasks = {name: score(outcomes) for name, outcomes in by_task.items()}
     overall = score(outcome for outcomes in by_task.values() for outcome in outcomes)
     return Evaluation(tasks, overall, facts, samples)
+
+
+def check_evaluation_folder(out: Path) -> None:
+    """Raise `UsageError` when a folder holds files of these names that no evaluation wrote."""
+    check_output_file(out / SAMPLES, first_line_has("question", "expected", "given", "correct"), "--out")
+    check_output_file(out / RESULTS, _is_evaluation, "--out")
+
+
+def _is_evaluation(head: bytes) -> bool:
+    return b'"tasks"' in head and b'"overall"' in head
 
 
 def write_evaluation(evaluation: Evaluation, out: Path) -> None:

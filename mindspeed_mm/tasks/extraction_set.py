@@ -182,6 +182,7 @@ class SetExtraction:
     def _lock(self) -> AbstractContextManager[None]:
         if not self._is_first:
             return nullcontext()
+        self.folder.check()  # before the lock is written there
         return RunFolder(self.folder.path, FEATURES_KEY).lock(f"extract-{uuid.uuid4().hex[:8]}")
 
     def _begin(self) -> None:

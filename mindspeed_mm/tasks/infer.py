@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.file_writing import check_output_file, check_output_place, first_line_has
+from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.tasks.answering import AnswerFile, answer_all
 from mindspeed_mm.tasks.asking import rows_view
 from mindspeed_mm.tasks.generation import Answer, load_generator
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 from mindspeed_mm.tasks.questions import ask, read_questions
+
+is_answers = first_line_has("row", "question", "answer", "model")
+"""Whether a file begins like one that this command wrote."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,11 @@ def run(
     Raises:
         MMError: The folder is no model, rows are bad, or `out` holds answers of another model or input.
     """
-    if out.absolute() == data.absolute():
+    if out.resolve() == data.resolve():
         raise UsageError("--out names the file of questions itself", where=str(out), way_out="Choose another file.")
+    check_output_place(resolve_output(out), "--out")
+    if overwrite:
+        check_output_file(out, is_answers, "--out")
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_mm.core.artifacts import RunFolder, atomic_write_text, make_writable_folder
+from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.file_writing import write_page
 from mindspeed_mm.tasks.report_charts import SERIES
 from mindspeed_mm.tasks.report_data import read_run
 from mindspeed_mm.tasks.report_page import render_page
@@ -21,12 +22,11 @@ def run(folders: Sequence[Path], out: Path | None = None) -> Path:
 
     Raises:
         DataError: A folder is no run.
-        UsageError: There are more runs than colours.
+        UsageError: There are more runs than colours, or `out` is none that a report may replace.
     """
     if len(folders) > len(SERIES):
         raise UsageError(f"{len(folders)} runs are too many for one report", way_out=f"Give at most {len(SERIES)}.")
     page = render_page([read_run(folder) for folder in folders])
     out = out or RunFolder(folders[0]).report
-    make_writable_folder(out.absolute().parent)
-    atomic_write_text(out, page)
+    write_page(out, page, "--out")
     return out

@@ -14,12 +14,16 @@ import numpy as np
 
 from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text, make_writable_folder, read_jsonl, sha256_file
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.file_writing import check_output_place
+from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.models.diffusion.sampler import SampleOrder
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.media_files import write_media
 
 MANIFEST = "manifest.jsonl"
 _DIGITS = 5
+_KEYS = {"number", "sample", "file", "sha256", "settings", "model"}
+"""What every line of a manifest has."""
 _SETTINGS = (
     "num_inference_steps", "guidance_scale", "negative_prompt", "height", "width", "num_frames", "fps", "seed",
 )  # fmt: skip
@@ -57,6 +61,8 @@ class SampleFolder:
             MachineError: It is a file, or cannot be written.
             DataError: It holds what another model, other settings or other prompts have made.
         """
+        check_output_place(resolve_output(self.path), "--out")
+        self._refuse_foreign(orders)
         make_writable_folder(self.path)
         if overwrite:
             self._clear()
@@ -93,6 +99,17 @@ class SampleFolder:
         """Put all lines into the manifest, in order."""
         self._rewrite({(entry["number"], entry["sample"]): entry for entry in self._entries()})
 
+    def _refuse_foreign(self, orders: Sequence[SampleOrder]) -> None:
+        """The manifest is written before the first sample: files under a sample's name without one are not ours, nor is
+        a manifest of other lines."""
+        if any(not entry.keys() >= _KEYS for entry in self._entries()):
+            raise self._foreign(f"its {MANIFEST} was not written by mm infer")
+        if self._manifests() or not self.path.is_dir():
+            return
+        standing = {path.stem: path.name for path in self.path.iterdir()}
+        if found := [standing[stem] for order in orders if (stem := order.file_stem(_DIGITS)) in standing]:
+            raise self._foreign(f"it has no {MANIFEST}, and a sample would be written over '{found[0]}'")
+
     def _rewrite(self, entries: Mapping[Key, Mapping[str, Any]]) -> None:
         lines = [json.dumps(entries[key], ensure_ascii=False) + "\n" for key in sorted(entries)]
         atomic_write_text(self.path / MANIFEST, "".join(lines))
@@ -120,8 +137,6 @@ class SampleFolder:
         return name == path.name and path.is_file() and sha256_file(path) == entry["sha256"]
 
     def _check(self, entry: Mapping[str, Any], wanted: Mapping[Key, SampleOrder]) -> None:
-        if not {"number", "sample", "file", "sha256", "settings", "model"} <= entry.keys():
-            raise self._foreign(f"its {MANIFEST} was not written by mm infer")
         if entry["model"] != self._model:
             raise self._foreign("it holds samples of another model")
         for name, value in self._settings.items():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ExitCode, MachineError, MMError, StoppedAfterSave, StoppedUnsaved
+from mindspeed_mm.core.os_errors import explained_os_error
 from mindspeed_mm.fsdp.utils.device import memory_in_use
 
 _GLOO = re.compile(r"gloo/(?:gloo|transport)|gloo.*(?:closed|reset|timed? ?out)", re.IGNORECASE)
@@ -45,6 +46,11 @@ def explained() -> Iterator[None]:
         yield
     except MMError:
         raise
+    except OSError as error:
+        known = explained_os_error(error)
+        if known is None:
+            raise
+        raise known from error
     except (RuntimeError, MemoryError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         if is_out_of_memory(error):

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
+from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.tasks.data.facts import RowLook
 from mindspeed_mm.tasks.data.findings import Finding, Terms, find_all, to_dict
@@ -126,8 +127,9 @@ def chosen_rows(rows: int, limit: int | None) -> Sequence[int]:
 
 def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:
     """One JSON object a line: index, file, row, kind, what is wrong, and the way out."""
-    make_writable_folder(path.absolute().parent)
-    atomic_write_text(path, "".join(json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in bad))
+    target = check_output_file(path, first_line_has("file", "row", "kind"), "--bad-rows")
+    make_writable_folder(target.parent)
+    atomic_write_text(target, "".join(json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in bad))
 
 
 def _judge(result: DataCheck, data: OpenedData, tally: Tally, ranks: int) -> None:

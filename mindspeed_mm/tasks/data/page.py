@@ -8,7 +8,6 @@ from typing import Any
 
 import jinja2
 
-from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.tasks.data.check import DataCheck
 from mindspeed_mm.tasks.data.histogram import Bin
 from mindspeed_mm.tasks.data.media_views import (
@@ -26,12 +25,6 @@ from mindspeed_mm.tasks.data.stats import DataStats
 TEMPLATE = "page.html.j2"
 _MOST_TOKENS = 4096
 """Of a row, each in an element of its own."""
-
-
-def write_page(path: Path, page: str) -> None:
-    """Write a page. Raises `MachineError` where that is not possible."""
-    make_writable_folder(path.absolute().parent)
-    atomic_write_text(path, page)
 
 
 def check_page(result: DataCheck) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from mindspeed_mm.core.artifacts import make_writable_folder
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.file_writing import check_output_place
+from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.data.feature_store.feature_file import DamagedFile, Verification, check_file
 
 _SHARD = re.compile(r"shard-(\d{6,})-(\d{6,})\.safetensors")
@@ -58,18 +60,30 @@ class FeatureFolder:
             UsageError: It holds something else.
             MachineError: It is a file, or cannot be written.
         """
+        self.check()
         make_writable_folder(self.path)
-        foreign = [path.name for path in self.path.iterdir() if not path.name.startswith(".")]
-        if foreign and not self.description.is_file():
+
+    def check(self) -> None:
+        """Raise `UsageError` when the folder holds something else, or lies in a checkpoint or a model folder."""
+        check_output_place(resolve_output(self.path))
+        if not self.path.is_dir() or self._describes_features():
+            return
+        if foreign := sorted(path.name for path in self.path.iterdir() if not path.name.startswith(".")):
             raise UsageError(
-                f"is no folder of features, and holds {', '.join(sorted(foreign)[:3])}",
+                f"is no folder of features, and holds {', '.join(foreign[:3])}",
                 where=str(self.path),
                 way_out="Name an empty folder, or one that does not exist.",
             )
 
+    def _describes_features(self) -> bool:
+        """Whether the description is ours, in whatever state; somebody's own `features.json` is not."""
+        if not self.description.is_file():
+            return False
+        return not self.description.stat().st_size or b'"mindspeed-mm-features"' in self.description.read_bytes()
+
     def clear(self) -> None:
         """Take away a feature set, if one is there, and nothing else; what it was stays known until all is gone."""
-        if not self.description.is_file():
+        if not self._describes_features():
             return
         for path in (self.index, *self.files(), self.skipped, self.null_text):
             path.unlink(missing_ok=True)

@@ -1,0 +1,89 @@
+"""The door for single files that a person names: a report, a page, results, answers. Only what one of us wrote there
+before is replaced, and nothing is put into a checkpoint or a model folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.folder_kinds import kind_above
+from mindspeed_mm.core.folder_writing import resolve_output
+
+PAGE_MARK = '<meta name="generator" content="mindspeed-mm">'
+"""In the head of every page of ours."""
+_HEAD_BYTES = 1 << 24
+
+IsOurs = Callable[[bytes], bool]
+"""From the beginning of a file to whether one of us wrote it."""
+
+
+def check_output_file(path: Path, is_ours: IsOurs, key: str = "") -> Path:
+    """The file that may be written under this name. Changes nothing.
+
+    Args:
+        path: As a person named it.
+        is_ours: Asked where something stands there already.
+        key: The option or key that named it.
+
+    Returns:
+        It, absolute and without links.
+
+    Raises:
+        UsageError: It is a folder, or somebody else's file; it lies in a checkpoint or a model folder; or the name
+            cannot be used.
+    """
+    target = resolve_output(path)
+    if target.is_dir():
+        raise UsageError("is a folder, not a file", where=str(target), key=key, way_out="Name a file in it.")
+    check_output_place(target, key)
+    if target.exists():
+        with target.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        if head and not is_ours(head):
+            raise UsageError(
+                "holds something that this command has not written",
+                where=str(target),
+                key=key,
+                way_out="Name another file, or take it away first.",
+            )
+    return target
+
+
+def check_output_place(target: Path, key: str = "") -> None:
+    """Raise `UsageError` when a path lies in a checkpoint, which may hold nothing else, or in a model folder."""
+    found = kind_above(target)
+    if found is not None and found[0] != "a run folder":
+        raise UsageError(f"lies in {found[0]}, {found[1]}", where=str(target), key=key, way_out="Choose another place.")
+
+
+def write_page(path: Path, page: str, key: str = "") -> None:
+    """Write an HTML page whole, or not at all.
+
+    Args:
+        path: As a person named it.
+        page: With `PAGE_MARK` in its head.
+        key: The option that named it.
+
+    Raises:
+        UsageError: See `check_output_file`.
+        MachineError: It cannot be written.
+    """
+    target = check_output_file(path, lambda head: PAGE_MARK.encode() in head, key)
+    make_writable_folder(target.parent)
+    atomic_write_text(target, page)
+
+
+def first_line_has(*keys: str) -> IsOurs:
+    """Whether a file begins with a JSON object on one line that has these keys."""
+
+    def is_ours(head: bytes) -> bool:
+        try:
+            record = json.loads(head.split(b"\n", 1)[0])
+        except ValueError:
+            return False
+        return isinstance(record, dict) and record.keys() >= set(keys)
+
+    return is_ours

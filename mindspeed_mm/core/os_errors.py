@@ -1,0 +1,49 @@
+"""What the operating system refuses, in a person's words: rights, space and names are no bugs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+from mindspeed_mm.core.errors import MachineError, MMError, UsageError
+
+_WAYS_OUT = {
+    errno.EACCES: "Ask its owner for the right, or work as the user who made it.",
+    errno.EPERM: "Ask its owner for the right, or work as the user who made it.",
+    errno.EROFS: "The file system is read-only: choose another place.",
+    errno.ENOSPC: "Make room, or choose another place.",
+    errno.EDQUOT: "Make room, or choose another place.",
+    errno.EFBIG: "Choose another file system, or raise the limit on file sizes.",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n).",
+    errno.ENFILE: "Too many files are open on this machine.",
+    errno.EIO: "Look at the disk.",
+    errno.ESTALE: "The file server has lost it: try again.",
+}
+_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}
+_SAFETENSORS = re.compile(r"No such file or directory: (.+)")
+_LONGEST_SHOWN = 120
+
+
+def explained_os_error(error: OSError) -> MMError | None:
+    """The error as one of ours, with the file and a way out; None for one that says nothing to a person."""
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    if error.errno in _WAYS_OUT:
+        return MachineError(os.strerror(error.errno), where=path, way_out=_WAYS_OUT[error.errno])
+    if error.errno in _NAMES:
+        shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}…"
+        return UsageError(os.strerror(error.errno), where=shown, way_out="Give another path.")
+    found = _SAFETENSORS.fullmatch(str(error)) if error.errno is None else None
+    return _why_unreadable(Path(found[1])) if found is not None else None
+
+
+def _why_unreadable(path: Path) -> MMError | None:
+    """Of a file that safetensors says is not there: that is its word for every file that it cannot open."""
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return explained_os_error(error)
+    return None
