@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from mindspeed_mm.cli.export import command
 from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
+from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -79,13 +80,13 @@ def test_the_average_is_what_is_written(flux: Trained, tmp_path: Path) -> None:
     transformer = diffusers.FluxTransformer2DModel.from_pretrained(exported.folder / "transformer")
     live = engine.model.state_dict()
     assert not all(torch.equal(tensor, live[key]) for key, tensor in transformer.state_dict().items())
-    assert sorted(p.name for p in exported.folder.iterdir()) == ["README.md", "transformer"]
+    assert sorted(p.name for p in exported.folder.iterdir()) == [MARKER, "README.md", "transformer"]
 
 
 def test_what_a_run_writes_beside_its_checkpoints(flux: Trained) -> None:
     run, engine = flux
     folder = run / "hf" / "iter_0000002"
-    assert [p.name for p in folder.iterdir()] == ["transformer"]
+    assert sorted(p.name for p in folder.iterdir()) == [MARKER, "transformer"]
     stored = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     assert stored.keys() == engine.model.state_dict().keys()
 

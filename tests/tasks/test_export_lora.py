@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from mindspeed_mm.cli.export import command
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
+from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS
@@ -71,7 +72,7 @@ def test_adapters_are_what_is_written(language: tuple[Path, Any], tmp_path: Path
     run, trained = language
     exported = export.run(run, tmp_path / "out")
     assert (exported.kind, exported.step) == ("adapters", 3)
-    assert sorted(p.name for p in exported.folder.iterdir()) == ["README.md", PEFT_CONFIG, PEFT_WEIGHTS]
+    assert sorted(p.name for p in exported.folder.iterdir()) == [MARKER, "README.md", PEFT_CONFIG, PEFT_WEIGHTS]
     base = AutoModelForCausalLM.from_pretrained(run.parent / "base", dtype=torch.float32)
     assert torch.equal(logits(PeftModel.from_pretrained(base, exported.folder).eval()), logits(trained))
     card = (exported.folder / "README.md").read_text()
@@ -128,7 +129,7 @@ def test_generator(generator: tuple[Path, Any], tmp_path: Path) -> None:
     expected = denoised(trained, adapter)
     exported = export.run(run, tmp_path / "adapters", transformer_only=True)
     assert exported.kind == "adapters"
-    assert sorted(p.name for p in exported.folder.iterdir()) == ["README.md", DIFFUSERS_WEIGHTS]
+    assert sorted(p.name for p in exported.folder.iterdir()) == [MARKER, "README.md", DIFFUSERS_WEIGHTS]
     pipeline = DiffusionPipeline.from_pretrained(run.parent / "base")
     pipeline.load_lora_weights(exported.folder)
     torch.testing.assert_close(denoised(pipeline.transformer, adapter), expected, rtol=0, atol=2e-6)

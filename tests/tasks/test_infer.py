@@ -15,6 +15,7 @@ from PIL import Image
 
 from mindspeed_mm.cli.infer import command
 from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelFolderError, UsageError
+from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padded_rows
 from mindspeed_mm.tasks import asking, infer, model_source
 from mindspeed_mm.tasks.generation import Answer, Generator, load_generator
@@ -188,7 +189,8 @@ def test_a_run_is_exported_once_for_each_checkpoint(tmp_path: Path, monkeypatch:
 
     def export(checkpoint: Path, target: Path, **options: Any) -> None:
         exports.append(checkpoint)
-        target.mkdir(parents=True)
+        with atomic_folder(target) as draft:
+            (draft / "config.json").write_text("{}")
 
     def newest(path: Path, ranks: Any, verification: str) -> Found:
         return Found(max(path.glob("iter_*")) if path == tmp_path else path)
@@ -205,9 +207,11 @@ def test_a_run_is_exported_once_for_each_checkpoint(tmp_path: Path, monkeypatch:
         assert {source.run for source in sources} == {tmp_path}
     assert exports == [first, second]
     assert len(list((tmp_path / "exported").iterdir())) == 1  # the older one has gone
+    (tmp_path / "exported" / "iter_mine").mkdir()
     (second / "MANIFEST.json").write_text("trained again")
     model_source.resolve_model(tmp_path)
     assert exports == [first, second, second]
+    assert (tmp_path / "exported" / "iter_mine").is_dir()  # not ours
 
 
 def no_folder(tmp_path: Path, model: Path) -> Path:

@@ -1,0 +1,120 @@
+"""Kill -9 before the changes that an export, a merge and a save make to the disk: sources are intact, the target is
+there and whole, the old one or the new one, and the next command clears what is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_mm.fsdp.checkpoint import layout
+from mindspeed_mm.fsdp.checkpoint.manifest import read_manifest, verify_files
+from mindspeed_mm.tasks import export, merge
+from tests.fsdp.checkpoint import small_run
+from tests.helpers.kills import everything, killed_before_each_change
+from tests.helpers.small_run_folder import make_text_run
+
+pytestmark = pytest.mark.edge("S2")
+
+
+def the_last(count: int) -> Callable[[int], Collection[int]]:
+    """The changes around the moment when the target is replaced, and a few before."""
+    return lambda changes: sorted({*range(0, changes, 20), *range(max(0, changes - count), changes)})
+
+
+ALL = pytest.param(range, marks=pytest.mark.slow, id="every change")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about a power failure: the disk need not be waited for."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_run(tmp_path_factory.mktemp("writers"))
+
+
+def weights_and_files(folder: Path) -> dict[str, bytes]:
+    """What matters of an exported folder: its card has the time in it."""
+    return {name: data for name, data in everything(folder).items() if name != "README.md"}
+
+
+def check_exports(
+    run: Path, tmp_path: Path, write: Callable[[Path, bool], object], chosen: Callable[[int], Collection[int]]
+) -> None:
+    """Kill `write(target, overwrite)`, which replaces an older export of the run's first step."""
+    older, newer = tmp_path / "older", tmp_path / "newer"
+    export.run(run, older / "X", step=1)
+    write(newer / "X", False)
+    wholes = [weights_and_files(older / "X"), weights_and_files(newer / "X")]
+    assert wholes[0] != wholes[1]
+    sources = everything(run.parent)
+    parent = tmp_path / "parent"
+    target = parent / "X"
+    seen = set()
+    for change in killed_before_each_change(
+        parent, lambda: shutil.copytree(older, parent, dirs_exist_ok=True), lambda: write(target, True), chosen
+    ):
+        assert weights_and_files(target) in wholes, change
+        seen.add(wholes.index(weights_and_files(target)))
+        assert everything(run.parent) == sources, change
+        write(target, True)
+        assert weights_and_files(target) == wholes[1], change
+        assert [path.name for path in parent.iterdir()] == ["X"], change
+    assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("chosen", [pytest.param(the_last(7), id="the last changes"), ALL])
+def test_export(run: Path, tmp_path: Path, chosen: Callable[[int], Collection[int]]) -> None:
+    check_exports(run, tmp_path, lambda target, overwrite: export.run(run, target, overwrite=overwrite), chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [pytest.param(range, id="every change")])
+def test_merge(run: Path, tmp_path: Path, chosen: Callable[[int], Collection[int]]) -> None:
+    from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
+    from tests.helpers.adapters import adapted_model
+
+    base, adapter = run.parent / "model", tmp_path / "adapter"
+    save_adapters(adapted_model(base), adapter, base)
+    check_exports(
+        run, tmp_path, lambda target, overwrite: merge.run(base, [adapter], target, overwrite=overwrite), chosen
+    )
+
+
+def save(folder: Path, step: int) -> None:
+    """Commit a step whose content depends on its number, keeping two."""
+    model, optimizer = small_run.build(seed=step)
+    rng = {"cpu": torch.get_rng_state()}
+    small_run.manager(folder, save_total_limit=2).save(step, model, optimizer, {"iteration": step, "rng": rng})
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
+def test_save(tmp_path: Path, again: bool) -> None:
+    folder = tmp_path / "run"
+    step = 2 if again else 3
+
+    def begin() -> None:
+        save(folder, 1)
+        save(folder, 2)
+        (folder / "iter_0000009.tmp").mkdir()
+        (folder / "iter_mine.former").mkdir()
+
+    for change in killed_before_each_change(folder, begin, lambda: save(folder, step)):
+        steps = layout.list_iterations(folder)
+        assert {1, 2} <= set(steps) or steps == [2, 3], change
+        for each in steps:
+            place = layout.checkpoint_folder(folder, each)
+            assert verify_files(place, read_manifest(place).files, "hash") == [], change
+        found = small_run.manager(folder).find_latest()
+        assert found is not None and found.iteration == steps[-1], change
+        save(folder, step)
+        left = {path.name for path in folder.iterdir()}
+        newest = {"iter_0000001", "iter_0000002"} if again else {"iter_0000002", "iter_0000003"}
+        assert left == newest | {layout.TRACKER, "iter_0000009.tmp", "iter_mine.former"}, change
