@@ -224,7 +224,8 @@ def _put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
         if foreign := foreign_entries(replaced):
             _swap_back(draft, target, replaced)
             raise _refused(target, f"'{foreign[0]}' was put there meanwhile")
-        _remove(replaced)
+        with suppress(PermissionError):  # what somebody has made read-only is left to him: the new one is in place
+            _remove(replaced)
 
 
 def _rename_to_free_name(draft: Path, target: Path) -> None:
