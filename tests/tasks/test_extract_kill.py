@@ -10,22 +10,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.feature_store import open_features
 from mindspeed_mm.fsdp.data.feature_store.feature_file import check_file
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from tests.helpers.kills import everything, killed_before_each_change
 from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.tasks.extraction_run import files, forked, make_run, run, wait_for
 
 FEW, MANY = 4, 1000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Copies of this process have one; sums over another number of threads differ in the last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +122,26 @@ def test_killed_and_taken_up_again(prepared: Path, tmp_path: Path, seed: int) ->
         extract_and_die(prepared, out, draw.randrange(40))
         check_invariants(prepared, out)
     finish_and_compare(prepared, out)
+
+
+@pytest.mark.edge("S2")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(lambda changes: range(changes % 30, changes, 30), id="some changes"),
+        pytest.param(range, marks=pytest.mark.slow, id="every change"),
+    ],
+)
+def test_killed_before_a_change_that_the_system_sees(
+    prepared: Path, tmp_path: Path, chosen: Callable[[int], range]
+) -> None:
+    """Also where files are opened, made writable and folders made."""
+    parent, sources = tmp_path / "parent", everything(prepared)
+    out = parent / "out"
+    for _ in killed_before_each_change(parent, lambda: None, lambda: run(prepared / "run.yaml", out=out), chosen):
+        check_invariants(prepared, out)
+        finish_and_compare(prepared, out)
+        assert everything(prepared) == sources
 
 
 @pytest.mark.slow
