@@ -68,7 +68,7 @@ def test_whole_folder(family: str, request: pytest.FixtureRequest, tmp_path: Pat
     source, copy = digests(run.parent / "model"), digests(exported.folder)
     others = {name for name in source if not name.startswith("transformer/")}
     assert {name: copy[name] for name in others} == {name: source[name] for name in others}
-    assert {name for name in copy if not name.startswith("transformer/")} == others | {"README.md"}
+    assert {name for name in copy if not name.startswith("transformer/")} == others | {"README.md", MARKER}
     index = json.loads((exported.folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(live) and len(set(index["weight_map"].values())) > 1
 
