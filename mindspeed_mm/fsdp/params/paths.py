@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.errors import Problem
-from mindspeed_mm.fsdp.params.overrides import COMMAND_LINE
 from mindspeed_mm.fsdp.params.yaml_tree import Entry, Node, Place, find, merge, nest, text_at, value_at_key
 
 INPUT_PATHS = (
@@ -107,8 +106,8 @@ def locate_paths(root: Node, config: Path) -> list[Problem]:
     """
     if config.parent.resolve() == Path.cwd():
         return []
-    inputs = [each for key in INPUT_PATHS for each in _written(root, key)]
-    outputs = [each for key in OUTPUT_PATHS for each in _written(root, key)]
+    inputs = [each for key in INPUT_PATHS for each in _written(root, key, config)]
+    outputs = [each for key in OUTPUT_PATHS for each in _written(root, key, config)]
     here = [each for each in inputs if each.is_here and not each.is_beside(config)]
     beside = [each for each in inputs if each.is_beside(config) and not each.is_here]
     if here and beside:
@@ -131,11 +130,11 @@ def _two_bases(here: _Written, beside: _Written, config: Path) -> Problem:
     )
 
 
-def _written(root: Node, key: str) -> Iterator[_Written]:
-    """The relative paths that the YAML has under a key."""
+def _written(root: Node, key: str, config: Path) -> Iterator[_Written]:
+    """The relative paths that the YAML has under a key; what was put over it starts at the working directory."""
     entry = find(root, key)
     for node in _text_nodes(entry.node) if entry is not None else ():
-        if node.place.source != COMMAND_LINE:
+        if node.place.source == str(config):
             yield from (_Written(key, node, part) for part in _parts(node) if _is_relative(part))
 
 
