@@ -37,6 +37,8 @@ PATTERN_KEYS = (
     "features.compile_plan.apply_modules",
     "training.lora.target_modules",
     "training.lora.modules_to_save",
+    "training.no_decay_modules",
+    "training.no_decay_params",
     "training.allow_missing",
     "training.allow_unexpected",
 )

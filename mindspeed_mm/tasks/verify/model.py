@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import read_json
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.checks import PATTERN_KEYS
 from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.check import check_plans
@@ -27,22 +28,6 @@ from mindspeed_mm.tasks.verify.shrink import Room, Shrunk, shrink, without_dropo
 _SMALL_FILES = ("*.json", "*.py", "*.txt", "*.jinja", "*.model")
 _NUMBERED = re.compile(r"\{[^{}]*\d[^{}]*\}|\.\d+(\.|$)")
 """In a pattern: certain layers, which a model with fewer may lack."""
-_PATTERN_KEYS = (
-    "model.freeze",
-    "parallel.fsdp_plan.apply_modules",
-    "parallel.fsdp_plan.ignored_modules",
-    "parallel.tp_plan.colwise_parallel",
-    "parallel.tp_plan.rowwise_parallel",
-    "parallel.tp_plan.sequence_parallel",
-    "parallel.ep_plan.apply_modules",
-    "parallel.ep_plan.apply_efsdp_modules",
-    "features.recompute_plan.apply_modules",
-    "training.lora.target_modules",
-    "training.lora.modules_to_save",
-    "training.no_decay_params",
-    "training.no_decay_modules",
-)
-
 REFUSALS = (ConfigError, ModelFolderError, ValueError, TypeError, ArithmeticError, RuntimeError, LookupError)
 """How a model's class says that it cannot be had in these sizes."""
 
@@ -81,7 +66,7 @@ def small_models(arguments: Arguments, sizes: ParallelSizes, folder: Path) -> It
         changes = small.changes | still.changes
         made = _with_config(arguments, still.config, changes, folder / f"model{number}")
         lines = (*_lines(changes), "weights: random, from the seed")
-        yield _fitting(_from_scratch(made), lines)
+        yield fitting(_from_scratch(made), lines)
 
 
 def real_model(arguments: Arguments, folder: Path) -> Candidate:
@@ -177,9 +162,9 @@ def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
 # --- patterns that name certain layers --------------------------------------------------------------------------------
 
 
-def _fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
+def fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
     """Without the patterns that name only layers which the small model does not have."""
-    numbered = {key: [p for p in _value(arguments, key) if _NUMBERED.search(p)] for key in _PATTERN_KEYS}
+    numbered = {key: [p for p in _value(arguments, key) if _NUMBERED.search(p)] for key in PATTERN_KEYS}
     if arguments.parallel.pp_plan.split_points:
         arguments = _replaced(arguments, "parallel.pp_plan.split_points", ())
         lines += ("parallel.pp_plan.split_points: left out, stages of equal cost",)

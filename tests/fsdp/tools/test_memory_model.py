@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, Ledger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory_forecast import forecast
+from mindspeed_mm.tasks import check
 from tests.helpers.distributed import run_ranks
 from tests.helpers.measured_memory import StepMemory, make_long_rows, measured
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
@@ -137,6 +138,38 @@ def _two_ranks(yaml: str) -> None:
         assert predicted.parameters == real.parameter_bytes
         assert predicted.optimizer == real.state_bytes
     assert deviation(predicted, real) < WITHIN
+
+
+TP = "parallel.tensor_parallel_size=2"
+UNDER_PLANS = {
+    "tensor parallel": (TP,),
+    "whole towers": (TP, "parallel.encoder_plan.tensor_parallel_size=1"),
+}
+
+
+@pytest.mark.edge("R7")
+@pytest.mark.xfail(strict=True, reason="the forecast decides about a plan by itself, otherwise than training")
+def test_a_forecast_under_tensor_parallelism_says_nothing_but_figures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = check.run(make_tiny_run(tmp_path), [TP], nproc=2)
+    assert not result.warnings and result.predicted_memory["peak_bytes"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.edge("R7")
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="the forecast decides about a plan by itself, otherwise than training")
+@pytest.mark.parametrize("name", UNDER_PLANS)
+def test_peak_of_pictures_under_plans(name: str, tmp_path: Path) -> None:
+    run_ranks(2, _two_ranks_of_pictures, str(make_tiny_run(tmp_path)), UNDER_PLANS[name])
+
+
+def _two_ranks_of_pictures(yaml: str, words: tuple[str, ...]) -> None:
+    real = measured(Path(yaml), words)
+    predicted = forecast(load_with_plugins(Path(yaml), words).arguments, real.batches[-1], world_size=2)
+    assert predicted.parameters == real.parameter_bytes
+    assert deviation(predicted, real) < PROMISED
 
 
 def test_ledger_by_hand() -> None:

@@ -1,0 +1,31 @@
+"""`mm verify` takes every pattern that training takes, also one that names layers which its small model has not."""
+
+from __future__ import annotations
+
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.fsdp.params.checks import PATTERN_KEYS
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.tasks.verify.model import fitting
+from tests.helpers.tiny_run import make_tiny_run
+
+pytestmark = pytest.mark.edge("R8")
+
+ABSENT, PRESENT = "model.language_model.layers.{7-9}", "model.language_model.layers.{0-1}"
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose model has two layers, as small ones have."""
+    return make_tiny_run(tmp_path_factory.mktemp("small"))
+
+
+@pytest.mark.parametrize("key", PATTERN_KEYS)
+def test_patterns_of_layers_that_the_small_model_has_not_are_left_out(key: str, yaml: Path) -> None:
+    arguments = load_with_plugins(yaml, [f"{key}=['{ABSENT}','{PRESENT}']"]).arguments
+    small, lines = fitting(arguments, ())
+    assert reduce(getattr, key.split("."), small) == (PRESENT,)
+    assert lines == (f"{key}: without {ABSENT}, layers that the small model does not have",)
