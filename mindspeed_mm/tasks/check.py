@@ -21,7 +21,8 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.checks import unbuilt_features
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.encoder_sizes import check_encoder_plan, is_given
-from mindspeed_mm.fsdp.params.loader import PluginKeys, ResolvedConfig, load_config, read_plugins
+from mindspeed_mm.fsdp.params.loader import Given, Override, PluginKeys, ResolvedConfig, load_config, read_plugins
+from mindspeed_mm.fsdp.params.overrides import CONFIGURATION
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, least_ranks, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.path_checks import check_paths
@@ -55,14 +56,19 @@ class CheckResult:
     """The same for machines, in bytes."""
 
     @property
+    def problems(self) -> list[Problem]:
+        """Everything that is wrong: what, where, under which key, and the way out."""
+        return [finding.problem for finding in self.findings]
+
+    @property
     def exit_code(self) -> int:
         """That of the first finding: what a run would have ended with."""
         return self.findings[0].exit_code if self.findings else int(ExitCode.OK)
 
 
 def run(
-    config_path: Path,
-    overrides: Sequence[str] = (),
+    given: Given,
+    overrides: Sequence[Override] = (),
     *,
     config_only: bool = False,
     nproc: int | None = None,
@@ -71,13 +77,13 @@ def run(
     """Check a configuration.
 
     Args:
-        config_path: The YAML.
-        overrides: `section.key=value`.
+        given: The YAML, or a mapping of its sections.
+        overrides: `section.key=value`, or mappings of sections.
         config_only: Only what needs neither plugins nor torch.
         nproc: Number of ranks that the parallel sizes are checked for; not given: `WORLD_SIZE`, if it is set.
         accept_data_change: Features may be of rows that have changed.
     """
-    check = _Check(config_path, overrides, nproc)
+    check = _Check(given, overrides, nproc)
     check.accepts_data_change = accept_data_change
     check.attempt("configuration", check.configuration)
     if check.nproc:
@@ -97,12 +103,12 @@ def run(
 class _Check:
     """The stages of one check, and what later ones take from earlier ones."""
 
-    def __init__(self, path: Path, overrides: Sequence[str], nproc: int | None) -> None:
-        self.path = path
+    def __init__(self, given: Given, overrides: Sequence[Override], nproc: int | None) -> None:
+        self.given = given
         self.overrides = overrides
         world_size = os.environ.get("WORLD_SIZE", "")
         self.nproc = nproc or (int(world_size) if world_size.isdigit() else 0)
-        self.result = CheckResult(path)
+        self.result = CheckResult(given if isinstance(given, Path) else Path(CONFIGURATION))
         self.accepts_data_change = False
         self.failed = set[str]()
         self.config: ResolvedConfig
@@ -134,7 +140,7 @@ class _Check:
 
     def configuration(self) -> None:
         """Text, keys, values and the rules between them."""
-        self._keep(load_config(self.path, self.overrides))
+        self._keep(load_config(self.given, self.overrides))
 
     def _keep(self, config: ResolvedConfig) -> None:
         self.config = config
@@ -149,7 +155,7 @@ class _Check:
         """Plugins import, ids are registered, and the keys that plugins declare hold."""
         from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
 
-        plugins, model_id, dataset_type = read_plugins(self.path, self.overrides)
+        plugins, model_id, dataset_type = read_plugins(self.given, self.overrides)
         self._collect([partial(import_plugin, [plugin]) for plugin in plugins])
         lookups = [(model_register, model_id), (data_register, dataset_type)]
         self._collect([partial(registry.get, name) for registry, name in lookups if name])
@@ -158,7 +164,7 @@ class _Check:
             dataset=data_register.config_keys(dataset_type) if dataset_type else {},
         )
         if plugins and not any(finding.stage == self.stage for finding in self.result.findings):
-            self._keep(load_config(self.path, self.overrides, plugin_keys=keys))
+            self._keep(load_config(self.given, self.overrides, plugin_keys=keys))
 
     def _collect(self, steps: Iterable[Callable[[], Any]]) -> None:
         """Run independent steps; one that fails does not stop the next."""
@@ -176,6 +182,9 @@ class _Check:
         if problems:
             raise ConfigError("features", problems=problems)
         check_save_format(self.config.arguments)
+        from mindspeed_mm.fsdp.train.trackers import check_trackers
+
+        check_trackers(self.config.arguments.training.report_to)
 
     def paths(self) -> None:
         """Inputs exist; the run folder can be written."""

@@ -31,6 +31,11 @@ class Evaluation:
     facts: dict[str, Any]
     samples: list[dict[str, Any]]
 
+    @property
+    def scores(self) -> dict[str, Score]:
+        """Task → score, and `overall`."""
+        return {**self.tasks, "overall": self.overall}
+
     def to_dict(self) -> dict[str, Any]:
         """What `results.json` holds."""
         tasks = {name: score.to_dict() for name, score in self.tasks.items()}
@@ -76,7 +81,7 @@ def run(
     make_writable_folder(out)
     began = time.monotonic()
     generator = load_generator(source.folder, source.lora, view)
-    media = generator.encoder.media(media_dir)
+    media = generator.encoder.media(media_dir, [data.parent])
     batches = answer_all(generator, questions, media, max_new_tokens=max_new_tokens, batch_size=batch_size)
     answers = {question.row: answer for batch in batches for question, answer in batch}
     facts = _facts(source, data, media_dir, max_new_tokens, time.monotonic() - began, answers)

@@ -94,7 +94,7 @@ def run(
     kept = len(questions) - len(missing)
     if missing:
         generator = load_generator(source.folder, source.lora, view)
-        media = generator.encoder.media(media_dir or data.parent)
+        media = generator.encoder.media(media_dir or data.parent, [data.parent])
         for batch in answer_all(generator, missing, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
             answers.append(batch)
     answers.sort()

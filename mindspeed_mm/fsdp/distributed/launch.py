@@ -21,6 +21,8 @@ from mindspeed_mm.fsdp.utils.device import device_to_bind, distributed_backend, 
 DEFAULT_MASTER_PORT = 29500
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
+_hooks_before: list[Any] = []
+
 
 @dataclass(frozen=True)
 class LaunchInfo:
@@ -57,6 +59,7 @@ def initialize_distributed(timeout_s: float) -> tuple[int, int, int]:
     follow_launcher(os.environ)
     set_local_device(info.local_rank)
     if not dist.is_initialized():
+        _hooks_before.append(sys.excepthook)  # torch marks every later traceback of the process with this rank
         _join(info, timedelta(seconds=timeout_s))
     return info.rank, info.local_rank, info.world_size
 
@@ -72,6 +75,8 @@ def shutdown_distributed(*, wait: bool = True) -> None:
     if wait:
         dist.barrier()
     dist.destroy_process_group()
+    if _hooks_before:
+        sys.excepthook = _hooks_before.pop()
 
 
 def resolve_launch(environment: Mapping[str, str]) -> LaunchInfo:

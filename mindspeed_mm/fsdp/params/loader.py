@@ -43,6 +43,7 @@ __all__ = [
     "PluginKeys",
     "ResolvedConfig",
     "dump_resolved",
+    "given_value",
     "load_config",
     "read_plugins",
     "resolved_dict",
@@ -135,6 +136,15 @@ def read_plugins(given: Given, overrides: Sequence[Override] = ()) -> tuple[list
         text_at(root, "model.model_id"),
         text_at(root, "data.dataset_param.dataset_type"),
     )
+
+
+def given_value(given: Given, overrides: Sequence[Override], key: str) -> Any:
+    """The value that a configuration, which need not be whole, gives for a dotted key; None when it gives none.
+
+    Raises:
+        ConfigError: The file is not readable as YAML.
+    """
+    return value_at_key(_read(given, overrides, None)[1], key)
 
 
 def resolved_dict(config: ResolvedConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ prefetch order → weights, straight into the shards → first values of adapter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,8 @@ def assemble(
     features.post_fully_shard_apply(model)
 
     loaded = fill(model, arguments, device, weights=weights, load_weights=load_weights)
+    if given is not None:
+        loaded = replace(loaded, folder="")
     if pipeline is not None:
         pipeline.equalise()
     model.train()

@@ -17,6 +17,7 @@ COLUMNS = (
 )  # fmt: skip
 HEADER = " ".join(name.rjust(width) for name, width in COLUMNS)
 LINES_PER_HEADER = 40
+_WIDEST_BAR = 100
 
 
 def format_line(metrics: dict[str, Any]) -> str:
@@ -65,7 +66,11 @@ class Progress:
     def __init__(self, rank: int, log_file: Path | None = None, stream: TextIO | None = None) -> None:
         self._speaks = rank == 0
         self._stream: TextIO | None = (stream or sys.stdout) if self._speaks else None
-        self._live = self._stream is not None and self._stream.isatty() and "NO_COLOR" not in os.environ
+        is_notebook = type(self._stream).__module__.startswith("ipykernel.")
+        is_watched = self._stream is not None and (self._stream.isatty() or is_notebook)
+        self._live = is_watched and "NO_COLOR" not in os.environ
+        # A notebook knows no codes that clear a line.
+        self._cleared = f"\r{' ' * _WIDEST_BAR}\r" if is_notebook else "\r\033[K"
         self._log: TextIO | None = None
         self._lines = 0
         if log_file is not None and self._speaks:
@@ -116,7 +121,7 @@ class Progress:
         if self._stream is None:
             return
         try:
-            self._stream.write(("\r\033[K" if self._live else "") + text)
+            self._stream.write((self._cleared if self._live else "") + text)
             self._stream.flush()
         except (OSError, ValueError):  # the reader of a pipe is gone, or the stream is closed
             with suppress(OSError, ValueError):  # what is left in its buffer must not fail at the end of the process

@@ -24,15 +24,19 @@ class StopSignal:
     Args:
         launch: The launcher's folder, when `mm train --nproc N` started this process.
         record_end: Called with status and exit code before a second signal ends the process.
+        raises: Raise `KeyboardInterrupt` at the second signal instead of ending the process.
 
     A rank whose launcher (that command's, or torchrun) is gone has nobody to end it: it stops too.
     """
 
     def __init__(
-        self, launch: LaunchFolder | None = None, record_end: Callable[[str, int], None] | None = None
+        self,
+        launch: LaunchFolder | None = None,
+        record_end: Callable[[str, int], None] | None = None,
+        *,
+        raises: bool = False,
     ) -> None:
-        self._record_end = record_end
-        self._launch = launch
+        self._launch, self._record_end, self._raises = launch, record_end, raises
         self._launcher = launcher_of_this_rank(os.environ)
         self._signalled_at: float | None = None
         self._same_wish_s = SAME_WISH_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
@@ -63,6 +67,8 @@ class StopSignal:
         if self._signalled_at is None:
             self._signalled_at = now
         elif now - self._signalled_at > self._same_wish_s:
+            if self._raises:
+                raise KeyboardInterrupt
             if self._record_end is not None:
                 self._record_end("stopped", STOPPED_AT_ONCE)
             os._exit(STOPPED_AT_ONCE)

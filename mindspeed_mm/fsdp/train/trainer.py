@@ -78,6 +78,7 @@ from mindspeed_mm.fsdp.train.start_checks import (
     fingerprint,
 )
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
+from mindspeed_mm.fsdp.train.summary import SummaryHook
 from mindspeed_mm.fsdp.train.trackers import Tracker, Trackers
 from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, StepResult, TrainEngine, without_limit
 from mindspeed_mm.fsdp.utils.device import (
@@ -115,6 +116,8 @@ class TrainOptions(ResumeOptions):
     """Build everything, run nothing."""
     progress_to_stderr: bool = False
     """Leave stdout to the result."""
+    raises_on_second_interrupt: bool = False
+    """Raise `KeyboardInterrupt` at the second signal instead of ending the process, which belongs to somebody else."""
     packs: bool | None = None
     """Put the samples of a micro-batch into one row, or each into its own, whatever the configuration says: to compare
     the two."""
@@ -216,7 +219,9 @@ class Trainer:
         engine = self._build_engine(assembled, objective, optimizer, ema, total_steps, state)
         fresh, rows = resume.checkpoint is None, partial(self._validation_loader, train_set)
         starts = adapter_start_hooks(self.arguments, fresh, rows, self.progress.note)
-        engine.hooks = [*starts, *self._build_hooks(assembled, record, resume, loader, validation_set), *self.hooks]
+        summary = SummaryHook(self.progress.note, self.arguments.training.save, is_generator=self.generator is not None)
+        own = self._build_hooks(assembled, record, resume, loader, validation_set)
+        engine.hooks = [*starts, *own, *self.hooks, summary]
         introduce(self.progress.note, self.config, assembled, loader, engine, self.state)
         if self.options.dry_run:
             self.progress.note("dry run: everything was built, nothing was run")
@@ -227,7 +232,8 @@ class Trainer:
         # What has been built lives to the end: the collector need not look at it, nor workers copy its pages.
         gc.freeze()
         gc.enable()
-        with StopSignal(LaunchFolder.of_this_rank(), record.break_off) as engine.stop_signal:
+        raises = self.options.raises_on_second_interrupt
+        with StopSignal(LaunchFolder.of_this_rank(), record.break_off, raises=raises) as engine.stop_signal:
             engine.train(loader)
         self.iteration = engine.iteration
         self._raise_if_stopped(engine)

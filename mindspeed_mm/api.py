@@ -1,0 +1,491 @@
+"""The Python door: `import mindspeed_mm as mm`, then train, check, infer and evaluate as on the command line.
+
+Each function takes a YAML file or a mapping in its place, raises the errors of the command line as exceptions
+(`MMError`, with `problems` and `exit_code`), and leaves nothing behind in the process: a notebook may train again.
+Nothing heavy is imported before a function is called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_mm.core.errors import ConfigError, MMError, UsageError
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
+    from mindspeed_mm.tasks.check import CheckResult
+    from mindspeed_mm.tasks.evaluate import Evaluation
+    from mindspeed_mm.tasks.export import Exported
+    from mindspeed_mm.tasks.run_view import Run
+
+__all__ = ["MMError", "check", "evaluate", "export", "infer", "load_run", "train"]
+
+PathLike = str | os.PathLike[str]
+Config = PathLike | Mapping[str, Any] | None
+"""A YAML file, or its sections as a mapping; None: nothing but what the other arguments give."""
+Sections = Mapping[str, Any] | None
+
+_BASIC = ("data", "dataset_param", "basic_parameters")
+
+
+def train(
+    config: Config = None,
+    *,
+    model: Any = None,
+    data: Sections = None,
+    parallel: Sections = None,
+    training: Sections = None,
+    features: Sections = None,
+    tools: Sections = None,
+    inference: Sections = None,
+    overrides: Sequence[str] = (),
+    rows: Any = None,
+    val_rows: Any = None,
+    processor: Any = None,
+    callbacks: Sequence[Hook | Callable[[StepResult], object]] = (),
+    steps: int | None = None,
+    resume: bool = True,
+    weights_only: bool = False,
+    allow_fresh: bool = False,
+    accept_data_change: bool = False,
+    **unknown: Any,
+) -> Run:
+    """Train in this process, as `mm train` does; under torchrun, as one rank of the job.
+
+    Args:
+        config: A YAML file, or a mapping of its sections.
+        model: Changes to the `model` section; or a model's folder; or a model object, which is trained in place. Where
+            the configuration names no folder for an object, one of transformers is stored with its processor in
+            `model/` of the run folder, so that the run can be resumed, exported and used from anywhere.
+        data: Changes to the `data` section, and so on for `parallel`, `training`, `features`, `tools`, `inference`.
+        overrides: `section.key=value`, as on the command line.
+        rows: Training rows: a file, a list of dicts (pictures may be PIL images), a `datasets.Dataset`, a
+            DataFrame; or a torch data set with samples of your own and a `collate_fn`. Relative paths of media start in
+            the working directory.
+        val_rows: Validation rows, of the same kinds.
+        processor: For a model object without a folder: its processor or tokenizer.
+        callbacks: Functions that are called with each step's result (`step`, `loss`, `losses`, `grad_norm`, `lr`,
+            `validation` …), and end the run by returning True; or `Hook` objects.
+        steps: Stop after this many steps of this start; the schedule stays that of the whole run.
+        resume: Continue from the newest checkpoint in `training.save`; False refuses a folder that has one.
+        weights_only: Take a checkpoint's weights only and start at step 0.
+        allow_fresh: Start from the beginning although no checkpoint there is valid.
+        accept_data_change: Continue although the data set has changed.
+
+    Returns:
+        The run: `metrics` (a table), `last` and `best` (checkpoints), `folder`, `model`.
+
+    Raises:
+        MMError: Anything that a person can act on. `StoppedAfterSave` after Ctrl-C.
+    """
+    _refuse(unknown)
+    sections = _sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
+    sections |= _sections(inference=inference)
+    module, named = _model(model)
+    words = [sections | named, *overrides]
+    from mindspeed_mm.fsdp.train.trainer import GivenObjects, Trainer, TrainOptions
+    from mindspeed_mm.tasks.run_view import RecordsInMemory, Run
+    from mindspeed_mm.tasks.run_view import load_run as read
+    from mindspeed_mm.tasks.train import collecting_later
+
+    given = _given(config)
+    with ExitStack() as stack:
+        stack.enter_context(collecting_later())
+        folder = _folder_for_objects(given, words, stack)
+        train_set, train_file = _rows(rows, folder, "train")
+        validation_set, validation_file = _rows(val_rows, folder, "validation")
+        words.insert(0, _row_files(train_file, validation_file, folder))
+        if module is not None:
+            words.insert(0, _folder_of(module, processor, folder, given, words))
+        trainer = Trainer(
+            _resolved(given, words),
+            TrainOptions(
+                steps=steps,
+                resume=resume,
+                weights_only=weights_only,
+                allow_fresh=allow_fresh,
+                accept_data_change=accept_data_change,
+                raises_on_second_interrupt=True,
+            ),
+            callbacks,
+            given=GivenObjects(module, train_set, validation_set),
+            trackers=[kept := RecordsInMemory()],
+        )
+        engine = trainer.train()
+    trained = engine.model if engine is not None else module
+    save = trainer.arguments.training.save
+    if save is None:
+        return Run(None, kept.records, model=trained)
+    run = read(Path(save))
+    return Run(run.folder, run.records, run.facts, trained)
+
+
+def check(
+    config: Config = None, *, nproc: int | None = None, overrides: Sequence[str] = (), **sections: Any
+) -> CheckResult:
+    """What is wrong with a configuration, from its text to its first batch, as `mm check` finds it.
+
+    Args:
+        config: A YAML file, or a mapping of its sections.
+        nproc: Number of ranks that the plan is checked for.
+        overrides: `section.key=value`.
+        sections: Changes to sections, as in `train`.
+
+    Returns:
+        `problems` (what, where, key, way out), `warnings`, `memory`, `exit_code`; nothing is raised for what is found.
+    """
+    from mindspeed_mm.tasks import check as task
+
+    _, named = _model(sections.pop("model", None))
+    return task.run(_given(config), [_sections(**sections) | named, *overrides], nproc=nproc)
+
+
+def infer(
+    model: Run | PathLike,
+    prompt: str | Sequence[str] | None = None,
+    *,
+    images: Sequence[Any] = (),
+    rows: Any = None,
+    out: PathLike | None = None,
+    max_new_tokens: int = 512,
+    batch_size: int | None = None,
+    lora: PathLike | None = None,
+    overwrite: bool = False,
+    **sampling: Any,
+) -> Any:
+    """Ask a model, or let a generator draw, as `mm infer` does.
+
+    Args:
+        model: A run, or a folder of a run, of one checkpoint or of a model.
+        prompt: What to ask, or to draw; a generator takes several.
+        images: Pictures that go with the prompt: paths or PIL images.
+        rows: Questions: a file, or rows as in `train`.
+        out: The file of the answers to `rows`; a generator's folder of samples. A file or folder that exists is
+            continued, unless `overwrite`.
+        max_new_tokens: Longest answer.
+        batch_size: Questions, or samples, at a time.
+        lora: Folder of adapters to put beside the weights.
+        overwrite: Forget what `out` holds.
+        sampling: Of a generator: `height`, `width`, `num_frames`, `num_inference_steps`, `guidance_scale`,
+            `negative_prompt`, `num_samples`, `seed`, `fps`.
+
+    Returns:
+        An answer (`text`, `finished`) to a prompt; a list of records for rows; a generator's list of files.
+
+    Raises:
+        MMError: Anything that a person can act on.
+    """
+    from mindspeed_mm.tasks.model_kind import is_generator
+
+    folder = _path(model)
+    adapters = Path(lora) if lora is not None else None
+    with TemporaryDirectory(prefix="mm-") as name:
+        pictures = tuple(_picture(image, Path(name), number) for number, image in enumerate(images))
+        if is_generator(folder):
+            return _draw(folder, prompt, pictures, out, adapters, overwrite, sampling | _given_size(batch_size))
+        if sampling:
+            raise UsageError("goes with image and video generators", where=str(folder), key=next(iter(sampling)))
+        from mindspeed_mm.tasks import infer as task
+
+        if (prompt is None) == (rows is None):
+            raise UsageError("give either a prompt or rows", key="prompt")
+        if prompt is not None:
+            if not isinstance(prompt, str):
+                raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
+            return task.answer_prompt(folder, prompt, pictures, max_new_tokens=max_new_tokens, lora=adapters)
+        questions = _question_file(rows, Path(name))
+        answers = Path(out) if out is not None else Path(name) / "answers.jsonl"
+        task.run(
+            folder,
+            questions,
+            answers,
+            batch_size=batch_size or 32,
+            max_new_tokens=max_new_tokens,
+            media_dir=None if isinstance(rows, str | os.PathLike) else Path.cwd(),
+            overwrite=overwrite,
+            lora=adapters,
+        )
+        from mindspeed_mm.core.artifacts import read_jsonl
+
+        return read_jsonl(answers)
+
+
+def evaluate(
+    model: Run | PathLike,
+    rows: Any,
+    *,
+    out: PathLike | None = None,
+    max_new_tokens: int = 512,
+    batch_size: int = 64,
+    lora: PathLike | None = None,
+) -> Evaluation:
+    """Score a model on rows whose answers are known, as `mm evaluate` does.
+
+    Args:
+        model: A run, or a folder of a run, of one checkpoint or of a model.
+        rows: A file, or rows as in `train`.
+        out: Where `results.json` and `samples.jsonl` go; by default `eval/` of the run, or of the working directory.
+        max_new_tokens: Longest answer.
+        batch_size: Questions at a time.
+        lora: Folder of adapters to put beside the weights.
+
+    Returns:
+        `scores` (task → accuracy, its interval, counts), `samples`, `facts`.
+
+    Raises:
+        MMError: Anything that a person can act on.
+    """
+    from mindspeed_mm.tasks import evaluate as task
+
+    with TemporaryDirectory(prefix="mm-") as name:
+        return task.run(
+            _path(model),
+            _question_file(rows, Path(name)),
+            out=Path(out) if out is not None else None,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            media_dir=None if isinstance(rows, str | os.PathLike) else Path.cwd(),
+            lora=Path(lora) if lora is not None else None,
+        )
+
+
+def export(run: Run | PathLike, target: PathLike, **options: Any) -> Exported:
+    """Write a run's newest checkpoint, or a named one, as a folder that transformers, PEFT or diffusers loads.
+
+    Args:
+        run: A run, its folder, or one checkpoint of it.
+        target: The folder to write.
+        options: `step`, `weights`, `dtype`, `merge`, `overwrite` …, as `mm export` has them.
+
+    Raises:
+        MMError: Anything that a person can act on.
+    """
+    from mindspeed_mm.tasks import export as task
+
+    return task.run(_path(run), Path(target), **options)
+
+
+def load_run(folder: PathLike) -> Run:
+    """The run in a folder: `metrics`, `last`, `best`, `facts`.
+
+    Raises:
+        DataError: It is no run folder.
+    """
+    from mindspeed_mm.tasks.run_view import load_run as read
+
+    return read(Path(folder))
+
+
+# --- configurations --------------------------------------------------------------------------------------------------
+
+
+def _given(config: Config) -> Path | Mapping[str, Any]:
+    if config is None:
+        return {}
+    return config if isinstance(config, Mapping) else Path(config)
+
+
+def _sections(**sections: Sections) -> dict[str, Any]:
+    """The sections that were given.
+
+    Raises:
+        UsageError: One is no mapping.
+    """
+    found: dict[str, Any] = {}
+    for name, values in sections.items():
+        if values is not None and not isinstance(values, Mapping):
+            raise UsageError(
+                f"{values!r} is not a section",
+                key=name,
+                way_out=f"A section is a mapping of its keys: {name}={{…}}.",
+            )
+        if values is not None:
+            found[name] = values
+    return found
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for an argument that there is not; a key of the configuration belongs into its section."""
+    from mindspeed_mm.fsdp.params.argument import Arguments
+
+    for name, value in unknown.items():
+        homes = [
+            section
+            for section, field in Arguments.model_fields.items()
+            if name in getattr(field.annotation, "model_fields", {})
+        ]
+        way_out = f"Put it into its section: {homes[0]}={{{name!r}: {value!r}}}." if homes else "See help(mm.train)."
+        raise UsageError("is no argument", key=name, way_out=way_out)
+
+
+def _model(model: Any) -> tuple[Any, dict[str, Any]]:
+    """A model object, and what is said of the `model` section."""
+    if model is None:
+        return None, {}
+    if isinstance(model, Mapping):
+        return None, {"model": model}
+    if isinstance(model, str | os.PathLike):
+        return None, {"model": {"model_name_or_path": str(model)}}
+    from torch import nn
+
+    if isinstance(model, nn.Module):
+        return model, {}
+    raise UsageError(
+        f"{type(model).__name__} is no model",
+        key="model",
+        way_out="Give the model's folder, a torch module, or a mapping of the section.",
+    )
+
+
+def _resolved(given: Path | Mapping[str, Any], words: Sequence[Any]) -> Any:
+    from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+
+    return load_with_plugins(given, words)
+
+
+def _value(given: Path | Mapping[str, Any], words: Sequence[Any], key: str) -> Any:
+    """The value of one key, as far as somebody has given it; the configuration need not be whole."""
+    from mindspeed_mm.fsdp.params.loader import given_value
+
+    return given_value(given, words, key)
+
+
+# --- objects ---------------------------------------------------------------------------------------------------------
+
+
+def _folder_for_objects(given: Path | Mapping[str, Any], words: Sequence[Any], stack: ExitStack) -> Callable[[], Path]:
+    """Where objects are stored that a run reads: in its folder, or, where it keeps nothing, for its length."""
+    made: list[Path] = []
+
+    def folder() -> Path:
+        if not made:
+            save = _value(given, words, "training.save")
+            made.append(Path(save) if save else Path(stack.enter_context(TemporaryDirectory(prefix="mm-run-"))))
+        return made[0]
+
+    return folder
+
+
+def _rows(rows: Any, folder: Callable[[], Path], name: str) -> tuple[Any, Path | None]:
+    """(a data set of the caller's own, a file of rows)."""
+    if rows is None or isinstance(rows, str | os.PathLike):
+        return None, None if rows is None else Path(rows)
+    if hasattr(rows, "collate_fn") or hasattr(rows, "build_collator"):
+        return rows, None
+    from mindspeed_mm.tasks.given_rows import write_rows
+
+    return None, write_rows(rows, folder() / "rows", name)
+
+
+def _row_files(train: Path | None, validation: Path | None, folder: Callable[[], Path]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if train is not None:
+        values["dataset"] = str(train)
+    if validation is not None:
+        values |= {"val_dataset": str(validation), "val_rate": None}
+    if any(file is not None and file.parent == folder() / "rows" for file in (train, validation)):  # they were objects
+        roots = [str(Path.cwd()), str(folder().resolve() / "rows")]
+        values |= {"dataset_dir": str(Path.cwd()), "media_roots": roots}
+    return _nested(_BASIC, values) if values else {}
+
+
+def _nested(names: Sequence[str], values: dict[str, Any]) -> dict[str, Any]:
+    for name in reversed(names):
+        values = {name: values}
+    return values
+
+
+def _folder_of(
+    module: Any, processor: Any, folder: Callable[[], Path], given: Path | Mapping[str, Any], words: Sequence[Any]
+) -> dict[str, Any]:
+    """The folder that stands for a model object: where its configuration and processor are read."""
+    if _value(given, words, "model.model_name_or_path"):
+        return {}
+    origin = Path(str(getattr(getattr(module, "config", None), "_name_or_path", "") or "\0"))
+    if processor is None and "\0" not in str(origin) and (origin / "config.json").is_file():
+        return {"model": {"model_name_or_path": str(origin)}}
+    if not hasattr(module, "save_pretrained"):
+        return {}
+    if processor is None:
+        raise ConfigError(
+            "the model object has no folder to take its processor from",
+            key="processor",
+            way_out="Give its processor or tokenizer, or model.model_name_or_path in the configuration.",
+        )
+    target = folder() / "model"
+    if int(os.environ.get("RANK", "0")) == 0 and not (target / "config.json").exists():
+        module.save_pretrained(target)
+        processor.save_pretrained(target)
+    return {"model": {"model_name_or_path": str(target)}}
+
+
+def _path(model: Run | PathLike) -> Path:
+    """A run's folder, or the path itself."""
+    try:
+        return Path(os.fspath(model))
+    except TypeError as error:
+        raise UsageError(
+            "this run kept nothing" if hasattr(model, "records") else f"{type(model).__name__} is no run and no path",
+            key="model",
+            way_out="Set training.save to keep checkpoints, or name a folder.",
+        ) from error
+
+
+# --- pictures and questions ------------------------------------------------------------------------------------------
+
+
+def _picture(image: Any, folder: Path, number: int) -> Path:
+    """The file of a picture; one that is in memory is stored."""
+    if isinstance(image, str | os.PathLike):
+        return Path(image)
+    if not hasattr(image, "save"):
+        raise UsageError(f"{type(image).__name__} is no picture", key="images", way_out="Give paths or PIL images.")
+    path = folder / f"{number}.png"
+    image.save(path)
+    return path
+
+
+def _question_file(rows: Any, folder: Path) -> Path:
+    if isinstance(rows, str | os.PathLike):
+        return Path(rows)
+    from mindspeed_mm.tasks.given_rows import write_rows
+
+    return write_rows(rows, folder, "questions")
+
+
+def _given_size(batch_size: int | None) -> dict[str, int]:
+    return {} if batch_size is None else {"batch_size": batch_size}
+
+
+def _draw(
+    folder: Path,
+    prompt: str | Sequence[str] | None,
+    pictures: tuple[Path, ...],
+    out: PathLike | None,
+    lora: Path | None,
+    overwrite: bool,
+    settings: dict[str, Any],
+) -> list[Path]:
+    """Samples of a generator; returns their files in the order of the prompts."""
+    if out is None:
+        raise UsageError("samples need a folder", key="out", way_out="Name one: out='samples'.")
+    if len(pictures) > 1:
+        raise UsageError("a video goes on from one picture", key="images", way_out="Give one.")
+    from mindspeed_mm.core.artifacts import read_jsonl
+    from mindspeed_mm.tasks import generate
+
+    prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())
+    checked = _resolved({"inference": {"sampling": settings}}, ()).arguments.inference.sampling
+    request = generate.GenerateRequest(
+        prompts=prompts,
+        image=next(iter(pictures), None),
+        settings={name: getattr(checked, name) for name in settings},
+        lora=lora,
+    )
+    generate.run(folder, Path(out), request, overwrite=overwrite)
+    return [Path(out) / record["file"] for record in read_jsonl(Path(out) / "manifest.jsonl")]

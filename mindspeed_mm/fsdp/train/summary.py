@@ -1,0 +1,64 @@
+"""What a run says of itself after its last step: losses, time, where it lies, the next command."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
+from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
+from mindspeed_mm.fsdp.utils.work_progress import clock
+
+
+class SummaryHook(Hook):
+    """Keeps the lowest and the last loss of this start, and tells them when training ends.
+
+    Args:
+        note: Tells people.
+        save: The run folder.
+        is_generator: The model draws, and does not answer.
+    """
+
+    def __init__(self, note: Callable[[str], None], save: str | None, *, is_generator: bool) -> None:
+        self._note, self._save, self._is_generator = note, save, is_generator
+        self._last = self._lowest = self._last_validation = self._lowest_validation = (0, math.inf)
+
+    def on_train_begin(self, engine: TrainEngine) -> None:
+        """Start the clock."""
+        self._began = time.monotonic()
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        """Keep the numbers."""
+        self._last = (result.step, result.loss)
+        self._lowest = min(self._lowest, self._last, key=lambda pair: pair[1])
+        if engine.validated_step == result.step:
+            self._last_validation = (result.step, engine.validation["val_loss"])
+            self._lowest_validation = min(self._lowest_validation, self._last_validation, key=lambda pair: pair[1])
+
+    def on_train_end(self, engine: TrainEngine) -> None:
+        """Tell how it went; nothing where no step was done."""
+        if not self._last[0]:
+            return
+        took = clock(time.monotonic() - self._began)
+        self._note(f"done   step {engine.iteration} of {engine.schedule.total_steps}, {took} for this start")
+        self._note(f"loss   {_described(self._last, self._lowest)}")
+        if self._last_validation[0]:
+            self._note(f"valid  {_described(self._last_validation, self._lowest_validation)}")
+        if self._save is None:
+            self._note("run    nothing was kept: training.save is not set")
+            return
+        steps = list_iterations(Path(self._save))
+        self._note(f"run    {self._save}" + (f", newest checkpoint {steps[-1]}" if steps else ", no checkpoint"))
+        if steps:
+            use = "--prompt 'a prompt' --out samples" if self._is_generator else "--prompt 'a question'"
+            self._note(f"next   mm infer {self._save} {use}; mm export {self._save} FOLDER; mm report {self._save}")
+
+    def on_failure(self, engine: TrainEngine) -> None:
+        """Nothing: the error says what to do."""
+
+
+def _described(last: tuple[int, float], lowest: tuple[int, float]) -> str:
+    """`0.1234 in the end, lowest 0.1200 at step 380`."""
+    return f"{last[1]:.4f} in the end" + (f", lowest {lowest[1]:.4f} at step {lowest[0]}" if lowest != last else "")

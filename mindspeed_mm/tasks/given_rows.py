@@ -1,0 +1,108 @@
+"""Rows that are in memory, written as a file that training, inference and evaluation read like any other."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import atomic_write_bytes, sha256_file
+from mindspeed_mm.core.errors import UsageError
+
+MEDIA = "media"
+_SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".wav", b"fLaC": ".flac", b"OggS": ".ogg"}
+"""First bytes of a file → its ending."""
+
+
+def write_rows(rows: Any, folder: Path, name: str) -> Path:
+    """The file `<folder>/<name>-<hash of the content>`, so that the same rows are the same file; written when it is not
+    there yet.
+
+    Args:
+        rows: A `datasets.Dataset` (stored as parquet, its media inside); a pandas `DataFrame`; or mappings, in which
+            pictures may be PIL images and media may be bytes or `{"bytes": …}` (stored beside, in `media/`).
+        folder: Made when needed.
+        name: What the rows are for.
+
+    Raises:
+        UsageError: There are no rows, or one holds something that no file of rows can.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if _is_datasets(rows):
+        return _write_parquet(rows, folder, name)
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame
+        rows = rows.to_dict("records")
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+        raise UsageError(
+            f"{type(rows).__name__} is not a list of rows",
+            key=f"{name} rows",
+            way_out="Give a list of dicts, a datasets.Dataset or a DataFrame; a file is named in the configuration.",
+        )
+    lines = [_line(row, index, folder, name) for index, row in enumerate(rows)]
+    if not lines:
+        raise UsageError("there are no rows", key=f"{name} rows", way_out="Give at least one.")
+    content = "".join(lines).encode()
+    path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
+    if not path.exists():
+        atomic_write_bytes(path, content)
+    return path
+
+
+def _is_datasets(rows: Any) -> bool:
+    return type(rows).__module__.partition(".")[0] == "datasets" and hasattr(rows, "to_parquet")
+
+
+def _write_parquet(rows: Any, folder: Path, name: str) -> Path:
+    if not len(rows):
+        raise UsageError("there are no rows", key=f"{name} rows", way_out="Give at least one.")
+    draft = folder / f".{name}-{id(rows):x}.parquet"
+    try:
+        rows.to_parquet(str(draft))
+        return draft.replace(folder / f"{name}-{sha256_file(draft)[:12]}.parquet")
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _line(row: Any, index: int, folder: Path, name: str) -> str:
+    where = f"{name} rows, row {index}"
+    if not isinstance(row, Mapping):
+        raise UsageError(f"{type(row).__name__} is not a row", where=where, way_out="A row is a dict.")
+    try:
+        return json.dumps(_plain(row, folder / MEDIA), ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"cannot be stored: {error}",
+            where=where,
+            way_out="Rows hold texts, numbers, lists, dicts, paths, PIL images and bytes of media.",
+        ) from error
+
+
+def _plain(value: Any, media: Path) -> Any:
+    """What JSON can say; media are stored as files and named instead."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("bytes"), bytes):
+            return _store(value["bytes"], media)
+        return {str(name): _plain(item, media) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, media) for item in value]
+    if isinstance(value, bytes):
+        return _store(value, media)
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tobytes") and hasattr(value, "save"):  # a PIL image
+        content = io.BytesIO()
+        value.save(content, format="PNG")
+        return _store(content.getvalue(), media)
+    return value
+
+
+def _store(content: bytes, media: Path) -> str:
+    suffix = next((suffix for start, suffix in _SUFFIXES.items() if content.startswith(start)), ".bin")
+    path = media / f"{hashlib.sha256(content).hexdigest()[:16]}{suffix}"
+    if not path.exists():
+        media.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(path, content)
+    return str(path.resolve())
