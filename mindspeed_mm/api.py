@@ -155,6 +155,7 @@ def infer(
     max_new_tokens: int = 512,
     batch_size: int | None = None,
     lora: PathLike | None = None,
+    config: PathLike | None = None,
     overwrite: bool = False,
     **sampling: Any,
 ) -> Any:
@@ -170,6 +171,8 @@ def infer(
         max_new_tokens: Longest answer.
         batch_size: Questions, or samples, at a time.
         lora: Folder of adapters to put beside the weights.
+        config: A YAML that says how rows and media are read; None: as the run was trained, or as the model's folder
+            says.
         overwrite: Forget what `out` holds.
         sampling: Of a generator: `height`, `width`, `num_frames`, `num_inference_steps`, `guidance_scale`,
             `negative_prompt`, `num_samples`, `seed`, `fps`.
@@ -197,7 +200,10 @@ def infer(
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
-            return task.answer_prompt(folder, prompt, pictures, max_new_tokens=max_new_tokens, lora=adapters)
+            view = Path(config) if config is not None else None
+            return task.answer_prompt(
+                folder, prompt, pictures, max_new_tokens=max_new_tokens, lora=adapters, config=view
+            )
         questions = _question_file(rows, Path(name))
         answers = Path(out) if out is not None else Path(name) / "answers.jsonl"
         task.run(
@@ -209,6 +215,7 @@ def infer(
             media_dir=None if isinstance(rows, str | os.PathLike) else Path.cwd(),
             overwrite=overwrite,
             lora=adapters,
+            config=Path(config) if config is not None else None,
         )
         from mindspeed_mm.core.artifacts import read_jsonl
 
@@ -223,6 +230,7 @@ def evaluate(
     max_new_tokens: int = 512,
     batch_size: int = 64,
     lora: PathLike | None = None,
+    config: PathLike | None = None,
 ) -> Evaluation:
     """Score a model on rows whose answers are known, as `mm evaluate` does.
 
@@ -233,6 +241,7 @@ def evaluate(
         max_new_tokens: Longest answer.
         batch_size: Questions at a time.
         lora: Folder of adapters to put beside the weights.
+        config: As in `infer`.
 
     Returns:
         `scores` (task → accuracy, its interval, counts), `samples`, `facts`.
@@ -251,6 +260,7 @@ def evaluate(
             batch_size=batch_size,
             media_dir=None if isinstance(rows, str | os.PathLike) else Path.cwd(),
             lora=Path(lora) if lora is not None else None,
+            config=Path(config) if config is not None else None,
         )
 
 

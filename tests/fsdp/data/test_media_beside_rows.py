@@ -58,3 +58,10 @@ def test_media_outside_both_stay_refused(vlm_folder: Path, tmp_path: Path) -> No
     file = rows_beside(tmp_path / "set", 32, "../secret.png")
     with pytest.raises(DataError, match="outside the media roots"):
         data_set(vlm_folder, file)[0]
+
+
+def test_a_file_named_without_its_folder_finds_them_too(
+    vlm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rows_beside(tmp_path / "set", 64, "a.png").parent)
+    assert grid_width(data_set(vlm_folder.resolve(), Path("rows.jsonl"))[0]) == 8

@@ -96,7 +96,7 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
         if self._is_text:
             return convert_text(row, place)
         sample = convert_row(row, self._rows.row_format(index), place)
-        return with_media_beside(sample, str(self._rows.folder(index))) if self._looks_beside else sample
+        return with_media_beside(sample, str(self._rows.folder(index).absolute())) if self._looks_beside else sample
 
     def measure(self, index: int) -> SampleSize:
         """The size that encoding sample `index` gives, its media known by their headers where those tell.

@@ -1,0 +1,205 @@
+"""The Python door: what may be given in place of files, what is refused and how, and what a call leaves behind."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mindspeed_mm as mm
+from mindspeed_mm.cli.main import VERBS
+from mindspeed_mm.core.errors import StoppedAfterSave
+from mindspeed_mm.fsdp.train.trainer import Trainer
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_tiny_run, tiny_config
+
+pytestmark = pytest.mark.edge("U2")
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": word}]}
+    for word in ("red", "green", "blue", "old", "new", "far")
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("door")
+    make_tiny_run(folder)
+    return folder
+
+
+@pytest.fixture
+def config(folder: Path) -> dict[str, Any]:
+    return tiny_config(folder, training={"train_iters": 2})
+
+
+def losses(run: Any) -> list[float]:
+    return [float(loss) for loss in run.metrics["loss"]]
+
+
+def test_a_file_a_mapping_and_the_trainer_train_the_same(folder: Path, config: dict[str, Any]) -> None:
+    expected = losses(mm.train(config))
+    assert losses(mm.train(folder / "run.yaml", training={"train_iters": 2})) == expected
+    assert losses(mm.train(str(folder / "run.yaml"), overrides=["training.train_iters=2"])) == expected
+    engine = Trainer(config).train()
+    assert engine is not None and engine.iteration == 2
+
+
+def test_rows_of_every_kind_are_the_same_rows(config: dict[str, Any], tmp_path: Path) -> None:
+    import datasets
+    import pandas
+
+    mm_rows = [ROWS, datasets.Dataset.from_list(ROWS), pandas.DataFrame(ROWS)]
+    first, *others = [losses(mm.train(config, rows=rows)) for rows in mm_rows]
+    assert all(other == first for other in others)
+    changed = losses(mm.train(config, rows=ROWS[::-1]))
+    assert changed != first  # the rows are read, not the file of the configuration
+
+
+def test_rows_in_memory_are_kept_with_the_run_and_resumed(config: dict[str, Any], tmp_path: Path) -> None:
+    training = {"save": str(tmp_path / "run"), "train_iters": 4}
+    whole = losses(mm.train(config, rows=ROWS, training={"train_iters": 4}))
+    mm.train(config, rows=ROWS, training=training, steps=2)
+    assert losses(mm.train(config, rows=ROWS, training=training)) == whole
+    with pytest.raises(mm.MMError, match="data"):
+        mm.train(config, rows=ROWS[::-1], training=training | {"train_iters": 6})
+
+
+class Doubling(nn.Module):
+    """A model that nobody registered, with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": ((self.weight * x - labels) ** 2).mean()}
+
+
+class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([1.0 + index]), "labels": torch.tensor([2.0 + 2 * index])}
+
+    @staticmethod
+    def collate_fn(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "labels")}
+
+
+def test_a_module_and_a_torch_data_set_of_the_callers_own() -> None:
+    model = Doubling()
+    training = {"lr": 0.1, "train_iters": 60, "micro_batch_size": 8, "clip_grad": 0.0}
+    run = mm.train(model=model, rows=Pairs(), training=training, features={"loss_cfg": {"loss_type": "raw"}})
+    assert run.model is model and abs(float(model.weight) - 2) < 0.05
+    reference = Doubling()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.0)
+    batch = Pairs.collate_fn([Pairs()[index] for index in range(8)])
+    for _ in range(60):
+        optimizer.zero_grad()
+        reference(**batch)["loss"].backward()
+        optimizer.step()
+    torch.testing.assert_close(model.weight, reference.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_ends_the_run_and_the_state_is_saved(config: dict[str, Any], tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def stop_at_two(result: Any) -> bool:
+        seen.append(result.step)
+        return result.step == 2
+
+    training = {"save": str(tmp_path / "run"), "train_iters": 9, "log_interval": 5, "save_interval": 0}
+    run = mm.train(config, training=training, callbacks=[stop_at_two])
+    assert seen == [1, 2] and run.status == "stopped"
+    assert run.last is not None and run.last.name == "iter_0000002"
+    assert list(run.metrics["step"]) == [1, 2]  # the last line is logged though its turn had not come
+
+
+def test_an_interrupt_saves_and_raises(config: dict[str, Any], tmp_path: Path) -> None:
+    import signal
+
+    training = {"save": str(tmp_path / "run"), "train_iters": 9}
+    with pytest.raises(StoppedAfterSave) as stopped:
+        mm.train(config, training=training, callbacks=[lambda result: signal.raise_signal(signal.SIGINT)])
+    assert stopped.value.exit_code == 75
+    assert mm.load_run(tmp_path / "run").last is not None
+
+
+def test_a_second_interrupt_raises_and_leaves_the_process_alive(config: dict[str, Any]) -> None:
+    import signal
+    import time
+
+    def twice(_result: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        mm.train(config, callbacks=[twice])
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "way_out"),
+    [
+        ({"lr": 1e-3}, "lr", "training={'lr': 0.001}"),
+        ({"learning": 1}, "learning", "help(mm.train)"),
+        ({"training": 3}, "training", "mapping"),
+        ({"training": {"lrr": 1}}, "training.lrr", "Did you mean 'lr'?"),
+        ({"training": {"report_to": [3]}}, "training.report_to", ""),
+        ({"rows": []}, "train rows", "at least one"),
+        ({"rows": {"messages": []}}, "train rows", "list of dicts"),
+        ({"rows": [3]}, "", "A row is a dict"),
+        ({"rows": [{"messages": object()}]}, "", "Rows hold"),
+        ({"model": 3}, "model", "folder"),
+    ],
+)
+def test_what_is_refused_says_the_way_out(
+    config: dict[str, Any], arguments: dict[str, Any], key: str, way_out: str
+) -> None:
+    with pytest.raises(mm.MMError) as refused:
+        mm.train(config, **arguments)
+    problem = refused.value.problems[0]
+    assert problem.key == key and way_out in problem.way_out and refused.value.exit_code == 2
+
+
+def test_a_model_object_without_a_processor_is_asked_for_one(config: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    make_tiny_qwen3_vl(tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    model.config._name_or_path = ""
+    del config["model"]
+    with pytest.raises(mm.MMError, match="processor"):
+        mm.train(config, model=model)
+
+
+def test_a_run_without_a_folder_cannot_be_asked(config: dict[str, Any]) -> None:
+    with pytest.raises(mm.MMError, match=r"training\.save"):
+        mm.infer(mm.train(config), "a question")
+
+
+def test_the_best_checkpoint_is_the_one_with_the_lowest_validation_loss(tmp_path: Path) -> None:
+    from mindspeed_mm.tasks.run_view import Run
+
+    for step in (2, 4, 6):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+    records = [{"step": step, "loss": 1.0, "val_loss": loss} for step, loss in ((2, 0.5), (3, 0.1), (4, 0.3), (6, 0.4))]
+    run = Run(tmp_path, records)
+    assert (run.best, run.last) == (tmp_path / "iter_0000004", tmp_path / "iter_0000006")
+    assert Run(tmp_path, []).best is None
+
+
+def test_every_name_of_the_face_is_there_and_documented() -> None:
+    for name in mm.__all__:
+        assert getattr(mm, name) is not None
+    for verb in ("train", "check", "infer", "evaluate", "export"):
+        assert verb in VERBS and inspect.getdoc(getattr(mm, verb))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = mm.no_such_name
