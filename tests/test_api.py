@@ -69,42 +69,47 @@ def test_rows_in_memory_are_kept_with_the_run_and_resumed(config: dict[str, Any]
         mm.train(config, rows=ROWS[::-1], training=training | {"train_iters": 6})
 
 
-class Doubling(nn.Module):
+class Successor(nn.Module):
     """A model that nobody registered, with a loss of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
+        self.table = nn.Parameter(torch.zeros(8, 8))
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": ((self.weight * x - labels) ** 2).mean()}
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.table[input_ids].flatten(0, 1), labels.flatten())}
 
 
-class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": torch.tensor([1.0 + index]), "labels": torch.tensor([2.0 + 2 * index])}
+        return {"input_ids": torch.tensor([index]), "labels": torch.tensor([(index + 1) % 8])}
 
     @staticmethod
     def collate_fn(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        return {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "labels")}
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+        return batch | {"shift_labels": batch["labels"]}
 
 
 def test_a_module_and_a_torch_data_set_of_the_callers_own() -> None:
-    model = Doubling()
-    training = {"lr": 0.1, "train_iters": 60, "micro_batch_size": 8, "clip_grad": 0.0}
-    run = mm.train(model=model, rows=Pairs(), training=training, features={"loss_cfg": {"loss_type": "raw"}})
-    assert run.model is model and abs(float(model.weight) - 2) < 0.05
-    reference = Doubling()
+    model = Successor()
+    training = {"lr": 0.1, "train_iters": 30, "micro_batch_size": 8, "clip_grad": 0.0}
+    run = mm.train(model=model, rows=Counting(), training=training, features={"loss_cfg": {"loss_type": "raw"}})
+    assert run.model is model and model.table.argmax(1).tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+    reference = Successor()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.0)
-    batch = Pairs.collate_fn([Pairs()[index] for index in range(8)])
-    for _ in range(60):
+    batch = {name: Counting.collate_fn([Counting()[i] for i in range(8)])[name] for name in ("input_ids", "labels")}
+    expected = []
+    for _ in range(30):
         optimizer.zero_grad()
-        reference(**batch)["loss"].backward()
+        loss = reference(**batch)["loss"]
+        loss.backward()
         optimizer.step()
-    torch.testing.assert_close(model.weight, reference.weight, rtol=1e-4, atol=1e-5)
+        expected.append(loss.item())
+    assert losses(run) == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(model.table, reference.table, rtol=1e-4, atol=1e-5)
 
 
 def test_a_function_ends_the_run_and_the_state_is_saved(config: dict[str, Any], tmp_path: Path) -> None:
@@ -124,9 +129,13 @@ def test_a_function_ends_the_run_and_the_state_is_saved(config: dict[str, Any], 
 def test_an_interrupt_saves_and_raises(config: dict[str, Any], tmp_path: Path) -> None:
     import signal
 
+    def interrupt(result: Any) -> None:
+        if result.step == 1:
+            signal.raise_signal(signal.SIGINT)
+
     training = {"save": str(tmp_path / "run"), "train_iters": 9}
     with pytest.raises(StoppedAfterSave) as stopped:
-        mm.train(config, training=training, callbacks=[lambda result: signal.raise_signal(signal.SIGINT)])
+        mm.train(config, training=training, callbacks=[interrupt])
     assert stopped.value.exit_code == 75
     assert mm.load_run(tmp_path / "run").last is not None
 
@@ -152,7 +161,7 @@ def test_a_second_interrupt_raises_and_leaves_the_process_alive(config: dict[str
         ({"learning": 1}, "learning", "help(mm.train)"),
         ({"training": 3}, "training", "mapping"),
         ({"training": {"lrr": 1}}, "training.lrr", "Did you mean 'lr'?"),
-        ({"training": {"report_to": [3]}}, "training.report_to", ""),
+        ({"training": {"report_to": [3]}}, "training.report_to.0", ""),
         ({"rows": []}, "train rows", "at least one"),
         ({"rows": {"messages": []}}, "train rows", "list of dicts"),
         ({"rows": [3]}, "", "A row is a dict"),
