@@ -18,6 +18,7 @@ from mindspeed_mm.core.errors import ConfigError, MMError, UsageError
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
+    from mindspeed_mm.fsdp.train.trainer import GivenObjects
     from mindspeed_mm.tasks.check import CheckResult
     from mindspeed_mm.tasks.evaluate import Evaluation
     from mindspeed_mm.tasks.export import Exported
@@ -88,41 +89,24 @@ def train(
     sections |= _sections(inference=inference)
     module, named = _model(model)
     words = [sections | named, *overrides]
-    from mindspeed_mm.fsdp.train.trainer import GivenObjects, Trainer, TrainOptions
-    from mindspeed_mm.tasks.run_view import RecordsInMemory, Run
-    from mindspeed_mm.tasks.run_view import load_run as read
+    from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+    from mindspeed_mm.tasks.run_view import RecordsInMemory
     from mindspeed_mm.tasks.train import collecting_later
 
-    given = _given(config)
-    with ExitStack() as stack:
-        stack.enter_context(collecting_later())
-        folder = _folder_for_objects(given, words, stack)
-        train_set, train_file = _rows(rows, folder, "train")
-        validation_set, validation_file = _rows(val_rows, folder, "validation")
-        words.insert(0, _row_files(train_file, validation_file, folder))
-        if module is not None:
-            words.insert(0, _folder_of(module, processor, folder, given, words))
-        trainer = Trainer(
-            _resolved(given, words),
-            TrainOptions(
-                steps=steps,
-                resume=resume,
-                weights_only=weights_only,
-                allow_fresh=allow_fresh,
-                accept_data_change=accept_data_change,
-                raises_on_second_interrupt=True,
-            ),
-            callbacks,
-            given=GivenObjects(module, train_set, validation_set),
-            trackers=[kept := RecordsInMemory()],
-        )
+    options = TrainOptions(
+        steps=steps,
+        resume=resume,
+        weights_only=weights_only,
+        allow_fresh=allow_fresh,
+        accept_data_change=accept_data_change,
+        raises_on_second_interrupt=True,
+    )
+    with ExitStack() as stack, collecting_later():
+        words, objects = _with_objects(_given(config), words, module, (rows, val_rows), processor, stack)
+        kept = RecordsInMemory()
+        trainer = Trainer(_resolved(_given(config), words), options, callbacks, given=objects, trackers=[kept])
         engine = trainer.train()
-    trained = engine.model if engine is not None else module
-    save = trainer.arguments.training.save
-    if save is None:
-        return Run(None, kept.records, model=trained)
-    run = read(Path(save))
-    return Run(run.folder, run.records, run.facts, trained)
+    return _run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else module)
 
 
 def check(
@@ -366,6 +350,45 @@ def _value(given: Path | Mapping[str, Any], words: Sequence[Any], key: str) -> A
 
 
 # --- objects ---------------------------------------------------------------------------------------------------------
+
+
+def _with_objects(
+    given: Path | Mapping[str, Any],
+    words: list[Any],
+    module: Any,
+    rows: tuple[Any, Any],
+    processor: Any,
+    stack: ExitStack,
+) -> tuple[list[Any], GivenObjects]:
+    """The overrides that name what was stored of objects, before those that are there, and what stays an object.
+
+    Args:
+        given: The configuration.
+        words: The caller's overrides, which win.
+        module: The model object, if any.
+        rows: For training and for validation.
+        processor: Of the model object.
+        stack: Ends with the run.
+    """
+    from mindspeed_mm.fsdp.train.trainer import GivenObjects
+
+    folder = _folder_for_objects(given, words, stack)
+    train_set, train_file = _rows(rows[0], folder, "train")
+    validation_set, validation_file = _rows(rows[1], folder, "validation")
+    words = [_row_files(train_file, validation_file, folder), *words]
+    if module is not None:
+        words = [_folder_of(module, processor, folder, given, words), *words]
+    return words, GivenObjects(module, train_set, validation_set)
+
+
+def _run_of(save: str | None, records: Sequence[dict[str, Any]], model: Any) -> Run:
+    """The run as its folder has it, else as this process does."""
+    from mindspeed_mm.tasks.run_view import Run
+
+    if save is None:
+        return Run(None, records, model=model)
+    run = load_run(save)
+    return Run(run.folder, run.records, run.facts, model)
 
 
 def _folder_for_objects(given: Path | Mapping[str, Any], words: Sequence[Any], stack: ExitStack) -> Callable[[], Path]:
