@@ -260,6 +260,7 @@ class Trackers:
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
         self._trackers = dict(trackers)
         self._warn = warn
+        self._have_begun = False
 
     @classmethod
     def of(cls, names: Sequence[str], further: Sequence[Tracker], warn: Callable[[str], None]) -> Trackers:
@@ -273,7 +274,7 @@ class Trackers:
         if file is not None and file.exists():
             with suppress(OSError, ValueError):  # the services then see a new run
                 run.identities.update(json.loads(file.read_text(encoding="utf-8")))
-        before = dict(run.identities)
+        self._have_begun, before = True, dict(run.identities)
         self._each(lambda tracker: tracker.begin(run), "does not follow this run")
         if file is not None and run.identities != before:
             with suppress(OSError):
@@ -290,7 +291,9 @@ class Trackers:
         self._each(lambda tracker: tracker.log(numbers, metrics["step"]), "stops here")
 
     def end(self, exit_code: int) -> None:
-        """Tell all of them how the run ended."""
+        """Tell all of them how the run ended; nothing where it never began."""
+        if not self._have_begun:
+            return
         self._each(lambda tracker: tracker.end(exit_code), "could not be closed")
         self._trackers.clear()
 
