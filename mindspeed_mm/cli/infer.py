@@ -22,12 +22,13 @@ Examples:
   mm infer models/Qwen3-VL-2B-Instruct --lora runs/lora/export --image three.png --prompt "Which digit is this?"
   mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
   mm infer models/wan --lora runs/lora/export --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
+  mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
 """
 
 LANGUAGE_ONLY = ("data", "config", "max_new_tokens")
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
-    "num_samples", "nproc",
+    "num_samples", "nproc", "config",
 )  # fmt: skip
 SETTINGS = (
     "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
@@ -77,6 +78,10 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--seed", type=click.IntRange(min=0), help="Generators: decides the noise, with prompt and sample.")
 @click.option("--num-samples", type=POSITIVE, help="Generators: samples of each prompt.")
 @click.option("--lora", type=PATH, help="Folder of adapters to put beside the weights.")
+@click.option("--plugin", "plugins", multiple=True, help="Package to import first, which brings the model's family.")
+@click.option(
+    "--config", type=PATH, help="Generators: a YAML whose plugins, model and sampling sections apply, as a run's do."
+)
 @click.option("--nproc", type=POSITIVE, default=1, help="Generators: ranks on this host.")
 @click.pass_context
 def command(context: click.Context, /, model: Path, **options: Any) -> int:
@@ -89,6 +94,10 @@ def command(context: click.Context, /, model: Path, **options: Any) -> int:
     """
     from mindspeed_mm.tasks.model_kind import is_generator  # with the verb, not with the help
 
+    if options["plugins"]:
+        from mindspeed_mm.fsdp.utils.register import import_plugin
+
+        import_plugin(options["plugins"], key="--plugin")
     if is_generator(model):
         refuse(context, LANGUAGE_ONLY, "goes with language models, and this is an image or video generator")
         return generate(context, model, options)
@@ -136,6 +145,7 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
         media_dir=options["media_dir"],
         settings=settings,
         lora=options["lora"],
+        config=options["config"],
     )
     try:
         outcome = generate.run(model, out, request, overwrite=options["overwrite"])

@@ -34,6 +34,7 @@ PATH = click.Path(path_type=Path)
     type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
     help="Of the weights; otherwise as the base has them.",
 )
+@click.option("--plugin", "plugins", multiple=True, help="Package to import first, which brings the model's family.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote there.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
@@ -42,6 +43,7 @@ def command(
     out: Path,
     scales: tuple[float, ...],
     dtype: str | None,
+    plugins: tuple[str, ...],
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -51,8 +53,10 @@ def command(
     PEFT, diffusers or mm train writes it: LoRA, rsLoRA, DoRA, with ranks by layer, on experts, with modules trained
     whole. A RUN alone is merged with what it started from.
     """
+    from mindspeed_mm.fsdp.utils.register import import_plugin
     from mindspeed_mm.tasks import merge  # torch: not for --help
 
+    import_plugin(plugins, key="--plugin")
     merged = merge.run(base, adapters, out, scales=scales, dtype=dtype, overwrite=overwrite)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(merged), default=str))

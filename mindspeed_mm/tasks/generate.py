@@ -61,6 +61,8 @@ class GenerateRequest:
     else the default."""
     lora: Path | None = None
     """Folder of adapters for the model."""
+    config: Path | None = None
+    """A YAML that stands for the run's: its plugins are imported, its `model` and sampling sections apply."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     """
     # Before ranks form a group: reading a checkpoint would be a step that they take together.
     source = resolve_source(model, request.lora)
-    arguments = _arguments_of(source)
+    arguments = _arguments_of(source, request.config)
     sampling, prompts = resolve_request(request, arguments)
     adapter = _adapter_of(source, arguments)
     check_request(adapter, prompts, sampling, "--size")
@@ -228,7 +230,9 @@ def _configured(arguments: Arguments) -> SamplingArguments:
     )
 
 
-def _arguments_of(source: ModelSource) -> Arguments | None:
+def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:
+    if config is not None:
+        return load_with_plugins(config).arguments
     resolved = RunFolder(source.run).resolved if source.run is not None else None
     return load_with_plugins(resolved).arguments if resolved is not None and resolved.exists() else None
 

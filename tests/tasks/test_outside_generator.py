@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from ruamel.yaml import YAML
 
 from mindspeed_mm.fsdp.data.feature_store import open_features
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.utils.register import model_register
 from tests.helpers.runs import lines, losses, mm, train
 from tests.helpers.sd3_plugin import T5_TOKENS, make_tiny_sd3
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
@@ -76,3 +81,65 @@ def test_captions_are_measured_by_the_tokenizers_that_are_there(yaml: Path) -> N
     short, long = CaptionLengths(adapter)(["a red box", "x" * 100])
     assert (short.is_cut, long.is_cut) == (False, True)
     assert (short.tokens, long.tokens, long.limit) == (9, 102, 77)
+
+
+@pytest.fixture(scope="module")
+def exported(yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    train(yaml, folder / "run")
+    said = mm("export", folder / "run", folder / "model")
+    assert said.code == 0, said.err
+    return folder / "model"
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has imported the plugin."""
+    entries = {name: entry for name, entry in model_register.loaded().items() if name != "outside_sd3"}
+    monkeypatch.setattr(model_register, "_entries", entries)
+    monkeypatch.delitem(sys.modules, PLUGIN)
+
+
+SAMPLE = ("--prompt", "a red box", "--size", "16x16", "--steps", 2)
+
+
+@pytest.mark.edge("G7")
+@pytest.mark.usefixtures("forgotten")
+def test_an_exported_model_of_a_plugin_is_sampled_as_plain_diffusers_does(exported: Path, tmp_path: Path) -> None:
+    refused = mm("infer", exported, *SAMPLE, "--out", tmp_path / "none")
+    assert refused.code == 4
+    assert "--plugin" in refused.err
+    said = mm("infer", exported, "--plugin", PLUGIN, *SAMPLE, "--out", tmp_path / "out")
+    assert said.code == 0, said.err
+    (picture,) = (tmp_path / "out").glob("*.png")
+    (entry,) = lines(tmp_path / "out" / "manifest.jsonl")
+    from diffusers import StableDiffusion3Pipeline
+
+    plain = StableDiffusion3Pipeline.from_pretrained(exported, text_encoder_3=None, tokenizer_3=None)
+    noise = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(entry["noise_seed"]))[None]
+    expected = plain(
+        "a red box", negative_prompt="", height=16, width=16, num_inference_steps=2, guidance_scale=4.0,
+        latents=noise, max_sequence_length=T5_TOKENS, output_type="np",
+    ).images[0]  # fmt: skip
+    assert (np.asarray(Image.open(picture)) == (expected * 255).round()).all()
+
+
+@pytest.mark.edge("G7")
+@pytest.mark.usefixtures("forgotten")
+def test_a_yaml_stands_for_the_runs_own(exported: Path, yaml: Path, tmp_path: Path) -> None:
+    sampling = {"prompts": ["a red box", "two blue lines"], "height": 16, "width": 16, "num_inference_steps": 1}
+    config = YAML().load(yaml.read_text())
+    config["inference"] = {"sampling": sampling}
+    with (tmp_path / "infer.yaml").open("w") as file:
+        YAML().dump(config, file)
+    said = mm("infer", exported, "--config", tmp_path / "infer.yaml", "--out", tmp_path / "out")
+    assert said.code == 0, said.err
+    assert [entry["prompt"] for entry in lines(tmp_path / "out" / "manifest.jsonl")] == sampling["prompts"]
+
+
+@pytest.mark.edge("G7")
+def test_a_plugin_that_cannot_be_imported_is_named_by_its_option(exported: Path, tmp_path: Path) -> None:
+    said = mm("infer", exported, "--plugin", "tests.helpers.nowhere", *SAMPLE, "--out", tmp_path / "out")
+    assert said.code == 2
+    assert "--plugin" in said.err
+    assert "tests.helpers.nowhere" in said.err

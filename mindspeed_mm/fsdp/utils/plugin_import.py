@@ -20,7 +20,7 @@ _NO_PARTS = frozenset({"__init__", "__main__", "setup", "conftest"})
 """Files of a package that are run by tools, not imported."""
 
 
-def import_plugin(plugins: Iterable[str]) -> None:
+def import_plugin(plugins: Iterable[str], key: str = KEY) -> None:
     """Import what `training.plugin` names, so that its registrations run.
 
     Of a package also each of its modules is imported, in the order of their names: registrations stand in
@@ -30,6 +30,7 @@ def import_plugin(plugins: Iterable[str]) -> None:
 
     Args:
         plugins: Dotted names (`a.b`) or paths (`a/b`); looked for on `sys.path` and in the working directory.
+        key: What names them, for messages.
 
     Raises:
         ConfigError: A module cannot be imported; its file, its line and the cause are in the message.
@@ -40,9 +41,9 @@ def import_plugin(plugins: Iterable[str]) -> None:
         sys.path.append(working_directory)  # last: a file there must not stand in for a library's
     for plugin in plugins:
         name = plugin_module(plugin)
-        package = _import(name, plugin)
+        package = _import(name, plugin, key)
         for path in _modules(package):
-            _import(f"{name}.{path.stem}", plugin, path)
+            _import(f"{name}.{path.stem}", plugin, key, path)
 
 
 def _modules(package: ModuleType | None) -> Iterator[Path]:
@@ -53,7 +54,7 @@ def _modules(package: ModuleType | None) -> Iterator[Path]:
                 yield path
 
 
-def _import(name: str, plugin: str, path: Path | None = None) -> ModuleType | None:
+def _import(name: str, plugin: str, key: str, path: Path | None = None) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ConfigError:
@@ -65,7 +66,7 @@ def _import(name: str, plugin: str, path: Path | None = None) -> ModuleType | No
         raise ConfigError(
             f"plugin '{plugin}' cannot be imported: {type(error).__name__}: {error}",
             where=place_of_error(error) or str(path or ""),
-            key=KEY,
+            key=key,
             way_out="Check the path, and that what it imports is installed."
             if isinstance(error, ImportError)
             else "Repair it there.",

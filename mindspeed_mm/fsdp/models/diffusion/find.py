@@ -69,7 +69,7 @@ def _id_of(path: Path, index: Mapping[str, Any]) -> str:
             where=str(path / INDEX),
             key="transformer",
             way_out=f"{did_you_mean(name, ids)}Known: {', '.join(sorted(ids))}. "
-            "Others are added by a plugin: name it in training.plugin.",
+            "Others are added by a plugin: name it in training.plugin, or to mm infer and mm merge by --plugin.",
         )
     return ids[name]
 
