@@ -254,15 +254,15 @@ class _Check:
 
     def _before_extraction(self, param: DatasetParam) -> DatasetParam:
         """Where features are still to be made, the media that they will be made of are looked at instead."""
-        basic = param.basic_parameters
-        folder = getattr(basic, "features_dir", None)
-        if folder is None or basic.dataset is None or Path(folder).exists():
-            return param
-        self.result.warnings.append(
-            f"features_dir {folder} is not there yet: the media are checked instead. Run mm extract before mm train"
-        )
-        update = {"features_dir": None} | ({"val_features_dir": None} if basic.val_dataset is not None else {})
-        return param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})
+        from mindspeed_mm.tasks.data.opening import before_extraction
+
+        found = before_extraction(param)
+        if found is not param:
+            folder = getattr(param.basic_parameters, "features_dir", None)
+            self.result.warnings.append(
+                f"features_dir {folder} is not there yet: the media are checked instead. Run mm extract before mm train"
+            )
+        return found
 
     def batch_keys(self) -> None:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
 PIXELS_AT_ONCE = 4 << 20
@@ -166,6 +167,7 @@ class BatchEncoder:
 
     def __init__(self, adapter: DiffusionAdapter, pipeline: Any, device: torch.device) -> None:
         self._adapter, self._pipeline, self._device = adapter, pipeline, device
+        self._lengths = CaptionLengths(adapter, pipeline.components)
 
     @torch.no_grad()
     def __call__(self, batch: DecodedBatch) -> dict[str, torch.Tensor]:
@@ -174,6 +176,9 @@ class BatchEncoder:
             return {}
         media = self._encode_media(torch.stack(batch.pixels).to(self._device))
         usable = _take_usable(batch, media["latents"])
+        batch.records = [
+            replace(record, cut_captions=len(self._lengths.cut(record.captions))) for record in batch.records
+        ]
         texts = self.encode_captions([caption for record in batch.records for caption in record.captions])
         tensors: dict[str, torch.Tensor] = {}
         for record, at in zip(batch.records, usable, strict=True):

@@ -73,13 +73,25 @@ class ExtractOutcome:
     seconds: float
     samples_per_s: float
     """While encoding: without the start, with everything that is written."""
+    cut_captions: int = 0
+    """Samples with a caption of which the text encoder did not read the end; the index counts them by row."""
+    empty_captions: int = 0
+    """Samples with an empty caption."""
 
     def sentence(self) -> str:
         """For people."""
         kept = f", {self.kept} rows were done already" if self.kept else ""
         rate = f" ({self.samples_per_s:.1f} samples/s)" if self.samples_per_s else ""
         skipped = f"; {self.skipped} rows were skipped, see {self.out}/skipped.jsonl" if self.skipped else ""
-        return f"{self.out}: {self.samples} samples{kept}{rate}{skipped}"
+        captions = [
+            f"; {count} samples have {what}"
+            for count, what in (
+                (self.cut_captions, "a caption that the text encoder did not read to its end"),
+                (self.empty_captions, "an empty caption"),
+            )
+            if count
+        ]
+        return f"{self.out}: {self.samples} samples{kept}{rate}{skipped}{''.join(captions)}"
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,8 @@ class SetExtraction:
             damaged=damaged,
             seconds=round(time.monotonic() - began, 3),
             samples_per_s=round(encoded / encoding_s, 2) if encoded else 0.0,
+            cut_captions=contents.cut_captions,
+            empty_captions=contents.empty_captions,
         )
 
     # --- before the work ---------------------------------------------------------------------------------------------

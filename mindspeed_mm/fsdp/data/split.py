@@ -17,7 +17,7 @@ _SPLIT_STREAM = 2**64 - 1
 """Beside the streams of the epochs."""
 
 
-_BY_INDEX = frozenset({"sample", "measure", "outline", "row", "raw"})
+_BY_INDEX = frozenset({"sample", "measure", "outline", "row", "raw", "describe"})
 """What a data set may tell of a sample by its number."""
 _OF_THE_WHOLE = frozenset({"known_sizes"})
 

@@ -15,7 +15,8 @@ from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
-from mindspeed_mm.tasks.data.facts import RowLook
+from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, lengths_of
+from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
 from mindspeed_mm.tasks.data.findings import Finding, Terms, find_all, to_dict
 from mindspeed_mm.tasks.data.histogram import Bin, histogram
 from mindspeed_mm.tasks.data.media_search import search_media
@@ -112,10 +113,16 @@ def run(
 
 def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: int | None) -> Tally:
     """One pass over the rows, or over so many of them, evenly spread."""
+    rows = chosen_rows(len(data.dataset), limit)
+    if is_denoised(data.dataset):
+        denoised = DenoisedLook(data.dataset, decode=decode, lengths=lengths_of(data.dataset))
+        tally = Tally.of(scan(rows, denoised, workers=workers))
+        tally.leave_out(data.dataset.left_out)
+        return tally
     tokenizer = data.tokenizer()
     specials = tuple(getattr(tokenizer, "all_special_tokens", ()))
     look = RowLook(data.dataset, decode=decode, specials=specials)
-    return Tally.of(scan(chosen_rows(len(data.dataset), limit), look, workers=workers))
+    return Tally.of(scan(rows, look, workers=workers))
 
 
 def chosen_rows(rows: int, limit: int | None) -> Sequence[int]:
@@ -139,11 +146,15 @@ def _judge(result: DataCheck, data: OpenedData, tally: Tally, ranks: int) -> Non
         global_batch = data.global_batch(ranks)
     except ConfigError:
         global_batch = data.global_batch(_smallest(data))
-    terms = Terms(basic, data.arguments.data.dataloader_param, 0 if data.is_validation else global_batch, len(dataset))
-    name = _namer(dataset)
-    result.rows, result.read, result.usable = len(dataset), tally.rows, tally.usable
+    name, rows = _namer(dataset), data.rows
+    terms = Terms(basic, data.arguments.data.dataloader_param, 0 if data.is_validation else global_batch, rows)
+    result.rows, result.read, result.usable = rows, tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
-    result.findings = find_all(tally, terms, name, partial(search_media, dataset, basic)) + _of_template(data, tally)
+    elsewhere = None if is_denoised(dataset) else partial(search_media, dataset, basic)
+    result.findings = find_all(tally, terms, name, elsewhere) + _of_template(data, tally)
+    if is_denoised(dataset):
+        found = [*result.findings, *denoised_findings(dataset, tally)]
+        result.findings = sorted(found, key=lambda finding: not finding.is_error)
     lengths = tally.full_lengths()
     result.tokens = histogram(lengths) if lengths.any() else []  # those of generators have other sizes
     result.patches = histogram([n for n in tally.patches if n])

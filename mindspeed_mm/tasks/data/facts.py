@@ -7,19 +7,30 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError, MMError, Problem
+from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
+from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
+from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 
 TOO_LONG = "too long"
 _HASH_BYTES = 8
 _TELLING_CHARACTERS = 300
 
 _KINDS: tuple[tuple[str, str], ...] = (
+    ("false declarations", r"the row declares"),
+    (
+        "fields",
+        r"the row has no (medium|caption)|\bis null\b|neither a caption nor|is no path|is no resolution|number above 0",
+    ),
+    ("out of proportion", r"it would be enlarged"),
     ("roles", r"^unknown role|^turn \d+ is the|nothing answers it|no turn of the model"),
     ("nothing is trained", r"^no trainable token"),
     ("everything is trained", r"^every token would be trained"),
@@ -62,6 +73,34 @@ class MediumFacts:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class DenoisedFacts:
+    """A generator's sample: its bucket, its medium, its captions."""
+
+    frames: int
+    height: int
+    width: int
+    """Of the bucket."""
+    source_frames: int = 0
+    fps: float = 0.0
+    """Of the medium; 0: a still picture, or not known."""
+    enlarged: float = 0.0
+    cut: float = 0.0
+    """See `SizeChange`."""
+    captions: int = 1
+    has_empty_caption: bool = False
+    caption_tokens: int = 0
+    """Of the longest caption."""
+    most_tokens: int = 0
+    """Tokens of a caption that are read; 0: nobody knows."""
+    contradiction: str = ""
+
+    @property
+    def bucket(self) -> str:
+        """As messages write sizes."""
+        return str(MediaSize(self.frames, self.height, self.width))
+
+
 @dataclass(slots=True)
 class RowFacts:
     """One row."""
@@ -84,6 +123,60 @@ class RowFacts:
     row_id: str | None = None
     special: str = ""
     """A special token that the row's own text holds."""
+    denoised: DenoisedFacts | None = None
+    """Of a generator's sample."""
+
+
+class DenoisedLook:
+    """Reads the facts of a generator's samples; goes to the workers.
+
+    Args:
+        dataset: Of `build_mm_dataset`, for a generator.
+        decode: Decode every medium as well; otherwise headers are read.
+        lengths: Measures captions; None: the model's folder has no tokenizer.
+    """
+
+    def __init__(self, dataset: Any, *, decode: bool, lengths: CaptionLengths | None) -> None:
+        self.dataset, self._decode, self._lengths = dataset, decode, lengths
+
+    def __call__(self, index: int) -> RowFacts:
+        """The facts of a sample; what is wrong with it is one of them."""
+        facts = RowFacts(index, str(self.dataset.place(index)))
+        try:
+            found: SampleDescription = self.dataset.describe(index)
+            if self._decode:
+                self.dataset.item(index, 0)
+        except MMError as error:
+            facts.fault = _fault(error)
+            return facts
+        header = found.header or MediaHeader(0, 0, found.size.frames)
+        change = SizeChange.of(header, found.size) if found.header is not None else SizeChange(0.0, 0.0)
+        lengths = self._lengths(found.captions) if self._lengths is not None else []
+        longest = max(lengths, key=lambda length: length.tokens, default=None)
+        facts.denoised = DenoisedFacts(
+            *(found.size.frames, found.size.height, found.size.width),
+            source_frames=header.frames,
+            fps=header.fps,
+            enlarged=change.enlarged,
+            cut=change.cut,
+            captions=len(found.captions),
+            has_empty_caption=not all(caption.strip() for caption in found.captions),
+            caption_tokens=longest.tokens if longest is not None else 0,
+            most_tokens=longest.limit if longest is not None else 0,
+            contradiction=found.contradiction,
+        )
+        kind = "video" if header.frames > 1 else "image"
+        facts.media = (medium_facts(kind, _Header(header.width, header.height, header.frames, header.fps)),)
+        return facts
+
+
+class _Header(NamedTuple):
+    """As `MediaLoader.probe` gives it."""
+
+    width: int
+    height: int
+    total_frames: int
+    fps: float
 
 
 class RowLook:
@@ -240,6 +333,12 @@ def _too_long(error: TooLongError) -> Fault:
         said = re.search(r"has (\d+) tokens", problem.what)
         tokens = int(said.group(1)) if said else None
     return Fault(TOO_LONG, problem.what, problem.key, problem.way_out, tokens)
+
+
+def fault_of_reason(place: str, reason: str) -> Fault:
+    """The fault of a row that was left out with a reason when the data set was opened."""
+    what = reason.removeprefix(place).strip()
+    return Fault(kind_of(what), what)
 
 
 def _fault(error: MMError) -> Fault:

@@ -39,6 +39,11 @@ class OpenedData:
         own = data.val_dataset_param if self.is_validation else None
         return own or data.dataset_param
 
+    @property
+    def rows(self) -> int:
+        """How many there are, with those of a generator's that were left out when they were opened."""
+        return len(self.dataset) + (len(self.dataset.left_out) if hasattr(self.dataset, "sizes") else 0)
+
     def processor(self) -> Any:
         """The processor or tokenizer that renders the rows; None where no folder is named, and for generators, whose
         samples have sizes instead of tokens."""
@@ -123,5 +128,17 @@ def open_data(
 def _looked_at(param: DatasetParam, patient: bool) -> DatasetParam:
     """The same rows, to be looked at: indexed where training streams them."""
     update: dict[str, Any] = {"streaming": False} | ({"on_bad_sample": "skip"} if patient else {})
-    basic = param.basic_parameters.model_copy(update=update)
+    if patient and hasattr(param.basic_parameters, "features_dir"):  # of a generator: its rows are read at the start
+        update["max_bad_fraction"] = 1.0
+    basic = before_extraction(param).basic_parameters.model_copy(update=update)
     return param.model_copy(update={"basic_parameters": basic})
+
+
+def before_extraction(param: DatasetParam) -> DatasetParam:
+    """The section; where features are still to be made, with the media that they will be made of instead."""
+    basic = param.basic_parameters
+    folder = getattr(basic, "features_dir", None)
+    if folder is None or basic.dataset is None or Path(folder).exists():
+        return param
+    update = {"features_dir": None} | ({"val_features_dir": None} if basic.val_dataset is not None else {})
+    return param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})

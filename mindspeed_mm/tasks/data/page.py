@@ -95,6 +95,7 @@ def shown_row(row: ShownRow, media: Any) -> dict[str, Any]:
         "row_id": row.row_id,
         "when": str(row.when) if row.when else "",
         "fault": row.fault,
+        "notes": row.notes,
         "media": [{"name": media_name(item.source), "tokens": n, **_medium(view)} for item, n, view in views],
         "answers": [_answer(answer) for answer in row.answers],
     }

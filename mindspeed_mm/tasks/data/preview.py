@@ -12,6 +12,9 @@ from mindspeed_mm.core.errors import DataError, MMError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
+from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.tasks.data.denoised import is_denoised, lengths_of, sample_notes
 from mindspeed_mm.tasks.data.facts import as_pair, both, trained_tokens
 from mindspeed_mm.tasks.data.micro_batch import MicroBatchView, view_batch
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
@@ -66,6 +69,8 @@ class ShownRow:
     """Each item, and how many tokens stand for it."""
     fault: str = ""
     """Why the row cannot be used."""
+    notes: list[str] = field(default_factory=list)
+    """Of a generator's sample: its size, what is done to the medium, its captions."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
@@ -86,6 +91,7 @@ class ShownRow:
         ]
         media = [{"kind": item.kind, "name": media_name(item.source), "tokens": n} for item, n in self.media]
         found = {"index": self.index, "place": self.place, "id": self.row_id, "fault": self.fault or None}
+        found |= {"notes": self.notes} if self.notes else {}
         return {**found, "when": str(self.when) if self.when else None, "answers": answers, "media": media}
 
 
@@ -162,6 +168,9 @@ def run(
 
 def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
     """Rows with their tokens and media; what is wrong with one is told in its place."""
+    if is_denoised(data.dataset):
+        lengths = lengths_of(data.dataset)
+        return [_show_denoised(data.dataset, index, lengths) for index in chosen]
     reader = TokenReader(data.tokenizer())
     return [_show_row(data.dataset, index, reader) for index in chosen]
 
@@ -177,6 +186,20 @@ def _show_row(dataset: Any, index: int, reader: TokenReader) -> ShownRow:
             _answer(name, each, reader) for name, each in zip(names, encoded, strict=False) if _has_ids(each)
         ]
         row.media = _media(dataset, index, encoded)
+    except MMError as error:
+        row.fault = str(error)
+    return row
+
+
+def _show_denoised(dataset: Any, index: int, lengths: CaptionLengths | None) -> ShownRow:
+    """A generator's sample with its medium; what is wrong with it is told in its place."""
+    row = ShownRow(index, str(dataset.place(index)))
+    try:
+        found: SampleDescription = dataset.describe(index)
+        row.notes = sample_notes(found, lengths)
+        if dataset.is_raw:
+            row.media = [(MediaItem("video" if found.is_video else "image", found.source), 0)]
+        dataset.item(index, 0)
     except MMError as error:
         row.fault = str(error)
     return row

@@ -17,7 +17,8 @@ _STRIP_CHARACTERS = 64
 def preview_lines(found: Preview, paint: Paint, *, tokens: bool = False) -> list[str]:
     """Everything shown."""
     key = "trained tokens are coloured" if paint.colour else "trained tokens stand between « and »"
-    lines = [f"{found.path}: {len(found.shown)} of {found.rows:,} rows; {key}"]
+    has_tokens = any(row.answers for row in found.shown)
+    lines = [f"{found.path}: {len(found.shown)} of {found.rows:,} rows" + (f"; {key}" if has_tokens else "")]
     for row in found.shown:
         lines += ["", *_row_lines(row, found, paint, tokens)]
     if found.batch is not None:
@@ -32,10 +33,11 @@ def _row_lines(row: ShownRow, found: Preview, paint: Paint, tokens: bool) -> Ite
     yield paint.head(row.place) + paint.soft("  " + ", ".join(names))
     if row.fault:
         yield "  " + paint.bad("cannot be used: ") + row.fault
+    yield from (f"  {_visible(note)}" for note in row.notes)
     for number, (item, count) in enumerate(row.media, 1):
         view = view_medium(found.media, item)
-        told = f"  {item.kind} {number}: {media_name(item.source)}  {view.facts or view.trouble}  → {count:,} tokens"
-        yield paint.medium(told)
+        told = f"  {item.kind} {number}: {media_name(item.source)}  {view.facts or view.trouble}"
+        yield paint.medium(told + (f"  → {count:,} tokens" if count else ""))
         if paint.colour and view.images:
             yield from (f"    {line}" for line in thumbnail(view.images[0]))
     for answer in row.answers:

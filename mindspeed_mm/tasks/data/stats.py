@@ -14,6 +14,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.packing import best_fit
 from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
 from mindspeed_mm.tasks.data.check import look_through
+from mindspeed_mm.tasks.data.denoised import denoised_stats
 from mindspeed_mm.tasks.data.histogram import Bin, histogram, percentiles
 from mindspeed_mm.tasks.data.mixture import Share, shares
 from mindspeed_mm.tasks.data.opening import open_data
@@ -84,6 +85,8 @@ class DataStats:
     """Share of a batch that is no padding, with rows padded to the longest of a random micro-batch."""
     packing: list[Packing] = field(default_factory=list)
     suggestions: list[str] = field(default_factory=list)
+    denoised: dict[str, Any] = field(default_factory=dict)
+    """Of a generator's samples: see `denoised_stats`."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
@@ -125,12 +128,13 @@ def run(
             way_out="See mm data check.",
         )
     basic, training = data.param.basic_parameters, data.arguments.training
-    stats = DataStats(config_path, len(data.dataset), tally.rows, tally.usable, basic.cutoff_len)
+    stats = DataStats(config_path, data.rows, tally.rows, tally.usable, basic.cutoff_len)
     stats.shares = shares(data.dataset, basic, tally)
     stats.roles, stats.turns = dict(tally.roles.most_common()), dict(sorted(tally.turns.items()))
     stats.media = [_of_media(tally, kind) for kind in MEDIA if sum(tally.media[kind].values()) > tally.media[kind][0]]
     budget = data.arguments.data.dataloader_param.max_tokens_per_batch
     stats.batch_tokens = budget or training.micro_batch_size * basic.cutoff_len
+    stats.denoised = denoised_stats(tally)
     if any(tally.tokens):  # samples of generators have none
         _describe_sizes(stats, tally)
         _describe_batches(stats, tally, training.micro_batch_size, training.seed)

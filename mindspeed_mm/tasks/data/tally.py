@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mindspeed_mm.tasks.data.facts import TOO_LONG, Fault, MediumFacts, RowFacts
+from mindspeed_mm.tasks.data.facts import TOO_LONG, DenoisedFacts, Fault, MediumFacts, RowFacts, fault_of_reason
 
 MEDIA = ("image", "video", "audio")
 
@@ -20,6 +20,7 @@ class BadRow:
     """A row that cannot be used as it stands."""
 
     index: int
+    """-1: it was left out when the data set was opened, and has no number among the others."""
     place: str
     fault: Fault
 
@@ -27,7 +28,8 @@ class BadRow:
         """A line of `--bad-rows`."""
         file, _, row = self.place.rpartition(":")
         fault = {"kind": self.fault.kind, "what": self.fault.what, "key": self.fault.key, "way_out": self.fault.way_out}
-        return {"index": self.index, "file": file, "row": int(row) if row.isdigit() else row, **fault}
+        index = self.index if self.index >= 0 else None
+        return {"index": index, "file": file, "row": int(row) if row.isdigit() else row, **fault}
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Tally:
     """Kind → (width, height) → items."""
     seconds: dict[str, array[float]] = field(default_factory=lambda: {kind: array("d") for kind in MEDIA})
     """Kind → length of each item that has one."""
+    denoised: list[tuple[str, DenoisedFacts]] = field(default_factory=list)
+    """Place and facts of each sample of a generator."""
     special: list[tuple[str, str]] = field(default_factory=list)
     """Place and token of rows whose own text holds a special token."""
     contents: array[int] = field(default_factory=lambda: array("Q"))
@@ -85,7 +89,14 @@ class Tally:
             return
         self._add_usable(facts)
 
+    def leave_out(self, reasons: Mapping[str, str]) -> None:
+        """Rows that were found unusable before any was looked at: place → reason."""
+        self.rows += len(reasons)
+        self.bad += [BadRow(-1, place, fault_of_reason(place, reason)) for place, reason in reasons.items()]
+
     def _add_usable(self, facts: RowFacts) -> None:
+        if facts.denoised is not None:
+            self.denoised.append((facts.place, facts.denoised))
         self.index.append(facts.index)
         self.tokens.append(facts.tokens)
         self.full_tokens.append(facts.full_tokens)

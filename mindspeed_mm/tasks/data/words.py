@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindspeed_mm.tasks.data.check import DataCheck
+from mindspeed_mm.tasks.data.denoised import denoised_lines
 from mindspeed_mm.tasks.data.findings import Finding
 from mindspeed_mm.tasks.data.mixture import Share
 from mindspeed_mm.tasks.data.paint import Paint, bars
@@ -68,11 +69,13 @@ def stats_lines(stats: DataStats, paint: Paint) -> list[str]:
         + paint.soft(f"  ({stats.seconds:.1f} s)")
     ]
     lines += share_lines(stats.shares, paint)
-    lines += ["", paint.head("messages")]
-    lines.append(
-        "  " + ", ".join(f"{count:,} of {role}" for role, count in stats.roles.items()) if stats.roles else "  none"
-    )
-    if stats.turns:
+    if stats.denoised:
+        lines += ["", paint.head("samples by size"), *denoised_lines(stats.denoised)]
+    else:
+        lines += ["", paint.head("messages")]
+        roles = ", ".join(f"{count:,} of {role}" for role, count in stats.roles.items())
+        lines.append(f"  {roles or 'none'}")
+    if stats.turns and not stats.denoised:
         lines.append("  turns of the model in a row: " + _distribution(stats.turns))
     if stats.tokens:
         lines += ["", paint.head("tokens of a row") + f"  {_numbers(stats.tokens)}"]

@@ -374,6 +374,8 @@ class Record:
     path: str
     captions: tuple[str, ...]
     size: MediaSize
+    place: str = "rows.jsonl:1"
+    cut_captions: int = 0
 
 
 class Store:

@@ -136,7 +136,8 @@ GOOD = {"path": "good.png", "cap": "a"}
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "no caption": ({"path": "1.png"}, "rows.jsonl:2  the row has no caption: none of cap, .* among no columns"),
     "no medium": ({"cap": "a"}, "the row has no medium: none of path, .* among cap"),
-    "caption null": ({"path": "1.png", "cap": None}, "the row has no caption"),
+    "caption null": ({"path": "1.png", "cap": None}, 'rows.jsonl:2  cap  is null. Give text; "" for a sample'),
+    "medium null": ({"path": None, "cap": "a"}, "rows.jsonl:2  path  is null. Give the path of a file"),
     "caption a number": ({"path": "1.png", "cap": 3}, "rows.jsonl:2  cap  '3' is neither a caption nor a list"),
     "empty list": ({"path": "1.png", "cap": []}, "is neither a caption nor a list"),
     "list of numbers": ({"path": "1.png", "cap": ["a", 1]}, "is neither a caption nor a list"),

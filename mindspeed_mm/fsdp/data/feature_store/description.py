@@ -25,6 +25,10 @@ class Contents:
     skipped: int
     shards: Mapping[str, int]
     """File → bytes."""
+    cut_captions: int = 0
+    """Rows with a caption of which the text encoder did not read the end."""
+    empty_captions: int = 0
+    """Rows with an empty caption."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,11 @@ def write_index(folder: FeatureFolder, description: Description, unreadable: Seq
         skipped += facts.skipped
     lines = [_placed(record, homes, folder.path) for record in sorted(records, key=lambda record: record.row)]
     contents = Contents(
-        len(lines), len(skipped), {span.path.name: span.path.stat().st_size for span in folder.shards()}
+        len(lines),
+        len(skipped),
+        {span.path.name: span.path.stat().st_size for span in folder.shards()},
+        cut_captions=sum(line.cut_captions > 0 for line in lines),
+        empty_captions=sum(not all(caption.strip() for caption in line.captions) for line in lines),
     )
     _write_lines(folder.skipped, (asdict(row) for row in skipped))
     replace(description, contents=contents).write(folder.description)

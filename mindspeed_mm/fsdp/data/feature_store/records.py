@@ -33,6 +33,8 @@ class FeatureRecord:
     """Name without the key → dtype and shape: `latents`, `prompt_embeds/0` …"""
     said: str = ""
     """`GenerationRow.digest` of the row; empty in sets of versions that did not note it."""
+    cut_captions: int = 0
+    """Of how many captions the text encoder did not read the end."""
 
     def to_json(self) -> dict[str, Any]:
         """A line of the index."""

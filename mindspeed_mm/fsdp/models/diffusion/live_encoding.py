@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 
+_SHOWN = 40
 _CAPTIONS_KEPT = 256
 """Features of the captions seen last are kept: the empty one comes all the time."""
 
@@ -27,6 +30,7 @@ class LiveEncoder:
     def __init__(self, adapter: DiffusionAdapter, pipeline: Any) -> None:
         self._adapter, self._pipeline = adapter, pipeline
         self._texts: OrderedDict[str, TextFeatures] = OrderedDict()
+        self._lengths, self._has_warned = CaptionLengths(adapter, pipeline.components), False
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Batch:
@@ -46,9 +50,21 @@ class LiveEncoder:
 
     def _text(self, caption: str) -> TextFeatures:
         if caption not in self._texts:
+            self._warn_of_length(caption)
             (features,) = self._adapter.encode_text(self._pipeline, [caption])
             self._texts[caption] = {key: value.cpu() for key, value in features.items()}
         self._texts.move_to_end(caption)
         if len(self._texts) > _CAPTIONS_KEPT:
             self._texts.popitem(last=False)
         return self._texts[caption]
+
+    def _warn_of_length(self, caption: str) -> None:
+        """Once: `mm data check` counts all."""
+        (length,) = (None,) if self._has_warned else self._lengths([caption])
+        if length is not None and length.is_cut:
+            self._has_warned = True
+            warnings.warn(
+                f"the text encoder reads {length.limit} tokens, and '{caption[:_SHOWN]}…' has {length.tokens}: the end "
+                "of such captions is cut off. mm data check counts them",
+                stacklevel=2,
+            )

@@ -15,7 +15,8 @@ from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption
 from mindspeed_mm.fsdp.data.datasets.generation.row_changes import row_changes
-from mindspeed_mm.fsdp.data.datasets.generation.rows import read_rows
+from mindspeed_mm.fsdp.data.datasets.generation.rows import empty_captions_note, read_rows
+from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings, differences
 from mindspeed_mm.fsdp.data.feature_store import SkippedRow, check_provenance, open_features
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -55,6 +56,7 @@ class FeatureSource:
         self.sizes: list[MediaSize] = [record.size for record in self._records]
         self._check_preprocessing(SizeSettings.read(preprocess))
         self._warn_of_duplicates()
+        self._warn_of_captions()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -70,6 +72,12 @@ class FeatureSource:
         features = self._store.read(index, caption)
         text = {name: features.pop(name) for name in self._text_keys & features.keys()}
         return {"sample_id": record.key, "epoch": epoch, "text": text, **features}
+
+    def describe(self, index: int) -> SampleDescription:
+        """What the feature set knows of a sample."""
+        record = self._records[index]
+        drawn = drawn_caption(self.seed, 0, record.key, len(record.captions))
+        return SampleDescription(record.path, record.captions, drawn, record.size)
 
     @property
     def null_text(self) -> dict[str, torch.Tensor] | None:
@@ -139,3 +147,14 @@ class FeatureSource:
         twice = len(self._records) - len({record.key for record in self._records})
         if twice:
             warnings.warn(f"{twice} of {len(self)} samples repeat another: in an epoch they share noise", stacklevel=2)
+
+    def _warn_of_captions(self) -> None:
+        empty = [record.place for record in self._records if not all(caption.strip() for caption in record.captions)]
+        if note := empty_captions_note(empty, len(self)):
+            warnings.warn(note, stacklevel=2)
+        cut = sum(record.cut_captions > 0 for record in self._records)
+        if cut:
+            warnings.warn(
+                f"{cut} of {len(self)} samples have a caption that the text encoder did not read to its end",
+                stacklevel=2,
+            )

@@ -12,9 +12,12 @@ from torch.utils.data import Dataset
 from mindspeed_mm.core.batch import Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSource
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
+from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.models.diffusion.adapter import TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
@@ -89,6 +92,19 @@ class GenerationDataset(Dataset[dict[str, Any]]):
     def left_out(self) -> dict[str, str]:
         """Place → reason, of rows that were found unusable before the start."""
         return self._source.left_out
+
+    @property
+    def media(self) -> MediaLoader | None:
+        """What opens the media; None of features."""
+        return self._source.media if isinstance(self._source, RawSource) else None
+
+    def describe(self, index: int) -> SampleDescription:
+        """What is known of a sample without decoding it. Raises `DataError` for a false declaration of its size."""
+        return self._source.describe(index)
+
+    def caption_lengths(self) -> CaptionLengths:
+        """Measures captions by the tokenizers of the model's folder. Raises `ModelFolderError` where they lack."""
+        return CaptionLengths(self._adapter)
 
     def draw_captions(self, seed: int) -> None:
         """Draw captions with this seed, `training.seed`, from now on."""

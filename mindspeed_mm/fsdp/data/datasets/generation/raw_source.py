@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -23,12 +25,15 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     content_key,
     read_rows,
 )
-from mindspeed_mm.fsdp.data.datasets.generation.sizes import Buckets, SizeSettings
+from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
+from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, Buckets, SizeChange, SizeSettings
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
 _PROBING_THREADS = 16
 _PROBED_AT_ONCE = 4096
 _PROBLEMS_SHOWN = 10
+_SAME_RATE = 0.01
+"""Frames a second are rounded in most lists."""
 _MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
 _SHAPING_BASIC = {"max_samples", "on_bad_sample", "val_rate", "media_column", "caption_column", "data_storage_mode"}
 
@@ -52,9 +57,12 @@ class RawSource:
         self.buckets = Buckets(self._settings, geometry)
         self.media = build_media_loader(basic)
         self.rows = read_rows(basic, self._declared)
+        self.headers: list[MediaHeader] = []
+        """What is known of each row's medium: what the row declares, else what the file says."""
         self.sizes = self._assign_sizes()
         """Size of each row's pixels."""
         self._check_left_out()
+        self._warn_of_scaling()
         self.seed = 0
         self._keys: dict[int, str] = {}
 
@@ -78,12 +86,30 @@ class RawSource:
         """
         row = self.rows[index]
         try:
+            self._check_declared(row, self.sizes[index])
             sample_id = self.key(index, row)
             pixels = media_pixels(row, self.sizes[index], self.media, self._sampling)
         except DataError as error:
             raise _at(row, error) from error
         caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
         return {"sample_id": sample_id, "epoch": epoch, "caption": caption, "pixels": pixels}
+
+    def describe(self, index: int) -> SampleDescription:
+        """What is known of a row and its medium, whose header is read where the row declares anything.
+
+        Raises:
+            DataError: The medium is missing, or the row is false about what decides its size.
+        """
+        row = self.rows[index]
+        try:
+            self._check_declared(row, self.sizes[index])
+            found = self.contradiction(row)
+            drawn = drawn_caption(self.seed, 0, self.key(index, row), len(row.captions))
+        except DataError as error:
+            raise _at(row, error) from error
+        header = self.headers[index] if found is None else found.header
+        told = "" if found is None else found.what
+        return SampleDescription(row.media, row.captions, drawn, self.sizes[index], header, is_video(row), told)
 
     def pixels(self, index: int) -> torch.Tensor:
         """(3, T, H, W) uint8 of row `index`. Raises `DataError` as `item`."""
@@ -120,6 +146,7 @@ class RawSource:
                 if isinstance(found, DataError):
                     raise found
                 sizes.append(self.buckets.assign(found, f"the medium of {self.rows.place(index)}"))
+                self.headers.append(found)
             except DataError as error:
                 faults[index] = error
         if faults and self._basic.on_bad_sample == "error":
@@ -155,6 +182,43 @@ class RawSource:
             return None
         return MediaHeader(row.height, row.width, row.num_frames, row.fps or 1.0)
 
+    def contradiction(self, row: GenerationRow) -> Contradiction | None:
+        """What a row declares of its medium and the file does not hold; None where both agree, or it declares nothing.
+
+        Raises:
+            DataError: The file is missing, refused or no medium.
+        """
+        header = probe_media(row, self.media) if row.declares else None
+        if header is None:
+            return None
+        declared = {"height": row.height, "width": row.width, "num_frames": row.num_frames, "fps": row.fps}
+        found = {"height": header.height, "width": header.width, "num_frames": header.frames, "fps": header.fps}
+        told = [
+            f"{name} {value:g}, the file has {found[name]:g}"
+            for name, value in declared.items()
+            if value is not None
+            and not (name == "fps" and header.frames == 1)
+            and not math.isclose(value, found[name], rel_tol=_SAME_RATE if name == "fps" else 0)
+        ]
+        return Contradiction(f"the row declares {'; '.join(told)}", header) if told else None
+
+    def _check_declared(self, row: GenerationRow, size: MediaSize) -> None:
+        """What a row declares is believed until its file is opened: a false declaration that has put it among samples
+        of another size makes it a bad sample."""
+        if self._declared(row) is None or (found := self.contradiction(row)) is None:
+            return
+        right = self.buckets.assign(found.header, "the medium")
+        if right != size:
+            raise DataError(
+                f"{found.what}: it is a sample of {right}, not of {size}",
+                way_out="Correct the row, or leave the declaration out: the file's own header is read then.",
+            )
+
+    def _warn_of_scaling(self) -> None:
+        """How many media are changed much on the way to their size."""
+        for note in scaling_notes(self.headers, self.sizes, self.place):
+            warnings.warn(note, stacklevel=2)
+
     def _probe(self, row: GenerationRow, cache: HeaderCache) -> MediaHeader | DataError:
         header = cache.get(row)
         if header is None:
@@ -173,6 +237,37 @@ class RawSource:
                 "them, or raise data.dataset_param.basic_parameters.max_bad_fraction",
                 problems=[Problem(reason) for reason in list(left_out.values())[:_PROBLEMS_SHOWN]],
             )
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A row says otherwise of its medium than the file does."""
+
+    what: str
+    header: MediaHeader
+    """Of the file."""
+
+
+def scaling_notes(headers: Sequence[MediaHeader], sizes: Sequence[MediaSize], place: Callable[[int], Any]) -> list[str]:
+    """What to say of media that are enlarged more than twice, or lose more than a third of their area."""
+    changes = [SizeChange.of(header, size) for header, size in zip(headers, sizes, strict=True)]
+    notes = []
+    enlarged = [index for index, change in enumerate(changes) if change.enlarged > MUCH_ENLARGED]
+    if enlarged:
+        most = max(enlarged, key=lambda index: changes[index].enlarged)
+        notes.append(
+            f"{len(enlarged)} of {len(sizes)} media are enlarged more than {MUCH_ENLARGED:g} times along a side, "
+            f"{place(most)} most of all, {changes[most].enlarged:.3g} times. preprocess_parameters.max_enlargement "
+            "sets the limit"
+        )
+    cut = [index for index, change in enumerate(changes) if change.cut > MUCH_CUT]
+    if cut:
+        most = max(cut, key=lambda index: changes[index].cut)
+        notes.append(
+            f"{len(cut)} of {len(sizes)} media lose more than a third of their area, {place(most)} most of all, "
+            f"{changes[most].cut:.0%}. preprocess_parameters.max_cut sets the limit"
+        )
+    return notes
 
 
 def _at(row: GenerationRow, error: DataError) -> DataError:

@@ -34,6 +34,7 @@ CAPTION_COLUMNS = ("cap", "captions", "caption", "prompt", "text")
 _BASIC = "data.dataset_param.basic_parameters"
 _ROWS_TRIED = 100
 _PROBLEMS_SHOWN = 10
+_PLACES_SHOWN = 3
 _CHUNK_BYTES = 2**20
 
 
@@ -58,6 +59,11 @@ class GenerationRow:
     def name(self) -> str:
         """What to call the medium in messages and in the index of features."""
         return self.media if isinstance(self.media, str) else f"bytes of {self.place}"
+
+    @property
+    def declares(self) -> bool:
+        """Whether the row says anything of its medium's size."""
+        return any(value is not None for value in (self.height, self.width, self.num_frames, self.fps))
 
     @property
     def digest(self) -> str:
@@ -106,9 +112,13 @@ class GenerationRows(Sequence[GenerationRow]):
         """Place → reason, of rows that cannot be used."""
         self.duplicates = 0
         """Rows that say the very same as another."""
+        self.empty_captions: list[str] = []
+        """Places of rows with an empty caption."""
         self.looks: list[Any] = []
         """What `look` made of each good row."""
         self._kept = self._look_through(may_skip, look or (lambda row: None))
+        if note := empty_captions_note(self.empty_captions, len(self)):
+            warnings.warn(note, stacklevel=2)
         if self.duplicates:
             warnings.warn(
                 f"{self.duplicates} of {len(self)} rows repeat another: the same medium, captions and columns. In an "
@@ -166,12 +176,22 @@ class GenerationRows(Sequence[GenerationRow]):
                 continue
             kept.append(number)
             self.looks.append(look(row))
+            if not all(caption.strip() for caption in row.captions):
+                self.empty_captions.append(str(row.place))
             told = hash((row.media, row.captions, repr(row.extras)))
             self.duplicates += told in seen
             seen.add(told)
         if faults and not may_skip:
             raise _all_of(faults, total)
         return np.array(kept, dtype=np.int64)
+
+
+def empty_captions_note(places: Sequence[str], rows: int) -> str:
+    """What to say of rows with an empty caption; nothing where there are none."""
+    if not places:
+        return ""
+    shown = ", ".join(places[:_PLACES_SHOWN]) + (" …" if len(places) > _PLACES_SHOWN else "")
+    return f"{len(places)} of {rows} rows have an empty caption ({shown}): they are trained without one"
 
 
 def read_rows(basic: BasicParameters, look: Callable[[GenerationRow], Any] | None = None) -> GenerationRows:
@@ -242,6 +262,7 @@ def parse_row(row: Mapping[str, Any], place: Place, columns: Columns, folder: st
     Raises:
         DataError: Naming place, column and value.
     """
+    _check_not_null(row, columns, place)
     rest = {name: value for name, value in row.items() if value is not None}
     media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
     captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
@@ -261,6 +282,17 @@ def parse_row(row: Mapping[str, Any], place: Place, columns: Columns, folder: st
         width=_number(size["width"], int, "width", place),
         extras=rest,
     )
+
+
+def _check_not_null(row: Mapping[str, Any], columns: Columns, place: Place) -> None:
+    """A column that is there and holds nothing is another fault than one that is not there."""
+    for named, usual, way_out in (
+        (columns.media, MEDIA_COLUMNS, "Give the path of a file, or take the row out."),
+        (columns.caption, CAPTION_COLUMNS, 'Give text; "" for a sample that is trained without a caption.'),
+    ):
+        there = [name for name in ((named,) if named is not None else usual) if name in row]
+        if there and all(row[name] is None for name in there):
+            raise DataError("is null", where=str(place), key=there[0], way_out=way_out)
 
 
 def _take(row: dict[str, Any], named: str | None, usual: Sequence[str], place: Place, what: str) -> tuple[str, Any]:

@@ -25,6 +25,10 @@ LONGEST_CLIP = 81
 """Most frames of a clip when `num_frames` is not given."""
 
 _KEY = "data.dataset_param.preprocess_parameters"
+MUCH_ENLARGED = 2.0
+"""Media that are enlarged more along a side are told of."""
+MUCH_CUT = 1 / 3
+"""So are those that lose a larger share of their area."""
 _ROUNDING = 1e-9
 _BUCKET = re.compile(r"(\d+)[x×](\d+)(?:[x×](\d+))?")
 
@@ -42,7 +46,7 @@ class SizeSettings:
     frame_interval: int = 1
     clip_position: Literal["start", "middle"] = "start"
     short_clips: str = "error"
-    max_enlargement: float = 32
+    max_enlargement: float = 32.0
     max_cut: float = 0.75
 
     @classmethod

@@ -1,0 +1,26 @@
+"""What there is to tell of a sample of a generator before it is decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
+
+
+@dataclass(frozen=True)
+class SampleDescription:
+    """Medium, captions and size of a sample."""
+
+    source: str | bytes
+    """Path of the medium, or its bytes."""
+    captions: tuple[str, ...]
+    drawn: int
+    """Number of the caption that the first epoch takes."""
+    size: MediaSize
+    """That it is trained in: its bucket."""
+    header: MediaHeader | None = None
+    """Of the medium as it is; None of features."""
+    is_video: bool = False
+    contradiction: str = ""
+    """What the row declares falsely of its medium, where that does not change its size."""

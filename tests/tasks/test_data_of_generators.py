@@ -1,0 +1,129 @@
+"""`mm data check`, `preview` and `stats` of captioned pictures and clips, before and after features are made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers.runs import lines, mm
+from tests.helpers.tiny_generator_run import generator_config, make_clips
+from tests.helpers.tiny_generators import TEXT_TOKENS, make_tiny_flux, make_tiny_wan
+from tests.tasks.extraction_run import write_yaml
+
+pytestmark = pytest.mark.edge("G5", "G8", "G9")
+
+BASIC = "data.dataset_param.basic_parameters"
+SKIP = (f"{BASIC}.on_bad_sample=skip", f"{BASIC}.max_bad_fraction=0.9")
+
+
+@pytest.fixture(scope="module")
+def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of two buckets, bad rows of five kinds among them; features are configured and not made."""
+    folder = tmp_path_factory.mktemp("pictures")
+    make_tiny_flux(folder / "model")
+    sides = {"a": (16, 16), "b": (16, 32), "c": (32, 64), "d": (4, 4), "e": (16, 64), "f": (16, 16)}
+    for name, (height, width) in sides.items():
+        noise = np.random.default_rng(ord(name)).integers(0, 255, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(folder / f"{name}.png")
+    (folder / "broken.png").write_bytes(b"<html>")
+    rows: list[dict[str, Any]] = [
+        {"path": "a.png", "cap": ["one", "two"]},
+        {"path": "b.png", "cap": "word " * TEXT_TOKENS},
+        {"path": "gone.png", "cap": "x"},
+        {"path": "c.png", "cap": ""},
+        {"path": "broken.png", "cap": "x"},
+        {"path": "d.png", "cap": "small"},
+        {"path": "a.png", "cap": None},
+        {"path": "e.png", "cap": "wide"},
+        {"path": "f.png", "cap": "false", "resolution": {"height": 17, "width": 16}},
+        {"path": "a.png", "cap": "false", "resolution": {"height": 16, "width": 32}},
+        {"cap": "no medium"},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = generator_config(folder, {"buckets": ["16x16", "16x32"]})
+    config["data"]["dataset_param"]["basic_parameters"]["features_dir"] = str(folder / "features")
+    return write_yaml(folder / "run.yaml", config)
+
+
+def test_check_reads_every_row_and_names_every_fault(yaml: Path, tmp_path: Path) -> None:
+    said = mm("data", "check", yaml, "--json", "--bad-rows", tmp_path / "bad.jsonl")
+    assert said.code == 4
+    found = json.loads(said.out)
+    assert (found["rows"], found["read"], found["usable"], found["bad"]) == (11, 11, 6, 5)
+    kinds = {finding["kind"]: finding for finding in found["findings"]}
+    assert {kind for kind, finding in kinds.items() if finding["severity"] == "error"} == {
+        "missing media", "broken media", "fields", "false declarations",
+    }  # fmt: skip
+    bad = {row["row"]: row["what"] for row in lines(tmp_path / "bad.jsonl")}
+    assert bad.keys() == {3, 5, 7, 10, 11}
+    assert "cap  is null" in bad[7]
+    assert "the row declares width 32, the file has 16: it is a sample of 16×16, not of 16×32" in bad[10]
+    warned = {kind: finding["examples"] for kind, finding in kinds.items() if finding["severity"] == "warning"}
+    assert warned["declarations"] == ["rows.jsonl:9  the row declares height 17, the file has 16"]
+    assert warned["cut captions"][0].startswith("rows.jsonl:2  ")
+    assert warned["cut captions"][0].endswith(f" tokens, {TEXT_TOKENS} are read")
+    assert warned["empty captions"] == ["rows.jsonl:4  its only one"]
+    assert warned["enlarged"] == ["rows.jsonl:6  4 times, to 16×16"]
+    assert warned["cut away"] == ["rows.jsonl:8  50%, to 16×32"]
+
+
+def test_stats_tell_buckets_captions_and_scaling(yaml: Path, tmp_path: Path) -> None:
+    said = mm("data", "stats", yaml, "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)["denoised"]
+    assert found["buckets"] == {"16×16": 3, "16×32": 3}
+    assert found["captions_of_a_row"] == {"1": 5, "2": 1}
+    assert (found["captions_cut"], found["captions_empty"]) == (1, 1)
+    assert found["caption_tokens"]["max"] > TEXT_TOKENS
+    assert found["cut_share"] == {"mean": 0.083, "p50": 0.0, "p95": 0.5, "max": 0.5}
+    assert (found["enlarged"]["p50"], found["enlarged"]["max"]) == (1.0, 4.0)
+    text = mm("data", "stats", yaml, "--html", tmp_path / "stats.html").out
+    for told in ("samples by size", "16×32", "share of a medium that is cut away", "captions cut: 1, empty: 1"):
+        assert told in text
+    assert "share of a medium that is cut away" in (tmp_path / "stats.html").read_text()
+
+
+def test_preview_shows_captions_picture_and_bucket(yaml: Path, tmp_path: Path) -> None:
+    words = ("data", "preview", yaml, "--row-id", "rows.jsonl:1", "--row-id", "rows.jsonl:8")
+    said = mm(*words, *SKIP, "--html", tmp_path / "preview.html")
+    assert said.code == 0, said.err
+    assert "size 16×32, of a medium of 16×64: scaled 1 times, 50.0% cut away" in said.out
+    assert said.out.count("drawn in the first epoch") == 1
+    for caption in ("'one'", "'two'", "'wide'"):
+        assert f": {caption}" in said.out
+    assert "image 1: a.png  16 × 16" in said.out
+    page = (tmp_path / "preview.html").read_text()
+    assert page.count("data:image/") == 2
+    assert "50.0% cut away" in page
+    shown = json.loads(mm(*words, *SKIP, "--json").out)["shown"]
+    assert len(shown[0]["notes"]) == 3
+
+
+def test_clips_have_frames_and_rates(tmp_path: Path) -> None:
+    make_tiny_wan(tmp_path / "model")
+    make_clips(tmp_path, count=4, frames=9)
+    run = write_yaml(tmp_path / "run.yaml", generator_config(tmp_path, {"height": 16, "width": 16, "num_frames": 5}))
+    found = json.loads(mm("data", "stats", run, "--json").out)["denoised"]
+    assert found["buckets"] == {"5×16×16": 4}
+    assert found["fps"] == {"8.33": 4}
+    assert found["frames"]["mean"] == 9
+    assert "9 frames at 8.33" in mm("data", "preview", run).out
+
+
+def test_features_that_are_there_are_looked_at(yaml: Path, tmp_path: Path) -> None:
+    features = f"{BASIC}.features_dir={tmp_path / 'features'}"
+    assert mm("extract", yaml, features, *SKIP).code == 0
+    assert mm("data", "check", yaml, features).code == 0
+    assert json.loads(mm("data", "stats", yaml, features, "--json").out)["denoised"]["buckets"]["16×16"] == 3
+    assert "size 16×16" in mm("data", "preview", yaml, features).out
+    rows = lines(yaml.parent / "rows.jsonl")
+    rows[0]["cap"] = "other"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = mm("data", "check", yaml, features, f"{BASIC}.dataset={tmp_path / 'rows.jsonl'}")
+    assert said.code == 4
+    assert "changed rows" in said.out
