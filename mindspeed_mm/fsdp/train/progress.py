@@ -70,6 +70,7 @@ class Progress:
         is_watched = self._stream is not None and (self._stream.isatty() or is_notebook)
         self._live = is_watched and "NO_COLOR" not in os.environ
         # A notebook knows no codes that clear a line.
+        self._bar_stands = False
         self._cleared = f"\r{' ' * _WIDEST_BAR}\r" if is_notebook else "\r\033[K"
         self._log: TextIO | None = None
         self._lines = 0
@@ -95,11 +96,12 @@ class Progress:
         self._lines += 1
         live = bar(metrics["step"], last_step, metrics["eta_s"]) if self._live else ""
         self._print(header + format_line(metrics) + "\n" + live)
+        self._bar_stands = bool(live)
         self._write_log(log_line(metrics, total_steps))
 
     def end_steps(self) -> None:
         """Take the bar away; lines of prose may follow."""
-        if self._live:
+        if self._bar_stands:
             self._print("")
 
     def close(self) -> None:
@@ -121,8 +123,9 @@ class Progress:
         if self._stream is None:
             return
         try:
-            self._stream.write((self._cleared if self._live else "") + text)
+            self._stream.write((self._cleared if self._bar_stands else "") + text)
             self._stream.flush()
+            self._bar_stands = False
         except (OSError, ValueError):  # the reader of a pipe is gone, or the stream is closed
             with suppress(OSError, ValueError):  # what is left in its buffer must not fail at the end of the process
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
