@@ -34,9 +34,9 @@ def count_same(pipeline_folder: Path, samples: Path) -> tuple[int, int]:
 
 def draw(pipeline_folder: Path, entries: list[dict[str, Any]]) -> np.ndarray:
     """(n, T, H, W, 3) uint8 from the prompts, seeds and settings of a manifest."""
-    from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+    from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-    ensure_torchvision()
+    prepare_for_transformers()
     import torch  # these take seconds
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging

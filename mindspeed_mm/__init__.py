@@ -11,11 +11,24 @@ from mindspeed_mm.core.version import __version__
 if TYPE_CHECKING:
     from mindspeed_mm.api import check, evaluate, export, infer, load_run, train
     from mindspeed_mm.fsdp.train.train_engine import Hook
+    from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 _HOMES = dict.fromkeys(("train", "check", "infer", "evaluate", "export", "load_run"), "mindspeed_mm.api")
 _HOMES["Hook"] = "mindspeed_mm.fsdp.train.train_engine"
+_HOMES["ensure_torchvision"] = "mindspeed_mm.fsdp.utils.torchvision_guard"
 
-__all__ = ["Hook", "MMError", "__version__", "check", "evaluate", "export", "infer", "load_run", "train"]
+__all__ = [
+    "Hook",
+    "MMError",
+    "__version__",
+    "check",
+    "ensure_torchvision",
+    "evaluate",
+    "export",
+    "infer",
+    "load_run",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

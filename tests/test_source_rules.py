@@ -183,8 +183,8 @@ ALL = (
     + """
 import click, pydantic, ruamel.yaml, PIL.Image, torch, transformers, torch.distributed.checkpoint
 import torch.distributed.fsdp
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-ensure_torchvision()  # a patch that says so; whoever needs transformers' processors calls it
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+prepare_for_transformers()  # a patch that says so; whoever needs transformers' processors calls it
 from transformers import AutoModel, AutoProcessor, PreTrainedModel
 from diffusers import ModelMixin  # the base of our pixel-space VAE
 def torch_state():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()  # transformers' models import torchvision, whose compiled part a CPU build of torch may refuse
+prepare_for_transformers()  # its models import torchvision, which may be built for another torch
 
 import torch  # noqa: E402
 from clips import CANVAS, DIRECTIONS, FRAMES  # noqa: E402  (first of the examples': it finds the other one)

@@ -64,6 +64,7 @@ def _as_text(result: task.CheckResult) -> str:
     if result.unchecked:
         lines.append(f"  not checked, a plugin's own keys: {', '.join(result.unchecked)}")
     lines += [f"  {line}" for line in result.memory]
+    lines += [f"  note: {note}" for note in result.notes]
     if result.passed:
         lines.append(f"  passed: {', '.join(result.passed)}")
     lines += [f"  skipped: {stage}, which needs {need}" for stage, need in result.skipped.items()]

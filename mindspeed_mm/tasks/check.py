@@ -50,6 +50,9 @@ class CheckResult:
     unchecked: list[str] = field(default_factory=list)
     """Keys that only a plugin can judge that was not imported."""
 
+    notes: list[str] = field(default_factory=list)
+    """Worth knowing of this machine; nothing to change."""
+
     memory: list[str] = field(default_factory=list)
     """What a rank would hold with the first batch, in lines."""
     predicted_memory: dict[str, object] = field(default_factory=dict)
@@ -154,7 +157,9 @@ class _Check:
     def plugins(self) -> None:
         """Plugins import, ids are registered, and the keys that plugins declare hold."""
         from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
+        from mindspeed_mm.fsdp.utils.torchvision_guard import clash
 
+        self.result.notes += [note] if (note := clash()) else []
         plugins, model_id, dataset_type = read_plugins(self.given, self.overrides)
         self._collect([partial(import_plugin, [plugin]) for plugin in plugins])
         lookups = [(model_register, model_id), (data_register, dataset_type)]

@@ -1,5 +1,5 @@
 """torchvision is made importable before any test imports transformers."""
 
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()
+prepare_for_transformers()

@@ -13,9 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()
+prepare_for_transformers()
 
 import transformers  # noqa: E402  (the guard comes first)
 

@@ -4,9 +4,9 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()
+prepare_for_transformers()
 import diffusers  # noqa: E402
 import diffusers.models.transformers.transformer_flux  # noqa: E402
 import diffusers.models.transformers.transformer_wan  # noqa: E402

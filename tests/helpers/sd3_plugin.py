@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFea
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 T5_TOKENS = 8
 CLIP_WIDTH = 16
@@ -82,7 +82,7 @@ class OutsideSD3(DiffusionAdapter):
 
 def make_tiny_sd3(folder: Path) -> Path:
     """A folder without `text_encoder_3` and `tokenizer_3`; sides are multiples of 4."""
-    ensure_torchvision()
+    prepare_for_transformers()
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from diffusers import (  # noqa: E402  (the guard comes first)
     AutoencoderKL,

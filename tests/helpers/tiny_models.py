@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from transformers import (  # noqa: E402  (the guard comes first)
     GenerationConfig,

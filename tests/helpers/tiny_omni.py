@@ -19,10 +19,10 @@ from torch.utils.data import Dataset
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.utils.register import data_register
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.helpers import tiny_models
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from transformers import (  # noqa: E402  (the guard comes first)
     Qwen2_5OmniProcessor,

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.helpers import family_templates as templates
 
-ensure_torchvision()
+prepare_for_transformers()
 
 import transformers  # noqa: E402  (the guard comes first)
 from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor  # noqa: E402

@@ -19,11 +19,11 @@ from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderE
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks import export
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402  (the guard comes first)
 

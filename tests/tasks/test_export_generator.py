@@ -20,14 +20,14 @@ from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks import export
 from mindspeed_mm.tasks.model_source import resolve_model
 from tests.helpers.adapters import denoised
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3
 
-ensure_torchvision()
+prepare_for_transformers()
 
 import diffusers  # noqa: E402  (the guard comes first)
 

@@ -21,14 +21,14 @@ from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS
 from mindspeed_mm.fsdp.models.lora_names import LoraReport
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks import export, export_contents
 from mindspeed_mm.tasks.model_source import resolve_model
 from tests.helpers.adapters import adapted_model, denoised, logits
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from diffusers import DiffusionPipeline, FluxTransformer2DModel  # noqa: E402  (the guard comes first)
 from peft import PeftModel  # noqa: E402

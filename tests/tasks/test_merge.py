@@ -17,7 +17,7 @@ from mindspeed_mm.cli.merge import command
 from mindspeed_mm.core.errors import MMError, ModelFolderError, UsageError
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.models import lora_merge
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks import merge
 from mindspeed_mm.tasks.generation import load_generator
 from mindspeed_mm.tasks.model_source import ModelSource, with_adapters
@@ -25,7 +25,7 @@ from tests.helpers.adapters import adapted_model, denoised, logits, move_trained
 from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from diffusers import FluxTransformer2DModel  # noqa: E402  (the guard comes first)
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.verify.shrink import Room, shrink, without_dropout
 
 QWEN3_VL = {
@@ -105,7 +105,7 @@ TEXT = ("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Gemma2", "Gemma3Text"
 
 @pytest.mark.parametrize("name", TEXT)
 def test_classes_run_what_comes_of_their_defaults(name: str) -> None:
-    ensure_torchvision()
+    prepare_for_transformers()
     import transformers
 
     config_class = getattr(transformers, f"{name}Config")

@@ -33,7 +33,7 @@ from mindspeed_mm.fsdp.models.materialize import materialize
 from mindspeed_mm.fsdp.models.model_folder import folder_warnings, require_folder
 from mindspeed_mm.fsdp.models.spec import find_blocks
 from mindspeed_mm.fsdp.models.weight_loading import LoadReport, stream_weights
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
@@ -68,7 +68,7 @@ class ModelHub:
                 left to train.
             ModelFolderError: The folder cannot be understood.
         """
-        ensure_torchvision()
+        prepare_for_transformers()
         if is_generator(model_args):
             _check_no_further_tokens(model_args)
             model = build_transformer(model_args, overrides or {}, param_dtype)

@@ -13,7 +13,7 @@ from types import ModuleType
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.cards import plugin_module
 from mindspeed_mm.fsdp.utils.device import get_device_type
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 KEY = "training.plugin"
 _NO_PARTS = frozenset({"__init__", "__main__", "setup", "conftest"})
@@ -35,7 +35,7 @@ def import_plugin(plugins: Iterable[str], key: str = KEY) -> None:
     Raises:
         ConfigError: A module cannot be imported; its file, its line and the cause are in the message.
     """
-    ensure_torchvision()  # before a plugin imports transformers
+    prepare_for_transformers()  # before a plugin imports transformers
     working_directory = str(Path.cwd())
     if working_directory not in sys.path:
         sys.path.append(working_directory)  # last: a file there must not stand in for a library's

@@ -10,7 +10,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -52,7 +52,7 @@ def load_processor(
 
 
 def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_code: bool, **options: Any) -> Any:
-    ensure_torchvision()
+    prepare_for_transformers()
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
 
     common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from importlib.machinery import PathFinder
+from importlib.metadata import version
 
 import torch
 
@@ -24,18 +25,36 @@ _declared: list[torch.library.Library] = []  # a Library takes its operators wit
 
 
 def ensure_torchvision() -> None:
-    """Declare the operators that `import torchvision` stumbles over, and keep transformers from importing torchao; call
-    it before transformers.
+    """Let `import torchvision` succeed beside a torch that it was not built for; call it before importing transformers,
+    PEFT or diffusers.
 
-    The first does nothing where torchvision is absent, imported already, or healthy.
+    Resizing and the transforms work then; operators such as `nms` do not. Nothing is done where torchvision is absent,
+    imported already, or healthy.
     """
-    hide_torchao()
     if _declared or "torchvision" in sys.modules or _operators_load():
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:
         library.define(schema)
     _declared.append(library)
+
+
+def prepare_for_transformers() -> None:
+    """What stands before our own imports of transformers: `ensure_torchvision`, and a torchao that is not imported
+    unless the configuration asks for it."""
+    hide_torchao()
+    ensure_torchvision()
+
+
+def clash() -> str | None:
+    """One sentence if torchvision is built for another torch than the installed one, else None."""
+    if not _declared and ("torchvision" in sys.modules or _operators_load()):
+        return None
+    return (
+        f"torchvision {version('torchvision')} is built for another torch than {torch.__version__}; mm and its plugins "
+        "work all the same, but a script of your own must call mindspeed_mm.ensure_torchvision() before it imports "
+        "transformers, peft or diffusers"
+    )
 
 
 def _operators_load() -> bool:

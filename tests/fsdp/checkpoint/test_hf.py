@@ -17,12 +17,12 @@ from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, save_hf
 from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, config_dtype, copy_assets, plan_shards
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.fsdp.checkpoint import small_run
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration  # noqa: E402  (the guard comes first)
 

@@ -12,13 +12,13 @@ from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import video_metadata
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.fsdp.data.conftest import picture, write_jsonl
 from tests.helpers.packed_families import PATCH_IDS, ROPE3, TEXT, VISION
 from tests.helpers.tiny_processors import MEL_BINS, MERGE_SIZE, PATCH_SIZE, VOCAB_SIZE, build_processor, save_processor
 from tests.helpers.tiny_sounds import sound_bytes, tone, write_container
 
-ensure_torchvision()
+prepare_for_transformers()
 
 import transformers  # noqa: E402  (the guard comes first)
 

@@ -15,9 +15,9 @@ from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, find_steps_behind
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.models.spec import resolve_spec
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()
+prepare_for_transformers()
 
 import transformers  # noqa: E402  (the guard comes first)
 

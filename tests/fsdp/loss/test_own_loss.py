@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 pytestmark = pytest.mark.edge("N3", "N4")
 
@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 
 
 def made(name: str) -> nn.Module:
-    ensure_torchvision()
+    prepare_for_transformers()
     torch.manual_seed(0)
     return MODELS[name][0]().double().eval()
 

@@ -23,9 +23,9 @@ from mindspeed_mm.fsdp.loss.router_aux import (
     leave_router_loss_to_us,
 )
 from mindspeed_mm.fsdp.loss.saved_on_host import SavedOnHost
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402  (the guard comes first)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func  # noqa: E402

@@ -16,10 +16,10 @@ from torch import nn
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS, load_adapters
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.helpers.adapters import adapted_model, denoised, logits
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from diffusers import DiffusionPipeline  # noqa: E402  (the guard comes first)
 from peft import PeftModel  # noqa: E402

@@ -10,9 +10,9 @@ from torch import nn
 
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, fused_experts, is_fused, sort_pairs, use_own_experts
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
-ensure_torchvision()
+prepare_for_transformers()
 
 from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig  # noqa: E402  (the guard comes first)
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402

@@ -50,7 +50,7 @@ def test_text_folder_gives_its_tokenizer(tmp_path: Path) -> None:
 
 def test_importing_torchvision_works_in_a_fresh_process() -> None:
     code = (
-        "from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision as e; e(); e();"
+        "from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers as e; e(); e();"
         "import torch, torchvision.transforms.v2.functional as f; print(f.resize(torch.ones(3, 8, 8), [4, 4]).shape)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -13,8 +13,8 @@ from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 
 NOBODY = """
 import sys
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-ensure_torchvision()
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+prepare_for_transformers()
 import transformers.modeling_utils, transformers.quantizers, peft
 loaded = [name for name, module in sys.modules.items() if name.split(".")[0] == "torchao" and module is not None]
 assert not loaded, loaded[:3]

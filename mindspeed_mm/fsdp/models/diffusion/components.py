@@ -21,7 +21,7 @@ from mindspeed_mm.core.errors import MachineError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, absent_component
 from mindspeed_mm.fsdp.models.model_folder import check_links, read_config
 from mindspeed_mm.fsdp.utils.quiet import quiet
-from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 _MODULES = ("diffusers", "transformers", "mindspeed_mm.fsdp.models.diffusion.identity_vae")
 """What `model_index.json` may name as the home of a class."""
@@ -171,7 +171,7 @@ def diffusers_class(name: str) -> Any:
         MachineError: diffusers is not installed.
         ModelFolderError: It has no such class.
     """
-    ensure_torchvision()
+    prepare_for_transformers()
     try:
         import diffusers  # an extra, and seconds to import
     except ImportError as error:
@@ -198,7 +198,7 @@ def _component_class(adapter: DiffusionAdapter, name: str) -> Any:
         )
     if library == "diffusers":
         return diffusers_class(class_name)
-    ensure_torchvision()
+    prepare_for_transformers()
     found = getattr(importlib.import_module(library), class_name, None)
     if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
         raise ModelFolderError(f"{library} has no class {class_name}", where=where, key=name)

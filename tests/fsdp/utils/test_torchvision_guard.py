@@ -1,0 +1,61 @@
+"""A torchvision that is built for another torch: plugins, the Python door and scripts of a user's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.edge("U1")
+
+CLASHING = 'import torch\ntorch.library.register_fake("torchvision::nms")(lambda *arguments: None)\n'
+METADATA = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.99.0\n"
+
+
+def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code where `import torchvision` finds one whose compiled part cannot load."""
+    package = folder / "site" / "torchvision"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(CLASHING)
+    (package / "_C.so").write_bytes(b"built for another torch")
+    metadata = folder / "site" / "torchvision-0.99.0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(METADATA)
+    path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[3])])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+    )
+
+
+def test_without_the_call_the_import_fails(tmp_path: Path) -> None:
+    assert "torchvision::nms does not exist" in python(tmp_path, "import torchvision").stderr
+
+
+def test_one_call_makes_torchvision_importable_and_leaves_torchao_alone(tmp_path: Path) -> None:
+    call = "import sys, mindspeed_mm as mm; mm.ensure_torchvision()"
+    done = python(tmp_path, f"{call}; import torchvision; assert 'torchao' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plugin_may_import_torchvision(tmp_path: Path) -> None:
+    (tmp_path / "my_plugin.py").write_text("import torchvision\n")
+    done = python(tmp_path, "from mindspeed_mm.fsdp.utils.register import import_plugin as i; i(['my_plugin'])")
+    assert done.returncode == 0, done.stderr
+
+
+def test_check_says_what_a_script_of_ones_own_needs(tmp_path: Path) -> None:
+    code = (
+        "import mindspeed_mm as mm\n"
+        "print(mm.check(model={'model_name_or_path': 'm'}, training={'lr': 1e-3, 'micro_batch_size': 1}).notes)"
+    )
+    done = python(tmp_path, code)
+    assert "torchvision 0.99.0 is built for another torch" in done.stdout, done.stderr
+    assert "mindspeed_mm.ensure_torchvision()" in done.stdout
