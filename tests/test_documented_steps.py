@@ -66,7 +66,7 @@ class StepsDataset(Dataset):
         assert "dataset" in basic_param and "no_such_key" not in basic_param
         assert basic_param.get("no_such_key", 3) == 3
         assert dict(basic_param) and [key for key in basic_param]
-        assert isinstance(preprocess_param.to_dict()["image_max_pixels"], int)
+        assert type(preprocess_param.to_dict()["split_special_tokens"]) is bool
         with open(basic_param["dataset"]) as file:
             self.rows = [json.loads(line)["ids"] for line in file]
         self.length = basic_param["cutoff_len"]
