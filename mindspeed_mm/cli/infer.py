@@ -25,10 +25,10 @@ Examples:
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
 """
 
-LANGUAGE_ONLY = ("data", "config", "max_new_tokens")
+LANGUAGE_ONLY = ("data", "max_new_tokens")
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
-    "num_samples", "nproc", "config",
+    "num_samples", "nproc",
 )  # fmt: skip
 SETTINGS = (
     "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
@@ -61,7 +61,8 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option(
     "--config",
     type=PATH,
-    help="Language: YAML whose data section says how rows are laid out and shown; default: the run's.",
+    help="YAML that stands for the run's: its data section says how a language model's rows are laid out and shown; "
+    "for a generator its plugins, model and sampling sections apply.",
 )
 @click.option("--max-new-tokens", type=POSITIVE, default=512, show_default=True, help="Language: longest answer.")
 @click.option("--prompts", "prompts_file", type=PATH, help="Generators: a prompt a line, or JSON lines.")
@@ -79,9 +80,6 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--num-samples", type=POSITIVE, help="Generators: samples of each prompt.")
 @click.option("--lora", type=PATH, help="Folder of adapters to put beside the weights.")
 @click.option("--plugin", "plugins", multiple=True, help="Package to import first, which brings the model's family.")
-@click.option(
-    "--config", type=PATH, help="Generators: a YAML whose plugins, model and sampling sections apply, as a run's do."
-)
 @click.option("--nproc", type=POSITIVE, default=1, help="Generators: ranks on this host.")
 @click.pass_context
 def command(context: click.Context, /, model: Path, **options: Any) -> int:
