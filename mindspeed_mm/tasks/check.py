@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -286,6 +287,28 @@ class _Check:
                 key="data.dataloader_param.collate_param.model_name",
                 way_out=f"It takes {', '.join(parameters)}. Choose the collator of this model.",
             )
+        if self.adapter is None:
+            self._forward_on_meta(given)
+
+    def _forward_on_meta(self, given: set[str]) -> None:
+        """Give the model the first batch without data: a `forward` that takes any keyword says only then what it lacks.
+        What cannot be computed without data is not looked at."""
+        import torch
+
+        inputs = {key: _without_data(self.batch[key]) for key in given}
+        try:
+            with torch.no_grad():
+                self.model(**inputs)
+        except (TypeError, ValueError) as error:
+            if not _ABOUT_KEYS.search(str(error)):
+                return
+            raise ConfigError(
+                f"{type(self.model).__name__}.forward refuses the batch: {error}",
+                key="data.dataloader_param.collate_param.model_name",
+                way_out=f"The batch holds {', '.join(sorted(given))}. Choose the collator of this model.",
+            ) from error
+        except (RuntimeError, IndexError, KeyError, AttributeError):
+            return  # an operator that needs data
 
     @property
     def adapter(self) -> Any:
@@ -411,6 +434,14 @@ def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes
     wrapped = resolve_patterns(plan.apply_modules, names, key="parallel.fsdp_plan.apply_modules") or own
     ignored = resolve_patterns(plan.ignored_modules, names, key="parallel.fsdp_plan.ignored_modules")
     check_inside(experts, lambda name: is_below(name, wrapped) and not is_below(name, ignored))
+
+
+_ABOUT_KEYS = re.compile(r"unexpected keyword|required positional argument|have to specify|must specify|pass either")
+"""What a `forward` says of arguments that it lacks or does not know."""
+
+
+def _without_data(value: Any) -> Any:
+    return value.to("meta") if hasattr(value, "to") else value
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

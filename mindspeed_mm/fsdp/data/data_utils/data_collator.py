@@ -74,7 +74,7 @@ def build_collator(
     Raises:
         ConfigError: The collator cannot pack.
     """
-    name = collate_param.model_name
+    name = collate_param.model_name or _collator_of(processor)
     if name is None:
         return GenericCollator(processor, plugin, collate_param, positions)
     made = DATA_COLLATOR.get(name)
@@ -82,13 +82,18 @@ def build_collator(
         raise ConfigError(
             f"the collator '{name}' does not put samples into one row",
             key=PACKING_KEY,
-            way_out="Set it to false; or leave collate_param.model_name out, which takes the generic collator; or give "
+            way_out="Set it to false; or leave collate_param.model_name out, which takes the processor's; or give "
             "the collator a fourth argument and register it with packs=True.",
         )
     collator = (
         made(processor, plugin, collate_param, positions) if positions else made(processor, plugin, collate_param)
     )
     return CheckedCollator(collator, _EXTRA_KEYS.get(name, frozenset()))
+
+
+def _collator_of(processor: Any) -> str | None:
+    """The name of the collator that a processor's model needs, where it is not the generic one."""
+    return "whisper" if type(processor).__name__ == "WhisperProcessor" else None
 
 
 class CheckedCollator:
@@ -146,7 +151,7 @@ class GenericCollator:
             positions = [self._positions(document["input_ids"], own | document) for document, own in pairs]
             batch = packed_row(documents, fills, self._multiple, in_one_form(positions))
         batch |= media | _names(samples)
-        check_batch(batch)
+        check_batch(batch, frozenset(media))  # what the processor calls them, the model's `forward` names too
         return batch
 
     def _documents(self, samples: Sequence[EncodedSample]) -> list[dict[str, np.ndarray]]:

@@ -206,6 +206,13 @@ class SampleEncoder:
     # --- media -------------------------------------------------------------------------------------------------------
 
     def _features(self, sample: Sample) -> list[MediaFeatures]:
+        pictures = sum(item.kind == "image" for item in sample.media)
+        if pictures > 1 and getattr(self._plugin, "one_picture_a_row", False):
+            raise DataError(
+                f"the row has {pictures} pictures, and this model's processor cuts several otherwise than one",
+                key="images",
+                way_out="Give such models rows of one picture, or take a model of another family.",
+            )
         return [encode_media(self._plugin, self._media, item) for item in sample.media]
 
     def _sizes(self, sample: Sample) -> list[ItemSize]:

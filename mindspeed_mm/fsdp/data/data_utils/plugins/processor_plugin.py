@@ -35,8 +35,13 @@ _TEXT_KEYS = frozenset(
 )
 _COUNTS = frozenset({"num_patches", "num_crops", "num_audio_tokens", "num_chunks_per_video"})
 """What processors count for themselves and no model's `forward` takes."""
-_PADDED = frozenset({"pixel_values", "input_features", "feature_attention_mask", "input_features_mask"})
-"""Of items of different size, these are filled up with zeros, as the processors do; a mask or a size tells where."""
+_PADDED = frozenset(
+    {"pixel_values", "pixel_attention_mask", "input_features", "feature_attention_mask", "input_features_mask"}
+)
+"""Of items of different size or with other numbers of tiles, these are filled up with zeros, as the processors do; a
+mask or a size tells where, or a tile of zeros is none to the model."""
+_PICTURES_OF_ROWS = "batch_num_images"
+"""Of models that cut a picture into tiles only where it is alone in its row (LLaVA-OneVision)."""
 
 
 class ProcessorPlugin:
@@ -67,6 +72,9 @@ class ProcessorPlugin:
         self._special_ids = np.array(sorted(self._tokenizer.get_added_vocab().values()), dtype=np.int64)
         self._image_options = _image_options(processor, preprocess)
         self._budget = PixelBudget(preprocess.image_max_pixels, preprocess.image_min_pixels or 0)
+        images = getattr(processor, "image_processor", None)
+        self.one_picture_a_row = _PICTURES_OF_ROWS in getattr(images, "model_input_names", ())
+        """Whether several pictures of a row would be shown otherwise than each alone, which is not done."""
         self.hears_videos = bool(preprocess.use_audio_in_video)
         """Whether the sound of videos is loaded with them."""
         self._check_sound(preprocess)

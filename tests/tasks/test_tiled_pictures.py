@@ -1,0 +1,115 @@
+"""Pictures in tiles of different number train: one batch, or one pack, gives the loss of plain transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
+from mindspeed_mm.tasks import train
+from tests.fsdp.data.conftest import conversation, picture, write_jsonl
+from tests.helpers.tiled_families import TILED, save_tiled
+from tests.helpers.tiny_run import tiny_config
+
+pytestmark = pytest.mark.edge("N9")
+
+SIZES = [(64, 64), (64, 32), (20, 48)]
+
+
+@pytest.fixture(scope="module", params=TILED)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with model, pictures and rows; the model in fp64."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_tiled(request.param, folder / "model").double().eval()
+    rows = [conversation(answer="seven " * (n + 1), images=[f"{n}.png"]) for n in range(3)]
+    for number, size in enumerate(SIZES):
+        picture(*size, seed=number).save(folder / f"{number}.png")
+    write_jsonl(folder / "rows.jsonl", [*rows, conversation("How much is one?", "one")])
+    return folder, model
+
+
+def data_set(folder: Path, rows: str = "rows.jsonl") -> Any:
+    basic = {"dataset": str(folder / rows), "dataset_dir": str(folder)}
+    param = {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": str(folder / "model")}}
+    return build_mm_dataset(DatasetParam.model_validate(param))[0]
+
+
+def summed_loss(model: Any, given: dict[str, Any], shift_labels: torch.Tensor) -> float:
+    """Of plain cross-entropy."""
+    wide = {name: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for name, v in given.items()}
+    with torch.no_grad():
+        logits = model(**wide, use_cache=False).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum"))
+
+
+def plain_loss(folder: Path, model: Any, dataset: Any, number: int) -> float:
+    """Of one row, by the processor's own call."""
+    from transformers import AutoProcessor
+
+    processor, sample = AutoProcessor.from_pretrained(folder / "model"), dataset[number]
+    messages = [
+        turn | {"content": [{"type": "text", "text": said}]} if isinstance(said := turn["content"], str) else turn
+        for turn in dataset.sample(number).messages
+    ]
+    text = processor.apply_chat_template(messages, tokenize=False)
+    images = [[Image.open(folder / f"{number}.png").convert("RGB")]] if number < len(SIZES) else None
+    options = {"add_special_tokens": not text.startswith("<s>")}
+    given = dict(processor(text=[text], images=images, return_tensors="pt", text_kwargs=options))
+    assert given["input_ids"][0].tolist() == sample["input_ids"].tolist()
+    shift_labels = torch.cat([torch.tensor(sample["labels"])[1:], torch.tensor([-100])])[None]
+    return summed_loss(model, given, shift_labels)
+
+
+def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in batch.items() if k not in ("labels", "shift_labels", "sample_ids", "pad_tokens")}
+
+
+def test_a_batch_of_different_numbers_of_tiles_gives_plain_transformers_loss(made: tuple[Path, Any]) -> None:
+    folder, model = made
+    dataset = data_set(folder)
+    alone = [plain_loss(folder, model, dataset, number) for number in range(4)]
+    for rows in ([0], [0, 1], [1, 3, 2, 0]):
+        batch = dataset.build_collator(CollateParam())([dataset[row] for row in rows])
+        found = summed_loss(model, inputs_of(batch), batch["shift_labels"])
+        assert found == pytest.approx(sum(alone[row] for row in rows), rel=1e-10)
+    batch["pixel_values"] = batch["pixel_values"].roll(1, dims=0)  # the planted fault
+    swapped = summed_loss(model, inputs_of(batch), batch["shift_labels"]) if made[0].name.startswith("idefics3") else 0
+    assert swapped != pytest.approx(sum(alone), rel=1e-10)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_mm_train_reports_plain_transformers_loss(made: tuple[Path, Any], tmp_path: Path, packing: bool) -> None:
+    folder, model = made
+    dataset = data_set(folder)
+    labels = sum(int((dataset[number]["labels"][1:] != -100).sum()) for number in range(4))
+    expected = sum(plain_loss(folder, model, dataset, number) for number in range(4)) / labels
+    config = tiny_config(folder)
+    config["data"]["dataset_param"]["basic_parameters"] |= {"packing": packing, "cutoff_len": 1024}
+    config["data"]["dataloader_param"]["drop_last"] = False
+    config["training"] |= {"train_iters": 1, "micro_batch_size": 1 if packing else 4, "save": str(tmp_path / "run")}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    train.run(tmp_path / "run.yaml")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(expected, rel=2e-5)
+
+
+def test_several_pictures_in_a_row_are_refused_where_the_processor_would_cut_them_otherwise(
+    made: tuple[Path, Any],
+) -> None:
+    folder, _ = made
+    row = conversation("<image><image>Which?", images=["0.png", "1.png"])
+    write_jsonl(folder / "two.jsonl", [row])
+    dataset = data_set(folder, "two.jsonl")
+    if folder.name.startswith("llava"):
+        with pytest.raises(DataError, match=r"two.jsonl:1.*2 pictures"):
+            dataset[0]
+    else:
+        assert len(dataset[0]["media"]) == 2
