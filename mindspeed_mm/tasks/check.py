@@ -303,7 +303,7 @@ class _Check:
             if not _ABOUT_KEYS.search(str(error)):
                 return
             raise ConfigError(
-                f"{type(self.model).__name__}.forward refuses the batch: {error}",
+                f"{type(self.model).__name__}.forward refuses the batch: {str(error).splitlines()[-1]}",
                 key="data.dataloader_param.collate_param.model_name",
                 way_out=f"The batch holds {', '.join(sorted(given))}. Choose the collator of this model.",
             ) from error
@@ -436,7 +436,9 @@ def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes
     check_inside(experts, lambda name: is_below(name, wrapped) and not is_below(name, ignored))
 
 
-_ABOUT_KEYS = re.compile(r"unexpected keyword|required positional argument|have to specify|must specify|pass either")
+_ABOUT_KEYS = re.compile(
+    r"unexpected keyword|required positional argument|multiple values for|have to specify|must specify"
+)
 """What a `forward` says of arguments that it lacks or does not know."""
 
 

@@ -85,18 +85,16 @@ def test_a_batch_of_different_numbers_of_tiles_gives_plain_transformers_loss(mad
     assert swapped != pytest.approx(sum(alone), rel=1e-10)
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_mm_train_reports_plain_transformers_loss(made: tuple[Path, Any], tmp_path: Path, packing: bool) -> None:
     folder, model = made
     dataset = data_set(folder)
     labels = sum(int((dataset[number]["labels"][1:] != -100).sum()) for number in range(4))
     expected = sum(plain_loss(folder, model, dataset, number) for number in range(4)) / labels
     config = tiny_config(folder)
-    config["data"]["dataset_param"]["basic_parameters"] |= {"packing": packing, "cutoff_len": 1024}
-    config["data"]["dataloader_param"]["drop_last"] = False
-    config["training"] |= {"train_iters": 1, "micro_batch_size": 1 if packing else 4, "save": str(tmp_path / "run")}
+    config["training"] |= {"train_iters": 1, "micro_batch_size": 4, "save": str(tmp_path / "run")}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    train.run(tmp_path / "run.yaml")
+    train.run(tmp_path / "run.yaml", packs=packing)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert next(line["loss"] for line in lines if "loss" in line) == pytest.approx(expected, rel=2e-5)
 

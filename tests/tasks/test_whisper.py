@@ -47,7 +47,7 @@ def make_run(folder: Path, **collate: Any) -> Path:
 
 def test_the_collator_is_that_of_the_processor(tmp_path: Path) -> None:
     path = make_run(tmp_path)
-    assert check.run(path).problems == []
+    assert check.run(path).findings == []
     assert train.run(path).iteration == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("loss", 0) > 0 for line in lines)
@@ -55,7 +55,7 @@ def test_the_collator_is_that_of_the_processor(tmp_path: Path) -> None:
 
 def test_check_refuses_a_collator_whose_batches_the_model_cannot_use(tmp_path: Path) -> None:
     path = make_run(tmp_path, model_name="llm_pretrain")
-    [problem] = check.run(path).problems
+    [problem] = check.run(path).findings
     assert "collate_param.model_name" in str(problem)
     with pytest.raises((MMError, TypeError, ValueError)):
         train.run(path)
