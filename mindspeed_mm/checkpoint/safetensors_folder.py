@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.json_file import read_json_object
 
 _STEMS = ("model", "diffusion_pytorch_model")
 """What transformers and diffusers call a model's weights, alone or as the stem of shards and index."""
@@ -142,12 +142,7 @@ def _unsafe_globals(file: Path) -> list[str]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelFolderError(
-            f"is not a valid index: {error}", where=str(index), way_out="Copy the index file again."
-        ) from error
+    weight_map = read_json_object(index, ModelFolderError, way_out="Copy the index file again.").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelFolderError(
             "weight_map is not a table of key to file", where=str(index), way_out="Copy the index file again."

@@ -12,6 +12,7 @@ from mindspeed_mm.core.errors import MachineError, MMError, UsageError
 _WAYS_OUT = {
     errno.EACCES: "Ask its owner for the right, or work as the user who made it.",
     errno.EPERM: "Ask its owner for the right, or work as the user who made it.",
+    errno.EISDIR: "Put the folder aside: a file belongs in its place.",
     errno.EROFS: "The file system is read-only: choose another place.",
     errno.ENOSPC: "Make room, or choose another place.",
     errno.EDQUOT: "Make room, or choose another place.",

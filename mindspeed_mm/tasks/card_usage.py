@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.tasks.export_contents import ContentKind
 
 _HERE = "path/to/this/folder"
@@ -60,7 +61,7 @@ def _of_model(folder: Path) -> Usage:
 
 
 def _of_generator(kind: ContentKind, model_folder: Path) -> Usage:
-    index = json.loads((model_folder / "model_index.json").read_text(encoding="utf-8"))
+    index = read_json_object(model_folder / "model_index.json", ModelFolderError)
     name, transformer = str(index.get("_class_name", "")), str((index.get("transformer") or ["", ""])[1])
     is_video = "Video" in name or "3D" in transformer
     tag = _TAGS["ImageToVideo" if "ImageToVideo" in name else "Video" if is_video else "Image"]

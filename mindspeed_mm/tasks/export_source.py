@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+
+NAME_MODEL = "Name the folder with its config.json and tokenizer: --model FOLDER."
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,13 @@ def resolve_source(source: Path, step: int | None, model_folder: Path | None) ->
 def noted_model(run: Path) -> Path | None:
     """The model folder that a run's record names; None when it names none."""
     record = RunFolder(run).run_json
-    name = json.loads(record.read_text()).get("model_name_or_path") if record.exists() else None
+    if not record.exists():
+        return None
+    name = read_json_object(record, CheckpointError, way_out=NAME_MODEL).get("model_name_or_path")
+    if name is not None and not isinstance(name, str):
+        raise CheckpointError(
+            f"{name!r:.80} is no folder", where=str(record), key="model_name_or_path", way_out=NAME_MODEL
+        )
     return Path(name) if name is not None else None
 
 
@@ -74,8 +82,8 @@ def _started_from(checkpoint: CommittedCheckpoint, folder: RunFolder | None) -> 
     if found is None:
         raise CheckpointError(
             "does not say which model it was trained from",
-            where=str(checkpoint.path),
-            way_out="Name the folder with its config.json and tokenizer: --model FOLDER.",
+            where=str(folder.run_json if folder is not None else checkpoint.path),
+            way_out=NAME_MODEL,
         )
     if not found.is_dir():
         raise ModelFolderError(

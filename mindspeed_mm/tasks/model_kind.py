@@ -21,7 +21,7 @@ def _started_from(run: Path) -> Path | None:
     """The model folder that a run names."""
     try:
         facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     name = facts.get("model_name_or_path") if isinstance(facts, dict) else None
     return Path(name) if isinstance(name, str) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.tasks.report_samples import Round, read_rounds
 
 Record = dict[str, Any]
@@ -97,10 +97,4 @@ def _latest_by_step(records: list[Record]) -> list[Record]:
 
 
 def _read_object(path: Path) -> Record:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"broken JSON: {error}", where=str(path)) from error
-    return value if isinstance(value, dict) else {}
+    return read_json_object(path, DataError, way_out="Put it aside to report without it.") if path.exists() else {}

@@ -98,7 +98,7 @@ def _findings(results: Record) -> list[str]:
 def _subtitle(run: RunData) -> str:
     facts = run.facts
     parts = [facts.get("model_class"), facts.get("device"), facts.get("platform")]
-    if "started" in facts:
+    if isinstance(facts.get("started"), int | float):
         parts.insert(0, time.strftime("%Y-%m-%d %H:%M", time.localtime(facts["started"])))
     return " · ".join(str(part) for part in parts if part)
 

@@ -13,6 +13,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_writing import copy_plain
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
 from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
@@ -103,7 +104,7 @@ def component_folders(source: Path) -> Iterator[Path]:
     Raises:
         ModelFolderError: One of them is not there.
     """
-    index = json.loads((source / INDEX).read_text(encoding="utf-8"))
+    index = read_json_object(source / INDEX, ModelFolderError)
     for name, entry in index.items():
         is_present = isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
         if not is_present or name == TRANSFORMER:

@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -183,10 +184,4 @@ def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ModelFolderError(f"is not JSON: {error}", where=str(path)) from error
-    return content if isinstance(content, dict) else {}
+    return read_json_object(path, ModelFolderError) if path.exists() else {}

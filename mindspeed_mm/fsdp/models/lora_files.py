@@ -21,6 +21,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.models.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.lora_names import INITIAL, MAGNITUDE, LoraReport, adapter_weight, lora_of
 from mindspeed_mm.fsdp.models.share import first_names, whole_of
@@ -292,7 +293,7 @@ def _weights_file(path: Path, key: str) -> Path:
 
 
 def _peft_settings_of(config: Path) -> dict[str, Any]:
-    settings = _parsed(config.read_text(encoding="utf-8"), config)
+    settings = read_json_object(config, ModelFolderError, key=_KEY)
     if settings.get("peft_type") != "LORA":
         raise ModelFolderError(
             f"'{settings.get('peft_type')}' adapters, only LORA can be loaded", where=str(config), key="peft_type"

@@ -6,7 +6,6 @@ its own for the model.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.utils.plugin_import import hash_of_files
 
@@ -54,14 +54,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelFolderError(
             "no config.json here", where=str(folder), key=_KEY, way_out="Use a folder with a model's config.json."
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    config = read_json_object(path, ModelFolderError)
+    if not isinstance(model_type := config.get("model_type"), str | None):
         raise ModelFolderError(
-            f"is not valid JSON: {error}", where=str(path), way_out="Copy the file again."
-        ) from error
-    if not isinstance(config, dict):
-        raise ModelFolderError("is not a table of settings", where=str(path), way_out="Copy the file again.")
+            f"{model_type!r:.80} is no model type", where=str(path), key="model_type", way_out="Copy the file again."
+        )
     _check_keys(config, path)
     return config
 
@@ -133,7 +130,7 @@ def folder_warnings(folder: Path, *, trust_remote_code: bool = False) -> list[st
 
     found = []
     path = folder / "config.json"
-    is_native = path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("model_type") in CONFIG_MAPPING
+    is_native = path.is_file() and read_json_object(path, ModelFolderError).get("model_type") in CONFIG_MAPPING
     if (code := _code_files(folder)) and (is_native or not trust_remote_code):
         found.append(f"{folder}: {', '.join(path.name for path in code)}: not run, the class of transformers is used")
     by_name = defaultdict(list)

@@ -10,6 +10,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def load_processor(
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False, **options)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         if not (trust_remote_code and "trust_remote_code" in str(error)):
-            raise _unreadable(folder, error) from error
+            raise _broken_file(folder) or _unreadable(folder, error) from error
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=True, **options)
     _check_padding(processor, folder)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
@@ -173,6 +174,21 @@ def _check_padding(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
             key="pad_token",
             way_out='Add "pad_token" to tokenizer_config.json, for example the end-of-text token.',
         )
+
+
+def _broken_file(folder: Path) -> ModelFolderError | None:
+    """The error about the file of the folder that is no JSON, where one is: libraries do not say which they read."""
+    names = [*_PROCESSOR_FILES, *_TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"]
+    for path in (folder / name for name in ("config.json", *names) if name.endswith(".json")):
+        if not path.exists():
+            continue
+        try:
+            content = read_json_object(path, ModelFolderError)
+        except ModelFolderError as error:
+            return error
+        if path.name == "config.json" and not isinstance(content.get("model_type"), str):
+            return ModelFolderError("names no model type", where=str(path), key="model_type")
+    return None
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelFolderError:

@@ -7,7 +7,6 @@ package names it.
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
@@ -307,14 +307,6 @@ def absent_component(folder: Path) -> ModelFolderError:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object out of a model folder. Raises `ModelFolderError` when it is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelFolderError("is not there", where=str(path), way_out="Copy the model folder again.") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFolderError(
-            f"is not valid JSON: {error}", where=str(path), way_out="Copy the file again."
-        ) from error
-    if not isinstance(content, dict):
-        raise ModelFolderError("is not a table of settings", where=str(path), way_out="Copy the file again.")
-    return content
+    if not path.exists():
+        raise ModelFolderError("is not there", where=str(path), way_out="Copy the model folder again.")
+    return read_json_object(path, ModelFolderError)

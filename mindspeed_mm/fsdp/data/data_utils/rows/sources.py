@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
 
@@ -223,10 +223,4 @@ def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:
 def _read_info(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"broken JSON: {error}", where=str(path)) from error
-    if not isinstance(info, dict):
-        raise DataError("is not an object of data sets", where=str(path))
-    return info
+    return read_json_object(path, DataError, way_out="It lists data sets by name.")
