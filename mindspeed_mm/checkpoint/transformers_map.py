@@ -94,8 +94,7 @@ def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rule
         PrefixChange,
         WeightConverter,
         WeightRenaming,
-        apply_converters,
-        apply_renamings,
+        rename_source_key,
     )
 
     used = getattr(model, "_weight_conversions", None)
@@ -106,9 +105,9 @@ def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rule
     renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
 
-    steps = _steps(model, tensors, lambda key: apply_converters(key, converters), converters)
+    steps = _steps(model, tensors, lambda key: rename_source_key(key, [], converters), converters)
     return [
-        Step(step.sources, {apply_renamings(key, renamings): tensor for key, tensor in step.targets.items()})
+        Step(step.sources, {rename_source_key(key, renamings, [])[0]: tensor for key, tensor in step.targets.items()})
         for step in steps
     ]
 

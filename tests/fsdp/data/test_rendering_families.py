@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import wave
 from collections.abc import Callable
@@ -338,9 +339,10 @@ def test_special_tokens_of_rows_are_text_where_that_is_asked_for(
     parts = (
         chat if tokenizer is processor else [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in chat]
     )
-    expected = processor.apply_chat_template(parts, tokenize=True, return_dict=True, sanitize_control_tokens=True)
-    expected = expected["input_ids"]
-    assert encoded["input_ids"].tolist() == (expected[0] if isinstance(expected[0], list) else expected)
+    if "sanitize_control_tokens" in inspect.signature(processor.apply_chat_template).parameters:  # not in 5.17
+        expected = processor.apply_chat_template(parts, tokenize=True, return_dict=True, sanitize_control_tokens=True)
+        expected = expected["input_ids"]
+        assert encoded["input_ids"].tolist() == (expected[0] if isinstance(expected[0], list) else expected)
     first, last = trained(tokenizer, encoded)
     assert first.endswith(
         f"{chat[1]['content']}{tokenizer.decode(encoded['input_ids'][encoded['labels'] >= 0][-1:])}"

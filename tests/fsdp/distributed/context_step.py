@@ -33,6 +33,7 @@ from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
+from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.models.spec import resolve_spec
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.optimizer.clip_grad import grad_norm
@@ -78,6 +79,8 @@ def load(folder: str, attention: str | None = None) -> nn.Module:
     model = CLASSES[config.model_type].from_pretrained(folder, dtype=torch.float64, attn_implementation=name).train()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products have no fp64
+    if name == register_attention():
+        apply_packed_rows(model)  # as training does: towers are not told the text's borders
     return model
 
 

@@ -155,6 +155,23 @@ def test_a_state_that_runs_on_is_seen() -> None:
         compare_steps(one_by_one("qwen3_5"), packed("qwen3_5", prepare=without_borders), 1e-10)
 
 
+@pytest.mark.edge("F3")
+def test_a_tower_is_not_told_the_texts_borders() -> None:
+    """Qwen3-VL hands on what it is given beside its own arguments."""
+    told: list[set[str]] = []
+
+    def watch(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        told.append(set(kwargs))
+
+    def watched(model: Any) -> None:
+        apply_packed_rows(model)
+        model.model.visual.register_forward_pre_hook(watch, with_kwargs=True)
+
+    packed("qwen3_vl", prepare=watched)
+    assert told and not any(keys & set(packed_rows.BORDER_KEYS) for keys in told)
+
+
+@pytest.mark.edge("F3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "part", "left_out"),

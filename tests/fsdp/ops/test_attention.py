@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.ops import attention
 from mindspeed_mm.fsdp.ops.attention import AttentionError, register_attention, varlen_attention, varlen_mask
 from tests.helpers.parity import ParityError, compare_steps, record_step
@@ -111,6 +112,7 @@ def one_by_one(folder: Path) -> dict[str, Any]:
 
 def packed(folder: Path, borders: Sequence[int] | None = None) -> dict[str, Any]:
     model = load(folder, register_attention())
+    apply_packed_rows(model)
     return run(model, [pack(model, make_documents(model.config), borders)])
 
 

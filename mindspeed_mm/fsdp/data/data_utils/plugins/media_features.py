@@ -128,13 +128,28 @@ class TokenMarks:
         return np.asarray(self._processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int32)
 
 
+def tells_replacements(processor: Any) -> bool:
+    """Whether a processor says what takes a placeholder's place. The omni models' do not in transformers 5.17."""
+    return _owner_of(processor, "replace_video_token") != "ProcessorMixin"
+
+
+def defaults_of(processor: Any, part: str) -> dict[str, Any]:
+    """What a processor tells its tokenizer or the processor of a kind of media, where nobody says otherwise.
+
+    Args:
+        processor: The model's processor.
+        part: `text_kwargs`, `videos_kwargs` and so on.
+    """
+    own = getattr(processor, part, None)
+    if own is not None:
+        return dict(own)
+    return dict(getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {}).get(part, {}))
+
+
 def _asks_for_marks(processor: Any) -> bool:
-    """transformers says it on the processor; before 5.23, among the defaults of the processor's arguments."""
+    """transformers says it on the processor; 5.17 among what it tells the tokenizer."""
     told = getattr(processor, "return_mm_token_type_ids", None)
-    if told is not None:
-        return bool(told)
-    defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", {})
-    return bool(defaults.get("text_kwargs", {}).get("return_mm_token_type_ids"))
+    return bool(defaults_of(processor, "text_kwargs").get("return_mm_token_type_ids") if told is None else told)
 
 
 def _name_of_marks(processor: Any) -> str:

@@ -24,6 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import (
     TokenMarks,
     no_such_media,
     placeholders_of,
+    tells_replacements,
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
@@ -101,12 +102,10 @@ class ProcessorPlugin:
         what = f"a video of {len(clip.frames)} frames of {clip.frames.shape[2]} × {clip.frames.shape[1]}"
         inputs: dict[str, Any] = {"videos_kwargs": self._video_options(clip.header)}
         if clip.sound is not None:
-            inputs |= {
-                "audio": [clip.sound.samples],
-                "audio_kwargs": {"sampling_rate": clip.sound.rate},
-                "audio_from_video_indices": [0],
-                "load_audio_from_video": True,
-            }
+            inputs |= {"audio": [clip.sound.samples], "audio_kwargs": {"sampling_rate": clip.sound.rate}}
+            inputs |= {"audio_from_video_indices": [0], "load_audio_from_video": True}
+            if not tells_replacements(self._processor):
+                inputs = self._in_older_words(inputs)
         made = self._asked("video", clip.frames, what, **inputs)
         if clip.sound is not None:
             self._check_window(clip.sound, made.tensors)
@@ -160,13 +159,21 @@ class ProcessorPlugin:
 
     # --- the processor -----------------------------------------------------------------------------------------------
 
-    def _asked(self, kind: MediaKind, item: Any, what: str, **inputs: Any) -> MediaFeatures:
+    def _in_older_words(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A video with its sound, as the processors of transformers 5.17 take it: with the marks around it."""
+        inputs = {name: value for name, value in inputs.items() if not name.endswith(("_indices", "_from_video"))}
+        inputs["videos_kwargs"] |= {"use_audio_in_video": True}
+        return inputs | {"around": (self._processor.vision_bos_token, self._processor.vision_eos_token)}
+
+    def _asked(
+        self, kind: MediaKind, item: Any, what: str, around: tuple[str, str] = ("", ""), **inputs: Any
+    ) -> MediaFeatures:
         """Call the processor with one item and its placeholder."""
         if kind not in self.placeholders:
             raise no_such_media(kind)
         try:
             made = self._processor(
-                text=[self.placeholders[kind].text],
+                text=[self.placeholders[kind].text.join(around)],
                 return_text_replacement_offsets=True,
                 return_tensors="pt",
                 **{_ARGUMENTS[kind]: [item]},
@@ -174,7 +181,7 @@ class ProcessorPlugin:
             )
         except (ValueError, RuntimeError) as error:
             raise DataError(f"the processor refuses {what}: {error}", way_out="Drop the row.") from error
-        replacement = self._written(made)
+        replacement = self._written(made).removeprefix(around[0]).removesuffix(around[1])
         tensors = {name: value for name, value in made.items() if name not in _TEXT_KEYS | _COUNTS}
         return self._features(kind, replacement, tensors)
 
@@ -182,7 +189,7 @@ class ProcessorPlugin:
         """What a processor wrote in the place of the only placeholder."""
         if "text_replacement_offsets" in made:
             return made["text_replacement_offsets"][0][0]["replacement"]
-        # Qwen's processors that hear do not tell it before transformers 5.23; the text is nothing else.
+        # The omni models' processors do not tell it in transformers 5.17; the text is nothing else.
         return self._tokenizer.decode(made["input_ids"][0])
 
     def _features(self, kind: MediaKind, replacement: str, tensors: dict[str, Any]) -> MediaFeatures:

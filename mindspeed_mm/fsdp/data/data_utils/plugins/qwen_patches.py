@@ -16,8 +16,11 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import defaults_of
 
 _IMAGE_PROCESSORS = frozenset({"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"})
+_OF_SOUND = frozenset({"seconds_per_chunk", "position_id_per_seconds", "use_audio_in_video"})
+"""What the omni models' processors are told beside their videos, in transformers 5.17: it leaves the frames alone."""
 _KEY = "data.dataset_param.preprocess_parameters"
 
 Resize = Callable[[int, int, int], tuple[int, int]]
@@ -128,7 +131,7 @@ def build_image_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
         preprocess: `preprocess_parameters`: the pixel limits narrow those of the processor.
     """
     images: Any = getattr(processor, "image_processor", None)
-    if type(images).__name__ not in _IMAGE_PROCESSORS or not getattr(processor, "image_token_id", None):
+    if type(images).__name__ not in _IMAGE_PROCESSORS or not getattr(processor, "image_token", None):
         return None
     if not _does_all_steps(images):
         return None
@@ -148,7 +151,7 @@ def build_video_grid(processor: Any, preprocess: Any) -> PatchGrid | None:
     build_target = {"Qwen2VLVideoProcessor": _frame_target, "Qwen3VLVideoProcessor": _clip_target}.get(
         type(videos).__name__
     )
-    own = dict(getattr(processor, "videos_kwargs", {}))  # what the processor tells its video processor
+    own = {name: value for name, value in defaults_of(processor, "videos_kwargs").items() if name not in _OF_SOUND}
     if build_target is None or not _does_all_steps(videos) or getattr(videos, "cap_pixels_per_frame", None):
         return None
     if set(own) - {"size", "return_metadata"}:

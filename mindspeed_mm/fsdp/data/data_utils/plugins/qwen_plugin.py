@@ -11,7 +11,7 @@ from PIL import Image
 
 from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import ImageHeader
 from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import ClipHeader, VideoClip
-from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures
+from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, MediaFeatures, tells_replacements
 from mindspeed_mm.fsdp.data.data_utils.plugins.processor_plugin import ProcessorPlugin, video_metadata
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import PatchGrid, build_image_grid, build_video_grid
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
@@ -99,6 +99,8 @@ class QwenVLPlugin(ProcessorPlugin):
         return self._processor.replace_video_token(inputs, 0, load_audio_from_video=False)
 
     def _is_run_of_tokens(self, grid: PatchGrid) -> bool:
+        if not tells_replacements(self._processor):
+            return True
         deep, merge = grid.temporal_patch_size, grid.merge_size
         least = ClipHeader(1, 1, tuple(range(deep)), 1.0, deep)
         return self._replacement((1, merge, merge), least) == self.placeholders["video"].text
