@@ -67,5 +67,7 @@ def _as_text(result: task.CheckResult) -> str:
     lines += [f"  note: {note}" for note in result.notes]
     if result.passed:
         lines.append(f"  passed: {', '.join(result.passed)}")
-    lines += [f"  skipped: {stage}, which needs {need}" for stage, need in result.skipped.items()]
+    for cause in dict.fromkeys(result.skipped.values()):
+        stages = [stage for stage, need in result.skipped.items() if need == cause]
+        lines.append(f"  skipped until {cause} passes: {', '.join(stages)}")
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import PRECISIONS
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def as_text(found: FlopsReport) -> str:
     """A table and what it adds up to."""
     what = ", ".join(f"{rows:,.0f} {name}" for name, rows in found.lengths.items())
     lines = [
-        f"{found.model}: {found.parameters / 1e9:.3f} B parameters, {found.trained / 1e9:.3f} B trained",
+        f"{found.model}: {short_count(found.parameters)} parameters, {short_count(found.trained)} trained",
         f"a step of {found.samples:,} sample{'s' if found.samples > 1 else ''}: {what}",
         "",
         *_table(found),

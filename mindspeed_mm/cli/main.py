@@ -7,6 +7,7 @@ bug and says so.
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -71,7 +72,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs without importing them."""
-        with formatter.section("Verbs"):
+        with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
     def resolve_command(
@@ -80,7 +81,7 @@ class LazyGroup(click.Group):
         """Find the verb, or say which one is near."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             hint = did_you_mean(args[0], VERBS)
-            ctx.fail(f"'{args[0]}' is no verb. {hint}Verbs: {', '.join(VERBS)}.")
+            ctx.fail(f"unknown command '{args[0]}'. {hint}Commands: {', '.join(VERBS)}.")
         return super().resolve_command(ctx, args)
 
 
@@ -118,6 +119,7 @@ def run(arguments: Sequence[str]) -> int:
     # Nothing is downloaded or reported unless asked; set here, before any verb imports a Hugging Face library.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    _quiet_libraries()
     warnings.formatwarning = _format_warning
     words = [word for word in arguments if word != "--traceback"]
     with_traceback = len(words) < len(arguments) or os.environ.get("MM_TRACEBACK") == "1"
@@ -145,6 +147,15 @@ def run(arguments: Sequence[str]) -> int:
         return _report(_describe_bug(error), ExitCode.BUG, with_traceback)
 
 
+def _quiet_libraries() -> None:
+    """Libraries log errors only and draw no bars over our lines; what they would say is an error of ours, or nobody's
+    business. Their own variables, where a person has set them, win."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' and diffusers' bars obey it too
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+
+
 _PACKAGE = Path(__file__).parents[1]
 _python_format = warnings.formatwarning
 
@@ -152,7 +163,10 @@ _python_format = warnings.formatwarning
 def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Our own warnings as a line, of the first rank alone; those of libraries as Python prints them."""
+    """Our own warnings as a line, of the first rank alone; those of libraries as Python prints them, but for what they
+    tell programmers about later versions."""
+    if issubclass(category, FutureWarning | DeprecationWarning) and not sys.warnoptions:
+        return ""
     if category is not UserWarning or not Path(filename).is_relative_to(_PACKAGE):
         return _python_format(message, category, filename, lineno, line)
     return f"warning: {message}\n" if os.environ.get("RANK", "0") == "0" else ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 
 def nearest(word: str, known: Iterable[str], most: int = 1, likeness: float = 0.6) -> list[str]:
@@ -15,3 +16,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`"Did you mean 'x'? "` with a trailing space, or an empty string when nothing is near."""
     found = nearest(word, known)
     return f"Did you mean '{found[0]}'? " if found else ""
+
+
+def near_path(path: Path, fits: Callable[[Path], bool] = Path.exists) -> Path | None:
+    """The entry beside a missing file or folder that was probably meant, or None.
+
+    Names are compared without their ending, which makes any two short names of one kind alike.
+
+    Args:
+        path: What is missing.
+        fits: What may be offered.
+    """
+    if not path.parent.is_dir():
+        return None
+    by_stem = {entry.stem.lower(): entry for entry in sorted(path.parent.iterdir()) if fits(entry)}
+    near = nearest(path.stem.lower(), by_stem, likeness=0.75)
+    return by_stem[near[0]] if near else None

@@ -45,7 +45,7 @@ class CheckResult:
     path: Path
     passed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Stage → the stage whose failure it waits for."""
+    """Stage → the failed stage that is the first cause of its being skipped."""
     findings: list[Finding] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -124,7 +124,7 @@ class _Check:
         """Run a stage unless one that it needs has not passed."""
         missing = [need for need in ((needs,) if isinstance(needs, str) else needs) if need not in self.result.passed]
         if missing:
-            self.result.skipped[name] = missing[0]
+            self.result.skipped[name] = self.result.skipped.get(missing[0], missing[0])
             return
         self.stage = name
         try:
@@ -135,10 +135,12 @@ class _Check:
             self.result.passed.append(name)
 
     def add(self, error: MMError) -> None:
-        """File every problem of an error that no earlier stage has told."""
+        """File every problem of an error that no earlier stage has told: who reads an absent path would repeat it."""
         located = self.config.locate(error.problems) if hasattr(self, "config") else error.problems
         known = {finding.problem for finding in self.result.findings}
-        found = [Finding(self.stage, problem, int(error.exit_code)) for problem in located if problem not in known]
+        absent = {finding.problem.key for finding in self.result.findings if finding.stage == "paths" != self.stage}
+        new = [problem for problem in located if problem not in known and problem.key not in absent]
+        found = [Finding(self.stage, problem, int(error.exit_code)) for problem in new]
         self.failed.add(self.stage)
         self.result.findings += found
 

@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.train.launched import (
     correct_ending,
     how_to_go_on,
 )
+from mindspeed_mm.fsdp.train.stop_signal import say_stopping
 from mindspeed_mm.tasks import rank_start
 from mindspeed_mm.tasks.agent import ending_within, meeting_place, quiet_agent
 
@@ -112,6 +113,7 @@ def _stopping(folder: LaunchFolder, stop_at_once: Any) -> Iterator[None]:
             raise stop_at_once("stopped at once", signal.SIGKILL)
         asked = True
         folder.ask_to_stop()
+        say_stopping()
 
     listening = [number for number in STOPPING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     previous: dict[int, Any] = {signal.SIGQUIT: signal.getsignal(signal.SIGQUIT)}  # the agent will change it

@@ -121,7 +121,7 @@ CASES = [
         r"run\.yaml: 2 problems\n.*:2:3 .*'tensor_parallel_size'\?\n.*:4:18 .*'bf61' is not .*Did you mean 'bf16'\?",
     ),
     # B. The command line
-    Case("B21 unknown verb", lambda folder: ["traim", "run.yaml"], r"'traim' is no verb\. Did you mean 'train'\?"),
+    Case("B21 unknown verb", lambda folder: ["traim", "run.yaml"], r"unknown command 'traim'\. Did you mean 'train'\?"),
     Case(
         "B21 override with dashes",
         yaml("model: {}\n", "--training.lrr=3"),

@@ -201,7 +201,21 @@ def test_printed(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{path}: ok"
     assert lines[1].startswith(f"  warning: {path}:2:12  training.save_steps")
-    assert lines[2] == f"  passed: {', '.join(ALL)}"
+    assert lines[-1] == f"  passed: {', '.join(ALL)}"
+
+
+@pytest.mark.edge("U5")
+def test_what_waits_for_one_cause_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(write(tmp_path, "training: {lr: x}\n"))]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"  skipped until configuration passes: {', '.join(ALL[1:])}"
+    assert sum("skipped" in line for line in lines) == 1
+
+
+@pytest.mark.edge("U5")
+def test_an_absent_model_folder_is_one_problem(tmp_path: Path) -> None:
+    path = make_tiny_run(tmp_path / "run", model={"model_name_or_path": "gone"})
+    assert [finding.stage for finding in check.run(path).findings] == ["paths"]
 
 
 def test_json(parts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def raising(error: BaseException) -> Any:
 
 def test_help_lists_every_verb_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--help"]) == 0
-    listed = re.findall(r"^  (\w+)  +\S", capsys.readouterr().out.partition("Verbs:")[2], re.MULTILINE)
+    listed = re.findall(r"^  (\w+)  +\S", capsys.readouterr().out.partition("Commands:")[2], re.MULTILINE)
     assert listed[: len(main.VERBS)] == list(main.VERBS)
 
 
@@ -142,6 +142,25 @@ def test_main_ends_the_process_with_the_code() -> None:
     with pytest.raises(SystemExit) as caught:
         main.main(["nonsense"])
     assert caught.value.code == 2
+
+
+@pytest.mark.edge("U5")
+def test_libraries_keep_quiet_before_our_output(tmp_path: Path) -> None:
+    code = (
+        "import warnings\n"
+        "from mindspeed_mm.cli import main\n"
+        "main.run(['--version'])\n"
+        "warnings.warn('of later versions', FutureWarning)\n"
+        "warnings.warn('of a library', UserWarning)\n"
+        "from transformers.utils import logging\n"
+        "logging.get_logger('transformers.any').warning('Model config')\n"
+        "list(logging.tqdm(range(3), desc='Loading weights'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0
+    said = done.stdout + done.stderr
+    assert "of a library" in said
+    assert not [word for word in ("of later versions", "Model config", "Loading weights") if word in said]
 
 
 HEAVY = ("torch", "transformers", "numpy", "datasets", "PIL")

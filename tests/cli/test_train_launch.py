@@ -32,7 +32,7 @@ from mindspeed_mm.fsdp.train.launched import (
 )
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.tasks import agent, rank_start
+from mindspeed_mm.tasks import agent, launcher, rank_start
 from mindspeed_mm.tasks.agent import told_meeting_place
 from mindspeed_mm.tasks.launcher import _last_words
 from tests.helpers.distributed import run_ranks
@@ -404,6 +404,21 @@ def handlers() -> Iterator[None]:
     assert before == {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.edge("U5")
+def test_the_first_signal_is_answered_at_once(
+    handlers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for launch, rank, answers in [(None, "0", True), (None, "1", False), (LaunchFolder(tmp_path), "0", False)]:
+        monkeypatch.setenv("RANK", rank)
+        with StopSignal(launch):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert ("stopping after this step" in capsys.readouterr().err) == answers
+    monkeypatch.setattr(launcher, "STOPPING_SIGNALS", (signal.SIGINT,))
+    with launcher._stopping(LaunchFolder(tmp_path), RuntimeError):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capsys.readouterr().err.count("stopping after this step") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])

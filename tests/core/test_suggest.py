@@ -1,6 +1,10 @@
 """Suggestions for mistyped words."""
 
-from mindspeed_mm.core.suggest import did_you_mean, nearest
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.core.suggest import did_you_mean, near_path, nearest
 
 
 def test_nearest_word_is_suggested() -> None:
@@ -14,3 +18,21 @@ def test_nothing_is_suggested_when_nothing_is_near() -> None:
 def test_likeness_can_be_asked_for() -> None:
     assert nearest("holderr", ["holder"], likeness=0.8) == ["holder"]
     assert nearest("holderr", ["mode"], likeness=0.8) == []
+
+
+@pytest.mark.edge("U5")
+@pytest.mark.parametrize(
+    ("missing", "offered"),
+    [
+        ("runs.yaml", "run.yaml"),
+        ("run.yml", "run.yaml"),
+        ("RUN.yaml", "run.yaml"),
+        ("rows.yaml", None),
+        ("a.yaml", None),
+    ],
+)
+def test_only_near_files_are_offered(missing: str, offered: str | None, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    assert near_path(tmp_path / missing) == (tmp_path / offered if offered else None)
+    assert near_path(tmp_path / missing, Path.is_dir) is None
+    assert near_path(tmp_path / "gone" / missing) is None

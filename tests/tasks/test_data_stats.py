@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.tasks.data import stats
 from mindspeed_mm.tasks.data.histogram import histogram, percentiles
 from mindspeed_mm.tasks.data.page import stats_page
-from mindspeed_mm.tasks.data.paint import Paint
+from mindspeed_mm.tasks.data.paint import Paint, bars
 from mindspeed_mm.tasks.data.stats import DataStats, Packing, packing_at, padded_fill
 from mindspeed_mm.tasks.data.words import stats_lines
 from tests.tasks.data_rows import add_rows, basics, conversation, make_run
@@ -117,6 +117,13 @@ class TestHistogram:
             assert rows == sum(low <= value < high for value in values)
         assert [a.high for a in bins[:-1]] == [b.low for b in bins[1:]]
         assert len(bins) <= 24
+
+    @pytest.mark.edge("U5")
+    def test_a_terminal_shows_few_ranges(self) -> None:
+        shown = bars("tokens", histogram(list(range(24, 38))), Paint(colour=False))
+        assert len(shown) - 2 <= 8
+        shown = bars("patches", histogram([16] * 8 + [32] * 8), Paint(colour=False))
+        assert [line.split()[0] for line in shown[2:]] == ["16–17", "18–31", "32–33"]
 
     def test_none(self) -> None:
         assert histogram([]) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.core.suggest import near_path
 from mindspeed_mm.fsdp.checkpoint import layout
 
 FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
@@ -45,10 +45,9 @@ def _holds_megatron(path: Path) -> bool:
 
 def _not_a_folder(path: Path) -> CheckpointError:
     what = "is a file, not a folder" if path.exists() else "is not there"
-    siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-    return CheckpointError(
-        what, where=str(path), way_out=f"{did_you_mean(path.name, siblings)}Give a folder on this machine."
-    )
+    near = near_path(path, Path.is_dir)
+    hint = f"Did you mean '{near.name}'? " if near is not None else ""
+    return CheckpointError(what, where=str(path), way_out=f"{hint}Give a folder on this machine.")
 
 
 def _unknown(path: Path) -> CheckpointError:

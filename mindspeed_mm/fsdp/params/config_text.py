@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.suggest import nearest
+from mindspeed_mm.core.suggest import near_path
 
 MOST_BYTES = 1_000_000
 
@@ -17,9 +17,8 @@ def read_config_text(path: Path) -> str:
         ConfigError: Not there, a folder, unreadable, above 1 MB, not UTF-8, or holding NUL bytes.
     """
     if not path.exists():
-        siblings = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        near = nearest(path.name, siblings)
-        hint = f"Did you mean '{path.parent / near[0]}'?" if near else f"Working directory: {Path.cwd()}."
+        near = near_path(path, lambda entry: entry.suffix in (".yaml", ".yml"))
+        hint = f"Did you mean '{near}'?" if near is not None else f"Working directory: {Path.cwd()}."
         raise ConfigError("no such file", where=str(path), way_out=hint)
     if path.is_dir():
         raise ConfigError("a folder, not a file", where=str(path), way_out="Name the YAML file in it.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
 from mindspeed_mm.core.run_ownership import check_run_folder
-from mindspeed_mm.core.suggest import nearest
+from mindspeed_mm.core.suggest import near_path
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.unbuilt import value_at
 
@@ -69,10 +69,9 @@ def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MM
 
 
 def _where_else(path: Path) -> str:
-    parent = path.parent
-    near = nearest(path.name, [entry.name for entry in parent.iterdir()]) if parent.is_dir() else []
-    if near:
-        return f"Did you mean '{parent / near[0]}'?"
-    if not path.is_absolute() and len(path.parts) == 2 and not parent.exists():
+    near = near_path(path.expanduser())
+    if near is not None:
+        return f"Did you mean '{near}'?"
+    if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():
         return "If this is a name on a model hub: download it first and name the local folder."
     return f"Working directory: {Path.cwd()}."

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
@@ -60,8 +61,8 @@ def _model(config: ResolvedConfig, assembled: Assembled) -> str:
     trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
     dtype = config.arguments.parallel.fsdp_plan.param_dtype or "fp32"
     return (
-        f"{type(assembled.model).__name__.removeprefix('FSDP')}, {parameters / 1e6:.2f} M parameters "
-        f"({trainable / 1e6:.2f} M trained), {dtype}, attention {assembled.attention}{_weights(assembled.loaded)}"
+        f"{type(assembled.model).__name__.removeprefix('FSDP')}, {short_count(parameters)} parameters "
+        f"({short_count(trainable)} trained), {dtype}, attention {assembled.attention}{_weights(assembled.loaded)}"
     )
 
 

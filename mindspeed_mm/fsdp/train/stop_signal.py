@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -66,9 +67,21 @@ class StopSignal:
         now = time.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
+            if self._launch is None and os.environ.get("RANK", "0") == "0":  # a launcher answers for its ranks
+                say_stopping()
         elif now - self._signalled_at > self._same_wish_s:
             if self._raises:
                 raise KeyboardInterrupt
             if self._record_end is not None:
                 self._record_end("stopped", STOPPED_AT_ONCE)
             os._exit(STOPPED_AT_ONCE)
+
+
+def say_stopping() -> None:
+    """Answer the first signal at once: a step may take minutes."""
+    text = "stopping after this step; once more (Ctrl-C) to stop at once"
+    start = "\n" if sys.stderr.isatty() else ""  # a terminal has written ^C
+    try:
+        print(start + text, file=sys.stderr, flush=True)
+    except RuntimeError:  # the signal came while the same stream was being written to
+        os.write(2, f"{text}\n".encode())

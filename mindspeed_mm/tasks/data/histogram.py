@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_MOST_BINS = 14
+_MOST_BINS = 10
 _WIDE = 20
 """From this ratio of the largest to the smallest value on, ranges grow with the values."""
 

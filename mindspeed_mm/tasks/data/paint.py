@@ -66,7 +66,7 @@ def bars(title: str, found: Sequence[Bin], paint: Paint, mark: int | None = None
         return []
     most, width = max(each.rows for each in found), len(f"{found[-1].high - 1:,}")
     lines = ["", paint.head(title)]
-    for each in found:
+    for each in _joined_where_empty(found):
         filled = "█" * round(_BAR_CHARACTERS * each.rows / most) or ("▏" if each.rows else "")
         place = (
             f"{each.low:>{width},}–{each.high - 1:<{width},}" if each.high - each.low > 1 else f"{each.low:>{width},}"
@@ -74,3 +74,14 @@ def bars(title: str, found: Sequence[Bin], paint: Paint, mark: int | None = None
         pointer = paint.odd("  ← cutoff_len") if mark is not None and each.low <= mark < each.high else ""
         lines.append(f"  {place:<{2 * width + 1}}  {filled:<{_BAR_CHARACTERS}} {each.rows:,}{pointer}")
     return lines
+
+
+def _joined_where_empty(found: Sequence[Bin]) -> list[Bin]:
+    """The ranges, those without rows joined to one where they stand side by side."""
+    joined: list[Bin] = []
+    for each in found:
+        if joined and not each.rows and not joined[-1].rows:
+            joined[-1] = joined[-1]._replace(high=each.high)
+        else:
+            joined.append(each)
+    return joined

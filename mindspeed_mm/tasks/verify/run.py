@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.core.errors import ConfigError, DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
@@ -110,7 +111,7 @@ def _first_that_runs(job: Job, candidates: Sequence[Candidate]) -> tuple[TrainEn
 def _describe(engine: TrainEngine, full: bool) -> str:
     count = sum(parameter.numel() for parameter in engine.model.parameters())
     name = type(engine.model).__name__.removeprefix("FSDP")
-    return f"{name}, {count / 1e6:.2f} M parameters{'' if full else ', made small (--full takes the real one)'}"
+    return f"{name}, {short_count(count)} parameters{'' if full else ', made small (--full takes the real one)'}"
 
 
 # --- as planned -------------------------------------------------------------------------------------------------------
