@@ -32,6 +32,8 @@ Config = PathLike | Mapping[str, Any] | None
 Sections = Mapping[str, Any] | None
 
 _BASIC = ("data", "dataset_param", "basic_parameters")
+_IN_MEMORY = "(given in Python)"
+_SEE_INFER = "See help(mm.infer)."
 
 
 def train(
@@ -85,10 +87,14 @@ def train(
         MMError: Anything that a person can act on. `StoppedAfterSave` after Ctrl-C.
     """
     _refuse(unknown)
+    from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+
+    ensure_torchvision()
     sections = _sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
     sections |= _sections(inference=inference)
     module, named = _model(model)
     words = [sections | named, *overrides]
+    hooks = _callbacks(callbacks)
     from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
     from mindspeed_mm.tasks.run_view import RecordsInMemory
     from mindspeed_mm.tasks.train import collecting_later
@@ -104,9 +110,9 @@ def train(
     with ExitStack() as stack, collecting_later():
         words, objects = _with_objects(_given(config), words, module, (rows, val_rows), processor, stack)
         kept = RecordsInMemory()
-        trainer = Trainer(_resolved(_given(config), words), options, callbacks, given=objects, trackers=[kept])
+        trainer = Trainer(_resolved(_given(config), words), options, hooks, given=objects, trackers=[kept])
         engine = trainer.train()
-    return _run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else module)
+    return _run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else None)
 
 
 def check(
@@ -171,12 +177,16 @@ def infer(
 
     folder = _path(model)
     adapters = Path(lora) if lora is not None else None
+    _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
     with TemporaryDirectory(prefix="mm-") as name:
-        pictures = tuple(_picture(image, Path(name), number) for number, image in enumerate(images))
+        listed = images if isinstance(images, list | tuple) else [images]
+        pictures = tuple(_picture(image, Path(name), number) for number, image in enumerate(listed))
         if is_generator(folder):
             return _draw(folder, prompt, pictures, out, adapters, overwrite, sampling | _given_size(batch_size))
         if sampling:
-            raise UsageError("goes with image and video generators", where=str(folder), key=next(iter(sampling)))
+            raise UsageError(
+                "is no argument for a language model", where=str(folder), key=next(iter(sampling)), way_out=_SEE_INFER
+            )
         from mindspeed_mm.tasks import infer as task
 
         if (prompt is None) == (rows is None):
@@ -235,6 +245,7 @@ def evaluate(
     """
     from mindspeed_mm.tasks import evaluate as task
 
+    _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
     with TemporaryDirectory(prefix="mm-") as name:
         return task.run(
             _path(model),
@@ -301,6 +312,19 @@ def _sections(**sections: Sections) -> dict[str, Any]:
         if values is not None:
             found[name] = values
     return found
+
+
+def _callbacks(callbacks: Any) -> Sequence[Any]:
+    """Functions and hooks; one alone may be given without a list."""
+    from mindspeed_mm.fsdp.train.train_engine import Hook
+
+    listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    for one in listed:
+        if not (isinstance(one, Hook) or callable(one)):
+            raise UsageError(
+                f"{one!r} cannot be called", key="callbacks", way_out="Give functions of a step's result, or mm.Hook."
+            )
+    return listed
 
 
 def _refuse(unknown: Mapping[str, Any]) -> None:
@@ -372,12 +396,17 @@ def _with_objects(
     """
     from mindspeed_mm.fsdp.train.trainer import GivenObjects
 
+    own_sets = [is_data_set(one) for one in rows if one is not None]
+    if any(own_sets) and not all(own_sets):
+        raise UsageError("is of another kind than rows", key="val_rows", way_out="Give both as rows, or as data sets.")
     folder = _folder_for_objects(given, words, stack)
-    train_set, train_file = _rows(rows[0], folder, "train")
-    validation_set, validation_file = _rows(rows[1], folder, "validation")
+    train_set, validation_set = rows if any(own_sets) else (None, None)
+    train_file, validation_file = (None, None) if any(own_sets) else _row_paths(rows, folder)
     words = [_row_files(train_file, validation_file, folder), *words]
+    if validation_set is not None:
+        words = [_nested(_BASIC, {"val_dataset": _IN_MEMORY, "val_rate": None}), *words]
     if module is not None:
-        words = [_folder_of(module, processor, folder, given, words), *words]
+        words = [_folder_of(module, processor, folder, given, words, reads_rows=not any(own_sets)), *words]
     return words, GivenObjects(module, train_set, validation_set)
 
 
@@ -398,21 +427,32 @@ def _folder_for_objects(given: Path | Mapping[str, Any], words: Sequence[Any], s
     def folder() -> Path:
         if not made:
             save = _value(given, words, "training.save")
+            if save:
+                from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
+
+                check_run_folder(Path(save), given if isinstance(given, Path) else None)
+                mark_run_folder(Path(save))  # before anything is put there
             made.append(Path(save) if save else Path(stack.enter_context(TemporaryDirectory(prefix="mm-run-"))))
         return made[0]
 
     return folder
 
 
-def _rows(rows: Any, folder: Callable[[], Path], name: str) -> tuple[Any, Path | None]:
-    """(a data set of the caller's own, a file of rows)."""
-    if rows is None or isinstance(rows, str | os.PathLike):
-        return None, None if rows is None else Path(rows)
-    if hasattr(rows, "collate_fn") or hasattr(rows, "build_collator"):
-        return rows, None
-    from mindspeed_mm.tasks.given_rows import write_rows
+def is_data_set(rows: Any) -> bool:
+    """Whether rows are a data set of the caller's own, with samples and a way to collate them."""
+    return hasattr(rows, "collate_fn") or hasattr(rows, "build_collator")
 
-    return None, write_rows(rows, folder() / "rows", name)
+
+def _row_paths(rows: tuple[Any, Any], folder: Callable[[], Path]) -> tuple[Path | None, Path | None]:
+    """The files of rows for training and for validation; those in memory are stored."""
+    from mindspeed_mm.tasks.given_rows import listed_rows, write_rows
+
+    def path_of(one: Any, name: str) -> Path | None:
+        if one is None or isinstance(one, str | os.PathLike):
+            return None if one is None else Path(one)
+        return write_rows(listed_rows(one, name), folder() / "rows", name)
+
+    return path_of(rows[0], "train"), path_of(rows[1], "validation")
 
 
 def _row_files(train: Path | None, validation: Path | None, folder: Callable[[], Path]) -> dict[str, Any]:
@@ -434,15 +474,32 @@ def _nested(names: Sequence[str], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _folder_of(
-    module: Any, processor: Any, folder: Callable[[], Path], given: Path | Mapping[str, Any], words: Sequence[Any]
+    module: Any,
+    processor: Any,
+    folder: Callable[[], Path],
+    given: Path | Mapping[str, Any],
+    words: Sequence[Any],
+    *,
+    reads_rows: bool,
 ) -> dict[str, Any]:
-    """The folder that stands for a model object: where its configuration and processor are read."""
+    """The folder that stands for a model object: where its configuration and processor are read.
+
+    Raises:
+        ConfigError: There is no processor to read rows with; or the run keeps adapters, and a checkpoint of adapters
+            does not hold the weights under them, which are known to this process alone.
+    """
+    if _value(given, words, "training.save") and _value(given, words, "training.lora.enable"):
+        raise ConfigError(
+            "a run of adapters keeps the adapters only, and the weights of a model object are in no folder",
+            key="model",
+            way_out="Store it first, model.save_pretrained(FOLDER), and give the folder; or leave training.save out.",
+        )
     if _value(given, words, "model.model_name_or_path"):
         return {}
     origin = Path(str(getattr(getattr(module, "config", None), "_name_or_path", "") or "\0"))
     if processor is None and "\0" not in str(origin) and (origin / "config.json").is_file():
         return {"model": {"model_name_or_path": str(origin)}}
-    if not hasattr(module, "save_pretrained"):
+    if not hasattr(module, "save_pretrained") or (processor is None and not reads_rows):
         return {}
     if processor is None:
         raise ConfigError(
@@ -469,6 +526,13 @@ def _path(model: Run | PathLike) -> Path:
         ) from error
 
 
+def _check_count(**counts: int | None) -> None:
+    """Raise `UsageError` for a number of things that is none."""
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise UsageError(f"{count!r} is not a whole number above 0", key=name)
+
+
 # --- pictures and questions ------------------------------------------------------------------------------------------
 
 
@@ -476,19 +540,21 @@ def _picture(image: Any, folder: Path, number: int) -> Path:
     """The file of a picture; one that is in memory is stored."""
     if isinstance(image, str | os.PathLike):
         return Path(image)
-    if not hasattr(image, "save"):
+    from mindspeed_mm.tasks.given_rows import is_picture, picture_bytes
+
+    if not is_picture(image):
         raise UsageError(f"{type(image).__name__} is no picture", key="images", way_out="Give paths or PIL images.")
     path = folder / f"{number}.png"
-    image.save(path)
+    path.write_bytes(picture_bytes(image))
     return path
 
 
 def _question_file(rows: Any, folder: Path) -> Path:
     if isinstance(rows, str | os.PathLike):
         return Path(rows)
-    from mindspeed_mm.tasks.given_rows import write_rows
+    from mindspeed_mm.tasks.given_rows import listed_rows, write_rows
 
-    return write_rows(rows, folder, "questions")
+    return write_rows(listed_rows(rows, "question"), folder, "questions")
 
 
 def _given_size(batch_size: int | None) -> dict[str, int]:

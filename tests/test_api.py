@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,99 @@ def test_every_name_of_the_face_is_there_and_documented() -> None:
         assert verb in VERBS and inspect.getdoc(getattr(mm, verb))
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = mm.no_such_name
+
+
+def test_a_picture_in_memory_is_the_picture_of_its_file(tmp_path: Path) -> None:
+    import numpy
+    from PIL import Image
+
+    from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+    from mindspeed_mm.tasks.given_rows import write_rows
+
+    pixels = numpy.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=numpy.uint8)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # orientation: turned by a quarter
+    Image.fromarray(pixels).save(tmp_path / "turned.jpg", exif=turned)
+    Image.fromarray(pixels).convert("CMYK").save(tmp_path / "print.jpg")
+    Image.fromarray(pixels).convert("RGBA").resize((9, 7)).save(tmp_path / "clear.png")
+    loader = MediaLoader(tmp_path)
+    for name in ("turned.jpg", "print.jpg", "clear.png"):
+        stored = write_rows([{"image": Image.open(tmp_path / name)}], tmp_path / "rows", name)
+        path = json.loads(stored.read_text())["image"]
+        assert loader.load_image(path).tobytes() == loader.load_image(str(tmp_path / name)).tobytes(), name
+
+
+def test_adapters_over_a_model_object_are_not_kept_without_its_weights(config: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(config["model"]["model_name_or_path"])
+    lora = {"lora": {"enable": True, "target_modules": ["q_proj"]}}
+    with pytest.raises(mm.MMError, match="save_pretrained"):
+        mm.train(config, model=model, training=lora | {"save": str(tmp_path / "run")})
+    assert not (tmp_path / "run").exists()
+
+
+def test_objects_are_not_stored_over_files_of_somebody_else(config: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    folder = config["model"]["model_name_or_path"]
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    del config["model"]
+    save = tmp_path / "mine"
+    (save / "model").mkdir(parents=True)
+    (save / "model" / "model.safetensors").write_text("MY WEIGHTS")
+    (save / "run.json").write_text("MINE")
+    with pytest.raises(mm.MMError, match=r"run\.json"):
+        mm.train(config, model=model, processor=processor, rows=ROWS, training={"save": str(save)})
+    assert (save / "model" / "model.safetensors").read_text() == "MY WEIGHTS"
+    assert sorted(path.name for path in save.iterdir()) == ["model", "run.json"]
+
+
+def test_refused_rows_leave_nothing_behind(config: dict[str, Any], tmp_path: Path) -> None:
+    for rows in ([], [3], {"a": 1}):
+        with pytest.raises(mm.MMError):
+            mm.train(config, rows=rows, training={"save": str(tmp_path / "run")})
+    assert not (tmp_path / "run").exists()
+
+
+def test_validation_by_a_data_set_of_the_callers_own(tmp_path: Path) -> None:
+    training = {"lr": 0.1, "train_iters": 2, "micro_batch_size": 8, "val_interval": 1, "save": str(tmp_path / "run")}
+    features = {"loss_cfg": {"loss_type": "raw"}}
+    run = mm.train(model=Successor(), rows=Counting(), val_rows=Counting(), training=training, features=features)
+    assert run.metrics["val_loss"].notna().all()
+    again = mm.train(model=Successor(), rows=Counting(), val_rows=Counting(), training=training, features=features)
+    assert again.model is None  # no step was left: the fresh object has not been trained
+    with pytest.raises(mm.MMError, match="kind"):
+        mm.train(model=Successor(), rows=Counting(), val_rows=ROWS, training=training, features=features)
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    from mindspeed_mm.tasks.run_view import Run
+
+    for step in (2, 4):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+    records = [{"step": 2, "val_loss": float("nan")}, {"step": 4, "val_loss": 0.3}]
+    assert Run(tmp_path, records).best == tmp_path / "iter_0000004"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"max_tokens": 4}, "max_tokens"),
+        ({"images": [3]}, "images"),
+    ],
+)
+def test_infer_refuses_by_name(folder: Path, arguments: dict[str, Any], key: str) -> None:
+    with pytest.raises(mm.MMError) as refused:
+        mm.infer(folder / "model", "a question", **arguments)
+    assert refused.value.problems[0].key == key
+
+
+def test_one_function_needs_no_list_and_what_cannot_be_called_is_refused(config: dict[str, Any]) -> None:
+    steps: list[int] = []
+    mm.train(config, callbacks=lambda result: steps.append(result.step))
+    assert steps == [1, 2]
+    with pytest.raises(mm.MMError, match="cannot be called"):
+        mm.train(config, callbacks=["x"])

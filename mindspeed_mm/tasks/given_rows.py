@@ -17,34 +17,52 @@ _SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".wav", b"fLa
 """First bytes of a file → its ending."""
 
 
+def listed_rows(rows: Any, name: str) -> Any:
+    """Rows that are rows: a `datasets.Dataset` as it is, everything else as a list of mappings.
+
+    Args:
+        rows: As somebody gave them.
+        name: What they are for.
+
+    Raises:
+        UsageError: They are something else, there are none, or one of them is no mapping.
+    """
+    if not _is_datasets(rows):
+        if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame
+            rows = rows.to_dict("records")
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            raise UsageError(
+                f"{type(rows).__name__} is not a list of rows",
+                key=f"{name} rows",
+                way_out="Give a list of dicts, a datasets.Dataset or a DataFrame; or the path of a file.",
+            )
+        rows = list(rows)
+        for index, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                where = f"{name} rows, row {index}"
+                raise UsageError(f"{type(row).__name__} is not a row", where=where, way_out="A row is a dict.")
+    if not len(rows):
+        raise UsageError("there are no rows", key=f"{name} rows", way_out="Give at least one.")
+    return rows
+
+
 def write_rows(rows: Any, folder: Path, name: str) -> Path:
     """The file `<folder>/<name>-<hash of the content>`, so that the same rows are the same file; written when it is not
     there yet.
 
     Args:
-        rows: A `datasets.Dataset` (stored as parquet, its media inside); a pandas `DataFrame`; or mappings, in which
-            pictures may be PIL images and media may be bytes or `{"bytes": …}` (stored beside, in `media/`).
+        rows: Of `listed_rows`. A `datasets.Dataset` is stored as parquet, its media inside. In mappings pictures may be
+            PIL images and media may be bytes or `{"bytes": …}`, stored beside, in `media/`.
         folder: Made when needed.
         name: What the rows are for.
 
     Raises:
-        UsageError: There are no rows, or one holds something that no file of rows can.
+        UsageError: A row holds something that no file of rows can.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if _is_datasets(rows):
         return _write_parquet(rows, folder, name)
-    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame
-        rows = rows.to_dict("records")
-    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-        raise UsageError(
-            f"{type(rows).__name__} is not a list of rows",
-            key=f"{name} rows",
-            way_out="Give a list of dicts, a datasets.Dataset or a DataFrame; a file is named in the configuration.",
-        )
-    lines = [_line(row, index, folder, name) for index, row in enumerate(rows)]
-    if not lines:
-        raise UsageError("there are no rows", key=f"{name} rows", way_out="Give at least one.")
-    content = "".join(lines).encode()
+    content = "".join(_line(row, index, folder, name) for index, row in enumerate(rows)).encode()
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
     if not path.exists():
         atomic_write_bytes(path, content)
@@ -56,8 +74,6 @@ def _is_datasets(rows: Any) -> bool:
 
 
 def _write_parquet(rows: Any, folder: Path, name: str) -> Path:
-    if not len(rows):
-        raise UsageError("there are no rows", key=f"{name} rows", way_out="Give at least one.")
     draft = folder / f".{name}-{id(rows):x}.parquet"
     try:
         rows.to_parquet(str(draft))
@@ -68,11 +84,9 @@ def _write_parquet(rows: Any, folder: Path, name: str) -> Path:
 
 def _line(row: Any, index: int, folder: Path, name: str) -> str:
     where = f"{name} rows, row {index}"
-    if not isinstance(row, Mapping):
-        raise UsageError(f"{type(row).__name__} is not a row", where=where, way_out="A row is a dict.")
     try:
         return json.dumps(_plain(row, folder / MEDIA), ensure_ascii=False) + "\n"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise UsageError(
             f"cannot be stored: {error}",
             where=where,
@@ -92,11 +106,24 @@ def _plain(value: Any, media: Path) -> Any:
         return _store(value, media)
     if isinstance(value, Path):
         return str(value)
-    if hasattr(value, "tobytes") and hasattr(value, "save"):  # a PIL image
-        content = io.BytesIO()
-        value.save(content, format="PNG")
-        return _store(content.getvalue(), media)
+    if is_picture(value):
+        return _store(picture_bytes(value), media)
     return value
+
+
+def is_picture(value: Any) -> bool:
+    """Whether it is a PIL image."""
+    return hasattr(value, "tobytes") and hasattr(value, "getexif")
+
+
+def picture_bytes(image: Any) -> bytes:
+    """A PIL image as a PNG of what a model is shown of it: the same pixels as when its file is named."""
+    # Imported here: rows without pictures need none of it.
+    from mindspeed_mm.fsdp.data.data_utils.decoding.image_media import to_upright_rgb
+
+    content = io.BytesIO()
+    to_upright_rgb(image).save(content, format="PNG")
+    return content.getvalue()
 
 
 def _store(content: bytes, media: Path) -> str:

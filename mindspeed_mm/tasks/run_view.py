@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ class Run:
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """`run.json`: versions, machine, data, how it ended."""
     model: nn.Module | None = field(default=None, repr=False)
-    """The trained model, in the process that trained it."""
+    """The trained model, in the process that trained it; None where no step was left to do."""
 
     @property
     def metrics(self) -> pandas.DataFrame:
@@ -57,7 +58,7 @@ class Run:
     def best(self) -> Path | None:
         """Of the checkpoints that were validated, the one with the lowest validation loss; None when there is none.
         Steps are validated every `training.val_interval`, and saved every `training.save_interval`."""
-        losses = {record["step"]: record["val_loss"] for record in self.records if record.get("val_loss") is not None}
+        losses = {record["step"]: record["val_loss"] for record in self.records if _is_finite(record.get("val_loss"))}
         validated = [step for step in self.checkpoints if step in losses]
         return self.checkpoints[min(validated, key=lambda step: losses[step])] if validated else None
 
@@ -71,6 +72,10 @@ class Run:
         if self.folder is None:
             raise TypeError("this run has no folder: set training.save")
         return str(self.folder)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def load_run(folder: Path) -> Run:

@@ -134,12 +134,13 @@ def _opened(file: BinaryIO, name: str) -> Image.Image:
 
 def _decoded(image: Image.Image, name: str) -> Image.Image:
     try:
-        return _to_upright_rgb(image)
+        return to_upright_rgb(image)
     except _DECODE_ERRORS as error:
         raise DataError(f"'{name}' is broken: {error}", way_out="Replace the file or drop the row.") from error
 
 
-def _to_upright_rgb(image: Image.Image) -> Image.Image:
+def to_upright_rgb(image: Image.Image) -> Image.Image:
+    """The picture as a model is shown it: turned as its EXIF data say, in RGB."""
     image.load()
     if not _EXIF_KEYS.isdisjoint(image.info):
         image = ImageOps.exif_transpose(image)
