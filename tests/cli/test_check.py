@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     given: dict[str, Any] = {"model": Model(), "batch": {"input_ids": 0, "shift_labels": 0, "sample_ids": []}}
     hub = ModuleType("mindspeed_mm.fsdp.models.modelhub")
     hub.ModelHub = type("ModelHub", (), {"build": staticmethod(lambda *_, **__: give(given["model"]))})  # type: ignore[attr-defined]
+    import_module("mindspeed_mm.tasks.data.opening")  # it needs the real data modules
     data = ModuleType("mindspeed_mm.fsdp.data")
     data.build_mm_dataset = lambda *_, **__: ([1], given.get("validation"))  # type: ignore[attr-defined]
     data.build_mm_dataloader = lambda *_, **__: iter([[give(given["batch"])]])  # type: ignore[attr-defined]

@@ -140,6 +140,7 @@ class GenericCollator:
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """Collate and check. Further arrays of a sample are joined along their first axis, under their own names."""
         media = self._plugin.collate([item for sample in samples for item in sample.get("media") or ()])
+        of_processor = frozenset(media)  # what a processor calls its tensors, the model's `forward` names too
         media |= _further_arrays(samples)
         documents = self._documents(samples)
         fills = {name: _FILLS.get(name, 0) for name in documents[0]} | {"input_ids": self._pad_id}
@@ -151,7 +152,7 @@ class GenericCollator:
             positions = [self._positions(document["input_ids"], own | document) for document, own in pairs]
             batch = packed_row(documents, fills, self._multiple, in_one_form(positions))
         batch |= media | _names(samples)
-        check_batch(batch, frozenset(media))  # what the processor calls them, the model's `forward` names too
+        check_batch(batch, of_processor)
         return batch
 
     def _documents(self, samples: Sequence[EncodedSample]) -> list[dict[str, np.ndarray]]:
