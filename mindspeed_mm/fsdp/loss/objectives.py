@@ -144,6 +144,9 @@ class ModelLoss:
     That holds for models whose loss is a mean, and for those that divide a sum by `num_items_in_batch`, which are told
     n_m: nobody has to know which of the two a model does, and a signature does not say it. A term that a model adds to
     its loss is weighted alike. A batch without labels weighs as many samples as it has.
+
+    An encoder-decoder predicts `labels` where they stand: transformers' models shift the decoder's input instead. All
+    of them count then, whatever shifted ones the batch has.
     """
 
     term = "loss"
@@ -151,6 +154,7 @@ class ModelLoss:
     def __init__(self, model: nn.Module) -> None:
         self._inputs = ModelInputs(model, keep=frozenset({"labels"}))
         self._tells_count = _accepts_item_count(model)
+        self._labels_stand = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Add the weight of the micro-batch.
@@ -164,6 +168,8 @@ class ModelLoss:
                 key="features.loss_cfg.loss_type",
                 way_out="Leave it at default.",
             )
+        if self._labels_stand and "labels" in batch:
+            batch = batch | {"shift_labels": batch["labels"]}
         weight = _own_weight(batch)
         with_label = {} if weight or "labels" not in batch else {"labels": _with_one_label(batch["labels"])}
         return batch | with_label | {"_weight": weight}

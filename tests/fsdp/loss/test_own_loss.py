@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mindspeed_mm.fsdp.data.dataloader.completion import completed
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -39,6 +40,14 @@ def bart() -> nn.Module:
     return BartForConditionalGeneration(config)
 
 
+def t5() -> nn.Module:
+    """Takes no count, and returns a mean."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+
+
 class Plugin(nn.Module):
     """Takes any arguments and returns a mean over the labels of its own choice of shift."""
 
@@ -58,9 +67,11 @@ class Plugin(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "qwen3": (qwen3, True), "bart": (bart, False), "plugin": (Plugin, True)
+    "qwen3": (qwen3, True), "bart": (bart, False), "t5": (t5, False), "plugin": (Plugin, True)
 }  # fmt: skip
 """Name → how it is made, whether it shifts the labels itself."""
+
+ENCODER_DECODERS = ("bart", "t5")
 
 
 def made(name: str) -> nn.Module:
@@ -104,7 +115,7 @@ def plain(name: str, batches: list[dict[str, Any]]) -> tuple[torch.Tensor, nn.Mo
     model, sums, count = made(name), torch.zeros((), dtype=torch.float64), 0
     for each in batches:
         inputs = {key: each[key] for key in ("input_ids", "attention_mask")}
-        if name == "bart":
+        if name in ENCODER_DECODERS:
             start = torch.full((len(each["labels"]), 1), model.config.decoder_start_token_id)
             shifted = torch.cat([start, each["labels"][:, :-1]], dim=1)
             inputs["decoder_input_ids"] = shifted.masked_fill(shifted == -100, model.config.pad_token_id)
@@ -146,6 +157,23 @@ def test_a_micro_batch_without_labels_adds_nothing_and_is_a_number(name: str) ->
     for own, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(own.grad, other.grad)
     assert (blank["labels"] == -100).all(), "the batch itself is untouched"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4], ids=["4x1", "2x2", "1x4"])
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_an_encoder_decoder_counts_the_labels_of_a_plain_collator_where_they_stand(name: str, rows: int) -> None:
+    whole = batch(1, (9, 9, 9, 9), shifts=False)
+    for row, count in enumerate((1, 7, 3, 2)):
+        whole["labels"][row, count:] = -100  # targets of a decoder begin with its first token
+    whole["shift_labels"] = whole["labels"]
+    given = {key: whole[key].split(rows) for key in ("input_ids", "attention_mask", "labels")}
+    split = [dict(zip(given, tensors, strict=True)) for tensors in zip(*given.values(), strict=True)]
+    with mock.patch.object(torch.Tensor, "float", unless_double):
+        loss, model = ours(name, [completed(each, ["row"] * rows) for each in split])
+    expected, reference = plain(name, [whole])
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (own.grad - other.grad).abs().max() < 1e-12
 
 
 def test_without_labels_micro_batches_weigh_their_samples() -> None:
