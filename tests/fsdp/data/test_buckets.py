@@ -138,6 +138,7 @@ def test_a_position_of_other_batches_is_refused() -> None:
     assert order(2, 2, 2).batching != order(2, 2, 2, max_tokens=500).batching
 
 
+@pytest.mark.edge("G10")
 class TestAnotherSplitOfTheSameBatch:
     """Steps of the same number of samples, dealt into other micro-batches."""
 
@@ -154,7 +155,6 @@ class TestAnotherSplitOfTheSameBatch:
             following.append(planned.step)
         return rows_of([planned.step for planned in taken]), rows_of(following), note
 
-    @pytest.mark.edge("G10")
     @pytest.mark.parametrize("rows", [[SIZES[0]] * 52, [SIZES[0]] * 40 + [SIZES[2]] * 16], ids=["one size", "whole"])
     def test_goes_on_where_it_is_exact(self, rows: list[MediaSize]) -> None:
         for steps in range(1, len(rows) // 8):
@@ -162,7 +162,6 @@ class TestAnotherSplitOfTheSameBatch:
             assert sorted(done + after) == list(range(len(rows)))
             assert note == ""
 
-    @pytest.mark.edge("G10")
     def test_goes_on_with_the_next_epoch_at_an_epochs_end(self) -> None:
         steps = order(2, 2, 2).steps_per_epoch
         done, after, note = self.resumed(ROWS, steps)
@@ -172,7 +171,6 @@ class TestAnotherSplitOfTheSameBatch:
         end = list(itertools.islice(steps_from(drops[0], DataPosition(0, 0)), drops[0].steps_per_epoch))[-1].after
         assert drops[1].go_on(end, drops[0].batching, may_skip=False) == (DataPosition(1, 0), "")
 
-    @pytest.mark.edge("G10")
     def test_is_refused_within_an_epoch_whose_steps_are_others_or_skips_the_rest(self) -> None:
         """Sizes whose numbers are no multiple of the batch leave samples that other micro-batches put together anew."""
         kept, refused = 0, 0
@@ -191,7 +189,6 @@ class TestAnotherSplitOfTheSameBatch:
                 assert sorted(after) == list(range(211))
         assert kept > 3 < refused
 
-    @pytest.mark.edge("G10")
     def test_changed_data_go_on_with_the_next_epoch_where_no_step_begins(self) -> None:
         fewer = order(2, 2, 2, rows=ROWS[:100])
         position, note = fewer.go_on(DataPosition(0, 13), fewer.batching, may_skip=True)
