@@ -65,7 +65,12 @@ def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MM
     value = value_at(arguments, key)
     paths = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
     missing = [path for path in paths if not Path(path).expanduser().exists()]
-    return [kind(f"'{path}' does not exist", key=key, way_out=_where_else(Path(path))) for path in missing]
+    return [missing_input(Path(path), key, kind) for path in missing]
+
+
+def missing_input(path: Path, key: str, kind: type[MMError]) -> MMError:
+    """What is said of an input that is not there: with the name beside it that was meant, if there is one."""
+    return kind(f"'{path}' does not exist", key=key, way_out=_where_else(path))
 
 
 def _where_else(path: Path) -> str:

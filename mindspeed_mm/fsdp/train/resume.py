@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.models.lora import take_from_base
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.path_checks import missing_input
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,7 @@ def _from_elsewhere(
     note: Callable[[str], None],
 ) -> ResumePoint:
     if not load.exists():
-        raise CheckpointError(
-            f"'{load}' does not exist", key="training.load", way_out="Give a folder on this machine, or leave it out."
-        )
+        raise missing_input(load, "training.load", CheckpointError)
     kind = recognise(load) if arguments.training.load_format == "auto" else arguments.training.load_format
     if kind == "megatron":
         raise CheckpointError(

@@ -227,4 +227,4 @@ def test_load_says_what_it_cannot_read(yaml: Path, tmp_path: Path) -> None:
     assert "Megatron-style" in said.err
     said = mm("train", yaml, f"training.load={yaml.parent / 'modle'}")
     assert said.code == 4
-    assert "'model'" in said.err
+    assert f"Did you mean '{yaml.parent / 'model'}'?" in said.err
