@@ -193,6 +193,15 @@ class _Check:
         from mindspeed_mm.fsdp.train.trackers import check_trackers
 
         check_trackers(self.config.arguments.training.report_to)
+        self._profilers()
+
+    def _profilers(self) -> None:
+        """Profilers can record on this device; their ranks are there, where the number of ranks is known."""
+        from mindspeed_mm.fsdp.train.profile_hooks import build_profile_hooks
+
+        tools = self.config.arguments.tools
+        ranks = self.nproc or 1 + max(0, *tools.profile.ranks, *tools.memory_profile.dump_ranks)
+        build_profile_hooks(self.config.arguments, 0, ranks, lambda _note: None)
 
     def paths(self) -> None:
         """Inputs exist; the run folder can be written."""
@@ -357,7 +366,11 @@ def check_plans(model: Any, arguments: Arguments) -> None:
     from mindspeed_mm.fsdp.loss.objectives import build_objective
 
     head = build_head_loss(model, output_head(model), arguments.features)
-    if not hasattr(model, "_mm_adapter"):
+    if hasattr(model, "_mm_adapter"):
+        from mindspeed_mm.fsdp.train.generator import check_loss_type
+
+        check_loss_type(arguments.features.loss_cfg.loss_type)
+    else:
         build_objective(arguments.features.loss_cfg.loss_type, model, head)
     whole_towers = check_towers_plan(model, parallel)
     if parallel.tensor_parallel_size > 1:

@@ -3,115 +3,26 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from safetensors.torch import load_file, save_file
-
-from tests.helpers.tiny_models import make_tiny_qwen3
-from tests.helpers.tiny_run import make_tiny_run
-
-BASIC = "data.dataset_param.basic_parameters"
-PREPROCESS = "data.dataset_param.preprocess_parameters"
-LOADER = "data.dataloader_param"
-MODEL = "model.model_name_or_path"
-LORA = ("training.lora.enable=true",)
-
-USAGE, ENVIRONMENT, DATA = 2, 3, 4
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A configuration that does not train."""
-
-    name: str
-    """What is wrong."""
-    words: tuple[str, ...]
-    """Overrides of the run; `{folder}` is where it lies."""
-    said: str
-    """Part of the message."""
-    key: str = ""
-    code: int = USAGE
-    spoil: Callable[[Path], Any] | None = None
-    """Changes the run's folder first: `model/`, `rows.jsonl`, `images/`."""
-    by_data_check: bool = False
-    """Whether `mm data check` finds it, too: it has to do with the rows alone."""
-    ranks: int = 1
-    """Of the run."""
-    waits: str = ""
-    """Why `mm check` does not find it yet."""
-
-
-def make_base(folder: Path) -> Path:
-    """The run that the rows spoil: a tiny Qwen3-VL and 24 rows; returns its YAML."""
-    return make_tiny_run(folder)
-
-
-def spoiled(base: Path, folder: Path, row: Refusal) -> Path:
-    """The YAML of a copy of the run, spoiled as the row says."""
-    shutil.copytree(base, folder)
-    text = (folder / "run.yaml").read_text().replace(str(base), str(folder))
-    (folder / "run.yaml").write_text(text)
-    if row.spoil is not None:
-        row.spoil(folder)
-    return folder / "run.yaml"
-
-
-def _config(**changes: Any) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        path = folder / "model" / "config.json"
-        config = json.loads(path.read_text())
-        path.write_text(json.dumps(config | changes))
-
-    return spoil
-
-
-def _weights(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        path = folder / "model" / "model.safetensors"
-        weights = load_file(path)
-        change(weights)
-        save_file(weights, path, metadata={"format": "pt"})
-
-    return spoil
-
-
-def _first_row(**changes: Any) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        path = folder / "rows.jsonl"
-        first, *others = path.read_text().splitlines()
-        path.write_text("\n".join([json.dumps(json.loads(first) | changes), *others]) + "\n")
-
-    return spoil
-
-
-def _write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(text)
-
-
-def _unlink(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def _more_tokens(folder: Path) -> None:
-    """A tokenizer with tokens that the model's embedding has no rows for."""
-    path = folder / "model" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    first = 1 + max(tokenizer["model"]["vocab"].values())
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer["added_tokens"] += [{"id": first + n, "content": f"<|new_{n}|>", **plain} for n in range(8)]
-    path.write_text(json.dumps(tokenizer))
-
-
-def _tokenizer_alone(folder: Path) -> None:
-    """A text model beside rows with pictures."""
-    shutil.rmtree(folder / "model")
-    make_tiny_qwen3(folder / "model")
-
+from tests.fsdp.refusals_of_generators import GENERATORS, MEDIA
+from tests.fsdp.refusals_of_plans import PIPELINES, SHARDS, SIZES, TENSORS
+from tests.fsdp.refusals_of_settings import RUNS, TOOLS
+from tests.helpers.refusal import (
+    BASIC,
+    DATA,
+    ENVIRONMENT,
+    LOADER,
+    LORA,
+    MODEL,
+    PREPROCESS,
+    Refusal,
+    with_a_text_model,
+    with_config,
+    with_file,
+    with_first_row,
+    with_more_tokens,
+    with_weights,
+    without_file,
+)
 
 KEYS = (
     Refusal("an unknown key", ("training.learning_rate=1",), "Did you mean 'lr'", "training.learning_rate"),
@@ -152,25 +63,25 @@ KEYS = (
 
 FOLDERS = (
     Refusal("no model folder", (f"{MODEL}={{folder}}/none",), "none", MODEL, DATA),
-    Refusal("no config.json", (), "config.json", MODEL, DATA, _unlink("model/config.json")),
-    Refusal("a config.json that is no JSON", (), "JSON", "", DATA, _write("model/config.json", "{")),
-    Refusal("an unknown model type", (), "is not a model type", "model_type", DATA, _config(model_type="qwen9")),
+    Refusal("no config.json", (), "config.json", MODEL, DATA, without_file("model/config.json")),
+    Refusal("a config.json that is no JSON", (), "JSON", "", DATA, with_file("model/config.json", "{")),
+    Refusal("an unknown model type", (), "is not a model type", "model_type", DATA, with_config(model_type="qwen9")),
     Refusal(
         "quantised weights",
         (),
         "are quantised",
         "quantization_config",
         DATA,
-        _config(quantization_config={"quant_method": "gptq"}),
+        with_config(quantization_config={"quant_method": "gptq"}),
     ),
-    Refusal("no weights", (), "safetensors", "", DATA, _unlink("model/model.safetensors")),
+    Refusal("no weights", (), "safetensors", "", DATA, without_file("model/model.safetensors")),
     Refusal(
         "weights that are missing",
         (),
         "missing in the folder",
         "model.language_model.norm.weight",
         DATA,
-        _weights(lambda weights: weights.pop("model.language_model.norm.weight")),
+        with_weights(lambda weights: weights.pop("model.language_model.norm.weight")),
     ),
     Refusal(
         "weights of another form",
@@ -178,10 +89,12 @@ FOLDERS = (
         "stored with shape (3,)",
         "model.language_model.norm.weight",
         DATA,
-        _weights(lambda w: w.update({"model.language_model.norm.weight": w["model.language_model.norm.weight"][:3]})),
+        with_weights(
+            lambda w: w.update({"model.language_model.norm.weight": w["model.language_model.norm.weight"][:3]})
+        ),
     ),
-    Refusal("a longer tokenizer", (), "the model's embedding 320 rows", "vocab_size", DATA, _more_tokens),
-    Refusal("another token for pictures", (), "marks them by", "image_token_id", DATA, _config(image_token_id=7)),
+    Refusal("a longer tokenizer", (), "the model's embedding 320 rows", "vocab_size", DATA, with_more_tokens),
+    Refusal("another token for pictures", (), "marks them by", "image_token_id", DATA, with_config(image_token_id=7)),
     Refusal(
         "weights to go on from that are not there", ("training.load={folder}/none",), "none", "training.load", DATA
     ),
@@ -191,7 +104,7 @@ FOLDERS = (
         "refused as unsafe",
         "",
         DATA,
-        _write("model/chat_template.jinja", "{{ messages.__class__ }}"),
+        with_file("model/chat_template.jinja", "{{ messages.__class__ }}"),
         by_data_check=True,
     ),
 )
@@ -210,7 +123,7 @@ ROWS = (
         "no.png",
         "images",
         DATA,
-        _first_row(images=["no.png"]),
+        with_first_row(images=["no.png"]),
         by_data_check=True,
     ),
     Refusal(
@@ -219,7 +132,7 @@ ROWS = (
         "image",
         "images",
         DATA,
-        _first_row(images=[]),
+        with_first_row(images=[]),
         by_data_check=True,
     ),
     Refusal(
@@ -228,7 +141,7 @@ ROWS = (
         "<image> placeholders",
         "images",
         DATA,
-        _first_row(messages=[]),
+        with_first_row(messages=[]),
         by_data_check=True,
     ),
     Refusal("an unknown template", (f"{BASIC}.template=qwen9",), "'qwen9' is not registered", f"{BASIC}.template"),
@@ -268,7 +181,7 @@ ROWS = (
         "image",
         "images",
         DATA,
-        _tokenizer_alone,
+        with_a_text_model,
         by_data_check=True,
     ),
 )
@@ -364,46 +277,4 @@ MODELS = (
     ),
 )
 
-TABLE = (*KEYS, *FOLDERS, *ROWS, *MODELS)
-
-OF_PLANS = (
-    Refusal(
-        "heads that do not divide",
-        ("parallel.tensor_parallel_size=3",),
-        "does not divide",
-        "parallel.tensor_parallel_size",
-        ranks=3,
-    ),
-    Refusal(
-        "adapters on a fused layer that is split",
-        (*LORA, "training.lora.target_modules=[qkv]", "parallel.tensor_parallel_size=2"),
-        "cannot cut the adapter",
-        "training.lora.target_modules",
-        ranks=2,
-    ),
-    Refusal(
-        "hooks of what is not wrapped",
-        ("parallel.fsdp_plan.hook_modules=[model.visual.merger]",),
-        "is not wrapped itself",
-        "parallel.fsdp_plan.hook_modules",
-        ranks=2,
-        waits="what is wrapped is known when a plan is applied",
-    ),
-    Refusal(
-        "hooks of a module with nothing inside",
-        ("parallel.fsdp_plan.hook_modules=['model.language_model.layers.{*}']",),
-        "holds no module",
-        "parallel.fsdp_plan.hook_modules",
-        ranks=2,
-        waits="what is wrapped is known when a plan is applied",
-    ),
-    Refusal(
-        "groups that do not divide",
-        ("parallel.fsdp_plan.reshard_after_forward=3",),
-        "do not divide the 2 ranks",
-        "parallel.fsdp_plan.reshard_after_forward",
-        ranks=2,
-        waits="groups are made when a plan is applied",
-    ),
-)
-"""Rows about plans, which one process does not refuse."""
+TABLE = (*KEYS, *FOLDERS, *ROWS, *MODELS, *TOOLS, *RUNS, *GENERATORS, *MEDIA, *SIZES, *PIPELINES, *TENSORS, *SHARDS)

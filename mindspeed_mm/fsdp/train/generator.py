@@ -52,13 +52,7 @@ class GeneratorParts:
         Raises:
             ConfigError: `features.loss_cfg.loss_type` names a loss of language models.
         """
-        loss_type = self._arguments.features.loss_cfg.loss_type
-        if loss_type not in (None, "default", "per_sample_loss"):
-            raise ConfigError(
-                f"'{loss_type}' is a loss of language models, and the model is a generator",
-                key="features.loss_cfg.loss_type",
-                way_out="Leave it out: generators learn by flow matching, see training.diffusion.",
-            )
+        check_loss_type(self._arguments.features.loss_cfg.loss_type)
         sets = [dataset for dataset in datasets if dataset is not None]
         for dataset in sets:
             self.adapter.note_components(getattr(dataset, "noted_components", {}))
@@ -93,4 +87,14 @@ class GeneratorParts:
             group=group,
             keeps=state.is_first_of_its_samples,
             parks_encoders=not self._encodes,
+        )
+
+
+def check_loss_type(loss_type: str | None) -> None:
+    """Raise `ConfigError` for a loss that generators have none of (`features.loss_cfg.loss_type`)."""
+    if loss_type not in (None, "default", "per_sample_loss"):
+        raise ConfigError(
+            f"'{loss_type}' is a loss of language models, and the model is a generator",
+            key="features.loss_cfg.loss_type",
+            way_out="Leave it out: generators learn by flow matching, see training.diffusion.",
         )
