@@ -56,6 +56,16 @@ def test_example_configurations_pass_the_check(capsys: pytest.CaptureFixture[str
         assert run(["check", str(path), "--config-only"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.edge("U7")
+def test_recipes_of_the_readme_pass_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipes = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert [("lora:" in text, "quantize:" in text) for text in recipes] == [(False, False), (True, False), (True, True)]
+    for text in recipes:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        assert run(["check", str(path), "--config-only"]) == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.parent.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):

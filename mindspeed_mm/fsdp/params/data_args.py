@@ -49,7 +49,8 @@ class DatasetAttr(Section):
     """Layout of a row. `sharegpt`: a list of messages, in any of the usual spellings (ShareGPT, LLaVA, MLLM, OpenAI,
     with tools: `openai` and `multimodal_tool` are other names for it). `alpaca`: instruction, input, output."""
     ranking: Flag = False
-    """Rows are preference pairs: `chosen` and `rejected` answers to the same messages."""
+    """Rows are preference pairs: `chosen` and `rejected` answers to the same messages. `mm data` shows them; nothing
+    trains on them yet."""
     system: str | None = None
     """Column of the system prompt."""
     images: str | None = None

@@ -66,8 +66,8 @@ class QuantizationPlan(Section):
 class TrainingArguments(Section):
     """Optimizer, schedule, steps, saving and loading."""
 
-    lr: Annotated[Number, Field(gt=0)] = 5e-5
-    """Highest learning rate."""
+    lr: NotNegative = 5e-5
+    """Highest learning rate. 0: steps are taken and measured, and the weights stay as they are."""
     lr_min: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     lr_start: NotNegative = 0.0
