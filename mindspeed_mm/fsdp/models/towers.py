@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,36 +59,53 @@ def flat_tensors(output: Any) -> list[torch.Tensor]:
     return []
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a model has its towers."""
+
+    holder: str
+    """Name of the module that they are attributes of; empty: the model."""
+    decoder: str
+
+    def of(self, model: nn.Module) -> Any:
+        return model.get_submodule(self.holder)
+
+    def name(self, part: str) -> str:
+        return f"{self.holder}.{part}" if self.holder else part
+
+
+def _place_of(model: nn.Module, *parts: str) -> _Place | None:
+    """Beside the decoder in the inner model; the omni models of transformers 5.17 have them beside the inner model."""
+    inner = getattr(model, "model", None)
+    if all(hasattr(inner, part) for part in ("language_model", *parts)):
+        return _Place("model", "model.language_model")
+    if isinstance(inner, nn.Module) and all(hasattr(model, part) for part in parts):
+        # transformers has had names on the model that stand for parts of the inner one.
+        return _Place("", "model") if parts[0] in dict(model.named_children()) else None
+    return None
+
+
 def _patch_towers(model: nn.Module) -> list[Tower]:
     """Qwen-VL and GLM-4V style: flat patches of many images, with their grids. One merged patch is the least."""
-    inner = getattr(model, "model", None)
+    place = _place_of(model, "visual", "get_image_features")
     config = getattr(getattr(model, "config", None), "vision_config", None)
-    parts = ("visual", "language_model", "get_image_features")
     sizes = ("spatial_merge_size", "patch_size", "temporal_patch_size", "in_channels")
-    if not all(hasattr(inner, part) for part in parts) or not all(hasattr(config, size) for size in sizes):
+    if place is None or not all(hasattr(config, size) for size in sizes):
         return []
 
     def run(whole: nn.Module, feature: str) -> Any:
         vision: Any = whole.config.vision_config
-        merge = vision.spatial_merge_size
+        merge, holder = vision.spatial_merge_size, place.of(whole)
         numbers = vision.in_channels * _product(vision.temporal_patch_size) * _area(vision.patch_size)
-        pixels = torch.zeros(merge * merge, numbers, device=current_device(), dtype=whole.model.visual.dtype)
+        pixels = torch.zeros(merge * merge, numbers, device=current_device(), dtype=holder.visual.dtype)
         grid = torch.tensor([[1, merge, merge]], device=current_device())
-        return getattr(whole.model, feature)(pixels, grid, return_dict=True)
+        return getattr(holder, feature)(pixels, grid, return_dict=True)
 
-    towers = [
-        Tower("image", "model.visual", "pixel_values", "model.language_model", lambda m: run(m, "get_image_features"))
-    ]
-    if hasattr(inner, "get_video_features"):
-        towers.append(
-            Tower(
-                "video",
-                "model.visual",
-                "pixel_values_videos",
-                "model.language_model",
-                lambda m: run(m, "get_video_features"),
-            )
-        )
+    towers = []
+    for kind, key in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        feature = f"get_{kind}_features"
+        if hasattr(place.of(model), feature):
+            towers.append(Tower(kind, place.name("visual"), key, place.decoder, partial(run, feature=feature)))
     return towers
 
 
@@ -131,7 +149,7 @@ def _least_input(needed: set[str], taken: set[str], config: Any) -> LeastInput |
         return _patches_with_places
     if not needed <= {"pixel_values", "image_sizes"}:
         return None
-    if "image_sizes" in taken and hasattr(config, "patch_size") and config.model_type == "pixtral":
+    if hasattr(config, "patch_size") and config.model_type == "pixtral":  # LLaVA of 5.17 hands sizes on unnamed
         return _image_of_any_size
     if "image_sizes" in needed:
         return _tiles
@@ -198,24 +216,23 @@ def _numbers(values: Sequence[Any]) -> torch.Tensor:
 def _audio_towers(model: nn.Module) -> list[Tower]:
     """Qwen-Omni and Qwen-ASR style: spectra, called with a mask of their real frames. One window of frames is enough;
     a tower without windows takes all of its frames at once."""
-    inner = getattr(model, "model", None)
+    place = _place_of(model, "audio_tower", "get_audio_features")
     config = getattr(getattr(model, "config", None), "audio_config", None)
-    parts = ("audio_tower", "language_model", "get_audio_features")
-    if not all(hasattr(inner, part) for part in parts) or not hasattr(config, "num_mel_bins"):
+    if place is None or not hasattr(config, "num_mel_bins"):
         return []
-    names = list(inspect.signature(inner.get_audio_features).parameters)[:2]  # type: ignore[union-attr]
+    names = list(inspect.signature(place.of(model).get_audio_features).parameters)[:2]
     if names not in (["input_features", "feature_attention_mask"], ["input_features", "input_features_mask"]):
         return []
 
     def run(whole: nn.Module) -> Any:
         audio: Any = whole.config.audio_config
         frames = 2 * getattr(audio, "n_window", getattr(audio, "max_source_positions", 0))
-        dtype = whole.model.audio_tower.dtype
-        features = torch.zeros(1, audio.num_mel_bins, frames, device=current_device(), dtype=dtype)
+        holder = place.of(whole)
+        features = torch.zeros(1, audio.num_mel_bins, frames, device=current_device(), dtype=holder.audio_tower.dtype)
         mask = torch.ones(1, frames, device=current_device(), dtype=torch.long)
-        return whole.model.get_audio_features(features, mask, return_dict=True)
+        return holder.get_audio_features(features, mask, return_dict=True)
 
-    return [Tower("audio", "model.audio_tower", "input_features", "model.language_model", run)]
+    return [Tower("audio", place.name("audio_tower"), "input_features", place.decoder, run)]
 
 
 def _product(size: int | Sequence[int]) -> int:

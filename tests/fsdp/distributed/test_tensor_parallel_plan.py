@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
 from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel, vocabulary_ranks
 from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks
 from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
-from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import Rule, Style, resolve_tensor_plan
+from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import Rule, Style, own_plan, resolve_tensor_plan
 from mindspeed_mm.fsdp.distributed.tensor_parallel_sequence import sequence_stretches
 from mindspeed_mm.fsdp.distributed.tensor_parallel_sizes import (
     check_split_sizes,
@@ -60,12 +60,13 @@ def plan_of(model: nn.Module, **tp_plan: list[str]) -> dict[str, Rule]:
 
 def test_text_decoder(models):
     rules = plan_of(models["text"])
-    assert rules["model.embed_tokens"] == Rule(Style.EMBEDDING)
+    splits_embedding = "model.embed_tokens" in own_plan(models["text"])  # not in transformers 5.17
+    assert rules.get("model.embed_tokens") == (Rule(Style.EMBEDDING) if splits_embedding else None)
     assert rules["lm_head"] == Rule(Style.HEAD)
     assert rules["model.layers.1.self_attn.k_proj"] == Rule(Style.COLUMN)
     assert rules["model.layers.1.self_attn.k_norm"] == Rule(Style.OWN_PART)
     assert rules["model.layers.1.mlp.down_proj"] == Rule(Style.ROW)
-    assert len(rules) == 2 + 2 * 9
+    assert len(rules) == 1 + splits_embedding + 2 * 9
 
 
 def test_both_halves_of_a_vision_language_model(models):
@@ -76,8 +77,9 @@ def test_both_halves_of_a_vision_language_model(models):
     assert rules["model.visual.merger.linear_fc2"] == Rule(Style.ROW)
     assert rules["model.visual.deepstack_merger_list.0.linear_fc1"] == Rule(Style.COLUMN)
     assert rules["model.language_model.layers.0.self_attn.q_norm"] == Rule(Style.OWN_PART)
-    # Tied to the head, which the class's plan names alone.
-    assert rules["model.language_model.embed_tokens"] == Rule(Style.EMBEDDING)
+    # Tied to the head, which the class's plan names alone; in transformers 5.17 it names nothing.
+    if "lm_head" in own_plan(models["vlm"]):
+        assert rules["model.language_model.embed_tokens"] == Rule(Style.EMBEDDING)
 
 
 def test_generators(models):
@@ -272,9 +274,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(2, on_two_ranks, str(folder))[0]
 
 
-def test_one_reduction_a_layer_half_and_direction(two_ranks):
-    """Queries, keys and values share one, as gate and up do. The embedding has one forward, the head's is smaller."""
-    assert two_ranks["reductions"] == {"forward": 2 * 2 + 1, "backward": 2 * 2}
+def test_one_reduction_a_layer_half_and_direction(two_ranks, models):
+    """Queries, keys and values share one, as gate and up do. The embedding has one forward, where it is split; the
+    head's is smaller."""
+    splits_embedding = "model.embed_tokens" in own_plan(models["text"])
+    assert two_ranks["reductions"] == {"forward": 2 * 2 + splits_embedding, "backward": 2 * 2}
 
 
 def test_norms_see_half_of_an_odd_row(two_ranks):

@@ -376,5 +376,9 @@ def wrapped_by_plan() -> list[int]:
 
 def divide_factors() -> list[tuple[float, bool]]:
     model = apply(build(), {"fsdp_plan": {"param_dtype": "fp32"}})
-    groups = {id(g): g for m in fsdp_modules(model) for g in m._get_fsdp_state()._fsdp_param_groups}
+    states = [module._get_fsdp_state() for module in fsdp_modules(model)]
+    if hasattr(states[0], "_fsdp_param_groups"):
+        groups = {id(group): group for state in states for group in state._fsdp_param_groups}
+    else:  # one a module, in torch 2.11
+        groups = {id(state._fsdp_param_group): state._fsdp_param_group for state in states if state._fsdp_param_group}
     return [(g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in groups.values()]

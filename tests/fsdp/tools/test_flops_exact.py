@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.models.multi_token import attach_multi_token
 from mindspeed_mm.fsdp.tools.flops_tool.count import Flops
 from mindspeed_mm.fsdp.tools.flops_tool.products import CHUNK, Reader, delta_sizes
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
+from tests.helpers.counted_flops import batched_product
 from tests.helpers.packed_families import FAMILIES, IMAGE, TEXT, VIDEO, Family, of, sound
 from tests.helpers.packed_more_families import MORE
 from tests.helpers.released import FLUX_1_DEV, WAN_2_1_I2V_14B, WAN_2_1_T2V_1_3B, Folder, write_folder
@@ -80,14 +81,9 @@ def solved(matrix: Any, right: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(matrix) * right[-1]
 
 
-def multiplied(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """transformers 5.17 multiplies positions with frequencies as a product over one number, which sums nothing."""
-    return 0 if left[2] == 1 else 2 * math.prod(left) * right[2]
-
-
 def counted(run: Callable[[], torch.Tensor]) -> int:
     """FLOPs of a forward and a backward pass by torch's counter."""
-    formulas = {torch.ops.aten.linalg_solve_triangular: solved, torch.ops.aten.bmm: multiplied}
+    formulas = {torch.ops.aten.linalg_solve_triangular: solved, torch.ops.aten.bmm: batched_product}
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         run().sum().backward()
     return counter.get_total_flops()

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.fsdp.train.utilisation import Utilisation
 from mindspeed_mm.fsdp.utils import device_memory
+from tests.helpers.counted_flops import batched_product
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines, train
 from tests.helpers.tiny_run import make_rows, make_tiny_run
@@ -224,7 +225,8 @@ def test_the_log_counts_what_torch_counts_in_a_step(tmp_path: Path, words: tuple
     train_step = TrainEngine.train_step
 
     def counted(engine: TrainEngine, *args: Any, **kwargs: Any) -> StepResult:
-        with FlopCounterMode(display=False) as counter:
+        formulas = {torch.ops.aten.bmm: batched_product}
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
             result = train_step(engine, *args, **kwargs)
         seen.append(counter.get_total_flops())
         return result
