@@ -282,7 +282,7 @@ def _weights_file(path: Path, key: str) -> Path:
     for name in (PEFT_WEIGHTS, DIFFUSERS_WEIGHTS):
         if (path / name).is_file():
             return path / name
-    held = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else []
+    held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))[:5] if path.is_dir() else []
     what = f"holds {', '.join(held) or 'nothing'}" if path.is_dir() else "is not there, or no safetensors file"
     raise ModelFolderError(
         f"{what}: no adapters",

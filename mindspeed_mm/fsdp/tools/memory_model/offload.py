@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -34,18 +35,20 @@ class SimulatedOffload:
         self._stops: list[list[weakref.ref[_Parcel]]] = []
 
     def attach(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Let what these modules save travel."""
-        for name in names:
+        """Let what these modules save travel, but for the last one, with which the backward pass begins."""
+        listed = list(names)
+        for name in listed:
             module = model.get_submodule(name)
-            module.forward = self._travelling(module.forward)
+            module.forward = self._travelling(module.forward, stays=name == listed[-1])
 
-    def _travelling(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _travelling(self, forward: Callable[..., Any], *, stays: bool) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             number = len(self._stops)
             self._stops.append([])
-            with saved_tensors_hooks(lambda tensor: self._pack(number, tensor), self._unpack):
+            packed = saved_tensors_hooks(lambda tensor: self._pack(number, tensor), self._unpack)
+            with nullcontext() if stays else packed:
                 outputs = forward(*args, **kwargs)
             for parcel in self._alive(number - 1):
                 parcel.home = None
