@@ -16,7 +16,6 @@ MARKER_FORMAT = "mindspeed-mm-folder"
 EXPORT_PLACES = ("hf", "exported")
 """Folders of a run in which model folders lie."""
 RUN_KIND = "run"
-_TRACKER = "latest_checkpointed_iteration.txt"
 _RECORD_KEYS = {"status", "exit_code", "packages"}
 _MODEL_FILES = ("model_index.json", "adapter_config.json")
 
@@ -45,19 +44,25 @@ def foreign_entries(folder: Path) -> list[str]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's; somebody's own `run.json` makes none."""
-    if (folder / _TRACKER).is_file() or (read_marker(folder) or {}).get("kind") == RUN_KIND:
+    """Whether a folder is a run of ours: by its marker, its record, or a checkpoint of ours. Somebody's own `run.json`
+    makes none, and neither does a tracker file: other trainers write it too, beside checkpoints of their own."""
+    if (read_marker(folder) or {}).get("kind") == RUN_KIND:
         return True
     record = _read_json(folder / "run.json")
-    return isinstance(record, dict) and record.keys() >= _RECORD_KEYS
+    if isinstance(record, dict) and record.keys() >= _RECORD_KEYS:
+        return True
+    return any(has_own_manifest(step) for step in folder.glob("iter_*"))
+
+
+def has_own_manifest(folder: Path) -> bool:
+    """Whether a folder is a checkpoint that a run of ours committed; its files are not looked at."""
+    manifest = _read_json(folder / "MANIFEST.json")
+    return isinstance(manifest, dict) and manifest.get("format") == "mindspeed-mm-checkpoint"
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a committed checkpoint, ours or torch's."""
-    manifest = _read_json(folder / "MANIFEST.json")
-    if isinstance(manifest, dict) and manifest.get("format") == "mindspeed-mm-checkpoint":
-        return True
-    return (folder / ".metadata").is_file() and any(folder.glob("*.distcp"))
+    return has_own_manifest(folder) or ((folder / ".metadata").is_file() and any(folder.glob("*.distcp")))
 
 
 def is_model(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from mindspeed_mm.core.folder_writing import resolve_output
 _KEY = "training.save"
 _NAMES = (
     "config.yaml", "resolved.yaml", "run.json", "metrics.jsonl", "events.jsonl", "log", "tb", "eval", "samples",
-    "report.html", *EXPORT_PLACES,
+    "report.html", "model", "rows", "latest_checkpointed_iteration.txt", *EXPORT_PLACES,
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def check_run_folder(folder: Path, config: Path | None = None) -> Path:
         raise ConfigError(problem.what, where=problem.where, key=_KEY, way_out=problem.way_out) from error
     try:
         _refuse_place(target)
-        if not _is_new_or_run(target):
+        if target.exists() and not is_run(target):
             _refuse_foreign(target, config)
     except PermissionError as error:
         raise MachineError(
@@ -82,17 +82,11 @@ def mark_run_folder(folder: Path) -> None:
             raise
 
 
-def _is_new_or_run(target: Path) -> bool:
-    if not target.exists() or is_run(target):
-        return True
-    return target.is_dir() and any(is_checkpoint(folder) for folder in target.glob("iter_*"))
-
-
 def _refuse_foreign(target: Path, config: Path | None) -> None:
     own_yaml = config.resolve() if config is not None else None
     found = [name for name in _NAMES if os.path.lexists(target / name) and target / name != own_yaml]
     found += [path.name for path in target.glob("iter_*")]
-    if found:
+    if found and not is_run(target):  # another rank may have begun the run meanwhile
         raise ConfigError(
             f"is no run folder and holds {', '.join(sorted(found)[:3])}, which a run would write over",
             where=str(target),

@@ -13,6 +13,7 @@ from mindspeed_mm.core import folder_writing
 from mindspeed_mm.core.errors import ExitCode, MMError, UsageError
 from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.core.folder_writing import atomic_folder, remove_written
+from mindspeed_mm.core.run_ownership import mark_run_folder
 from tests.helpers.kills import everything, killed_before_each_change
 
 
@@ -126,7 +127,6 @@ def places(tmp_path: Path) -> Iterator[tuple[str, Path, str]]:
     checkpoint = tmp_path / "run" / "iter_0000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "MANIFEST.json").write_text('{"format": "mindspeed-mm-checkpoint"}')
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("1\n")
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -174,7 +174,7 @@ def test_places_that_are_refused(overwrite: bool, tmp_path: Path, monkeypatch: p
 
 
 def test_models_may_lie_in_a_runs_own_places(tmp_path: Path) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1\n")
+    mark_run_folder(tmp_path)
     write(tmp_path / "hf" / "iter_0000001", "new")
     write(tmp_path / "exported" / "x", "new")
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import shutil
+from itertools import count
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text, fsync_path
+from mindspeed_mm.core.folder_kinds import has_own_manifest
 from mindspeed_mm.core.folder_writing import swap_folders
+
+logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
 TRAINER_STATE = "trainer_state.json"
 RELEASE = "release"
+FOREIGN_SUFFIX = ".foreign"
+"""And a number: what the name of a folder gets that is none of ours and stands where a checkpoint is committed."""
 DRAFT_SUFFIX, FORMER_SUFFIX = ".draft", ".former"
 _PREFIX = ".mindspeed-mm-"
 """Nothing of a user's begins so: what bears such a name may be taken away."""
@@ -69,7 +77,10 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def commit(draft: Path, folder: Path) -> None:
-    """Give a complete draft its name. A folder of that name that stands there already goes away only after that."""
+    """Give a complete draft its name. A folder of that name that stands there already goes away only after that; one
+    without a manifest of ours, which somebody else may have put there, is kept under another name."""
+    if os.path.lexists(folder) and not has_own_manifest(folder):
+        _put_aside(folder)
     if not folder.exists():
         draft.rename(folder)
         fsync_path(folder.parent)
@@ -77,6 +88,13 @@ def commit(draft: Path, folder: Path) -> None:
     former = swap_folders(draft, folder)
     fsync_path(folder.parent)
     shutil.rmtree(former, ignore_errors=True)
+
+
+def _put_aside(folder: Path) -> None:
+    names = (folder.with_name(f"{folder.name}{FOREIGN_SUFFIX}{number}") for number in count(1))
+    aside = next(path for path in names if not os.path.lexists(path))
+    folder.rename(aside)
+    logger.warning("%s was there already, without a manifest of ours: it is kept as %s", folder, aside.name)
 
 
 def remove_leftovers(save: Path) -> list[str]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.core.folder_kinds import is_run
+from mindspeed_mm import api
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.folder_kinds import MARKER, is_run
 from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
+from mindspeed_mm.fsdp.checkpoint import layout
 from tests.helpers.kills import everything
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run
@@ -32,6 +38,38 @@ def own_file(name: str) -> Callable[[Path, Path], Path]:
     return prepare
 
 
+MEGATRON = {
+    "latest_checkpointed_iteration.txt": "100\n",
+    "iter_0000100/mp_rank_00/model_optim_rng.pt": "mine",
+    "iter_0000001/model_optim_rng.pt": "mine",
+    "config.yaml": SECRET,
+    "run.json": '{"status": "mine"}',
+    "metrics.jsonl": '{"loss": 1.0}\n',
+}
+"""What another trainer left, and a user's own records beside it."""
+
+
+def megatron(pattern: str) -> Callable[[Path, Path], Path]:
+    """That folder, with only the files whose names fit."""
+
+    def prepare(root: Path, yaml: Path) -> Path:
+        for name in fnmatch.filter(MEGATRON, pattern):
+            (root / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / "mine" / name).write_text(MEGATRON[name])
+        return root / "mine"
+
+    return prepare
+
+
+def torch_checkpoint(root: Path, yaml: Path) -> Path:
+    """A distributed checkpoint of torch that no run of ours committed."""
+    step = root / "mine" / "iter_0000001"
+    step.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp"):
+        (step / name).write_bytes(b"mine")
+    return root / "mine"
+
+
 def dangling(root: Path, yaml: Path) -> Path:
     (root / "link").symlink_to(root / "gone")
     return root / "link"
@@ -42,6 +80,12 @@ CASES: dict[str, tuple[Callable[[Path, Path], Path | str], str]] = {
     "a run.json": (own_file("run.json"), r"is no run folder and holds run\.json"),
     "a log": (own_file("log"), "holds log"),
     "an iter_": (own_file("iter_0000001"), "holds iter_0000001"),
+    "a model of the user's": (own_file("model"), "holds model"),
+    "rows of the user's": (own_file("rows"), "holds rows"),
+    "Megatron": (megatron("*"), "holds config.yaml, iter_0000001, iter_0000100"),
+    "Megatron's checkpoints": (megatron("*_*"), "holds iter_0000001, iter_0000100"),
+    "Megatron's tracker": (megatron("latest*"), "holds latest_checkpointed_iteration.txt"),
+    "torch's checkpoint": (torch_checkpoint, "holds iter_0000001"),
     "the model": (lambda root, yaml: yaml.parent / "model", "is a model folder"),
     "in the model": (lambda root, yaml: yaml.parent / "model" / "run", "lies in a model folder"),
     "a file": (lambda root, yaml: yaml, "is a file"),
@@ -58,11 +102,49 @@ def test_what_is_not_the_runs_stays(verb: str, case: str, yaml: Path, tmp_path: 
     prepare, said = CASES[case]
     save = prepare(tmp_path, yaml)
     before = everything(tmp_path) | everything(yaml.parent)
-    ended = mm(verb, yaml, f"training.save={save}")
+    names = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    ended = mm(verb, yaml, f"training.save={save}", *(["--allow-fresh"] if verb == "train" else []))
     assert ended.code == 2, ended
     assert said.replace("\\", "") in ended.out + ended.err
     assert "this is a bug" not in ended.err
     assert everything(tmp_path) | everything(yaml.parent) == before
+    assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*")} == names
+
+
+@pytest.mark.parametrize("kept", ["run.json", "manifests"])
+def test_a_run_whose_marker_is_gone_goes_on(kept: str, yaml: Path, tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    train(yaml, save)
+    (save / MARKER).unlink()
+    if kept == "run.json":
+        shutil.rmtree(save / "iter_0000001")
+        (save / layout.TRACKER).unlink()
+    else:
+        (save / "run.json").unlink()
+    train(yaml, save, "training.train_iters=2")
+    assert (save / "iter_0000002").is_dir()
+
+
+def test_a_foreign_checkpoint_in_a_run_is_kept(yaml: Path, tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    train(yaml, save)
+    foreign = save / "iter_0000002" / "mp_rank_00"
+    foreign.mkdir(parents=True)
+    (foreign / "model_optim_rng.pt").write_text("mine")
+    train(yaml, save, "training.train_iters=2")
+    assert (save / "iter_0000002" / "MANIFEST.json").is_file()
+    assert (save / "iter_0000002.foreign1" / "mp_rank_00" / "model_optim_rng.pt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["model/config.json", "rows/train.jsonl"])
+def test_objects_are_not_stored_over_a_users_files(name: str, yaml: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine" / name).parent.mkdir(parents=True)
+    (tmp_path / "mine" / name).write_text(SECRET)
+    before = everything(tmp_path)
+    rows = [json.loads(line) for line in (yaml.parent / "rows.jsonl").read_text().splitlines()]
+    with pytest.raises(ConfigError, match="is no run folder and holds"):
+        api.train(yaml, rows=rows, training={"save": str(tmp_path / "mine")})
+    assert everything(tmp_path) == before
 
 
 def test_a_users_yaml_in_the_save_folder_is_never_rewritten(yaml: Path, tmp_path: Path) -> None:
