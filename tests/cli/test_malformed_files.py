@@ -188,3 +188,71 @@ def test_a_damaged_file_is_named_quickly(verb: str, file: str, damage: str, home
 @pytest.mark.parametrize("read", READS, ids=lambda read: f"{read.words[0]}-{Path(read.file).name}")
 def test_a_damaged_file_is_named(read: Read, damage: str, home: Path) -> None:
     damage_and_try(read, damage, home)
+
+
+# --- values that are out of reason ------------------------------------------------------------------------------------
+
+
+def set_value(path: Path, key: str, value: Any) -> None:
+    content = json.loads(path.read_text())
+    *sections, last = key.split(".")
+    inner = content
+    for section in sections:
+        inner = inner[section]
+    assert last in inner
+    inner[last] = value
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("verb", ["check", pytest.param("train", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("config.json", "text_config.hidden_size", -8),
+        ("config.json", "text_config.num_attention_heads", 0),
+        ("config.json", "text_config.num_hidden_layers", 10**9),
+        ("config.json", "vision_config.patch_size", 0),
+        ("config.json", "vision_config.spatial_merge_size", -2),
+        ("processor_config.json", "image_processor.patch_size", 0),
+        ("processor_config.json", "image_processor.image_std", [0, 0, 0]),
+        ("processor_config.json", "image_processor.rescale_factor", "x"),
+        ("processor_config.json", "video_processor.temporal_patch_size", -1),
+        ("processor_config.json", "video_processor.merge_size", 0),
+    ],
+)
+def test_a_size_out_of_range_is_named_with_its_file(verb: str, file: str, key: str, value: Any, home: Path) -> None:
+    set_value(home / "model" / file, key, value)
+    said = mm(verb, "run.yaml", "training.save=other")
+    told = said.err + said.out
+    assert said.code == 4, told
+    assert file in told and key in told, told
+    assert "this is a bug" not in told and "rows.jsonl" not in said.err, told
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"training.train_iters={'9' * 400}",
+        f"training.seed={'9' * 400}",
+        f"training.lr={'9' * 400}",
+        f"data.dataset_param.basic_parameters.cutoff_len={'9' * 400}",
+        f"model.model_name_or_path={'n' * 300}",
+        f"data.dataset_param.basic_parameters.dataset={'n' * 300}",
+        f"training.load={'n' * 300}",
+        r'model.model_name_or_path="a\0b"',
+        r'training.save="a\0b"',
+    ],
+    ids=lambda override: override[:50],
+)
+@pytest.mark.parametrize("verb", ["check", pytest.param("train", marks=pytest.mark.slow)])
+def test_numbers_and_names_that_are_too_long_are_refused(verb: str, override: str, home: Path) -> None:
+    said = mm(verb, "run.yaml", override, *([] if "save" in override else ["training.save=other"]))
+    told = said.err + said.out
+    assert said.code in (2, 4), told
+    assert "this is a bug" not in told and "Traceback" not in told, told
+    assert all(len(line) < 400 for line in said.err.splitlines())
+
+
+def test_a_name_that_is_too_long_is_no_fault_of_a_rank(home: Path) -> None:
+    said = mm("export", "n" * 300, "exported")
+    assert (said.code, "File name too long" in said.err, "rank" in said.err) == (2, True, False), said.err

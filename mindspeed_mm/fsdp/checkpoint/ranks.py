@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import CheckpointError, MachineError, MMError
+from mindspeed_mm.core.os_errors import explained_os_error
 
 Result = TypeVar("Result")
 PATIENCE_S = 60.0
@@ -71,7 +72,8 @@ class Ranks:
         except MMError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001  (the border between ranks: the others are waiting for this one)
-            error = CheckpointError(f"{what} failed on rank {self.rank}: {type(raised).__name__}: {raised}")
+            known = explained_os_error(raised) if isinstance(raised, OSError) else None
+            error = known or CheckpointError(f"{what} failed on rank {self.rank}: {type(raised).__name__}: {raised}")
             error.__cause__ = raised
         failed = next((e for e in self.gather(error) if e is not None), None)
         if failed is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,8 @@ def _construct_transformers(
         options = options | {"attn_implementation": "sdpa"}  # a name of ours is known to a built model only
     with parameters_on_meta(), no_init_weights():
         if model_args.model_id is None:
-            model = model_class._from_config(config, **options)
+            with _explained(model_args):
+                model = model_class._from_config(config, **options)
         else:
             model = _call(model_class._from_config, config, options, model_args)
     model.tie_weights()  # part of the initialisation that was left out
@@ -143,6 +145,20 @@ def _construct_transformers(
     if model.can_generate():
         _set_generation_config(model, require_folder(model_args.model_name_or_path))
     return model
+
+
+@contextmanager
+def _explained(model_args: ModelArguments) -> Iterator[None]:
+    """What a class of transformers raises while it is built comes from the sizes in config.json."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ModelFolderError(
+            f"no model can be built from it: {type(error).__name__}: {reason}",
+            where=str(require_folder(model_args.model_name_or_path) / "config.json"),
+            way_out="Compare it with the original model's config.json.",
+        ) from error
 
 
 def _set_generation_config(model: Any, folder: Path) -> None:

@@ -26,6 +26,14 @@ _PRIVATE_KEYS = frozenset(
     | {"_out_features", "_out_indices", "_frame_rate", "_has_encoder", "_has_decoder"}
 )
 """Keys with an underscore that libraries write. Any other would set private state of a configuration object."""
+_COUNTS = ("num_hidden_layers", "num_layers", "depth")
+_MEASURES = (
+    *("hidden_size", "intermediate_size", "out_hidden_size", "embed_dim", "d_model", "vocab_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "num_heads", "max_position_embeddings", "num_position_embeddings"),
+    *("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size", "in_channels", "num_channels"),
+)
+_SIZES = dict.fromkeys(_COUNTS, (0, 100_000)) | dict.fromkeys(_MEASURES, (1, 2**31 - 1))
+"""Least and most of what counts or measures, wherever it stands in a configuration."""
 _AUTO_CLASSES = (
     "AutoModelForImageTextToText",
     "AutoModelForMultimodalLM",
@@ -202,8 +210,23 @@ def _check_keys(config: Any, path: Path, section: str = "") -> None:
                 key=section + key,
                 way_out="Use the unquantised weights of this model.",
             )
+        if key in _SIZES:
+            _check_size(value, path, section + key)
         if isinstance(value, dict):
             _check_keys(value, path, f"{section}{key}.")
+
+
+def _check_size(value: Any, path: Path, key: str) -> None:
+    """A size of nothing, or of more than there can be, ends in a division by it or in a loop over it somewhere else."""
+    least, most = _SIZES[key.rpartition(".")[2]]
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int) and not least <= number <= most:
+            raise ModelFolderError(
+                f"{str(number)[:20]} is out of range. It must be from {least} to {most:,}",
+                where=str(path),
+                key=key,
+                way_out="Compare it with the original model's config.json.",
+            )
 
 
 def _unknown_type(folder: Path, config: dict[str, Any], known: list[str]) -> ModelFolderError:

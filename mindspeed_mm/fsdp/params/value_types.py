@@ -112,11 +112,17 @@ def _flag_or_auto(value: Any) -> Any:
         raise fault(f"{show(value)} is not true, false or auto") from None
 
 
+_LARGEST = 2**63 - 1
+"""What a tensor, a file and a library can count to."""
+
+
 def _whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise fault(f"{show(value)} is not a whole number")
+    if abs(value) > _LARGEST:
+        raise fault(f"a number of {len(str(abs(value)))} digits is out of range: at most {_LARGEST:,}")
     return value
 
 
@@ -129,7 +135,7 @@ def _number(value: Any) -> Any:
             raise fault(f"{show(value)} is not a number") from None
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise fault(f"{show(value)} is not a number")
-    if not math.isfinite(number):
+    if (isinstance(number, int) and abs(number) > _LARGEST) or not math.isfinite(number):
         raise fault(f"{show(value)} is not a finite number")
     return float(number)
 

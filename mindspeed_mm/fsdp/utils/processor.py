@@ -11,12 +11,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.utils.processor_settings import PROCESSOR_FILES, check_processor_settings
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 _MAX_TEMPLATE_CHARACTERS = 200_000
 _MAX_TEMPLATE_FACTOR = 10_000
@@ -39,6 +39,7 @@ def load_processor(
     """
     folder = Path(folder)
     is_multimodal = _check_files(folder)
+    check_processor_settings(folder)
     try:
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False, **options)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
@@ -154,13 +155,13 @@ def _check_files(folder: Path) -> bool:
             key="model.model_name_or_path",
             way_out="Use a local folder; nothing is downloaded.",
         )
-    is_multimodal = any((folder / name).is_file() for name in _PROCESSOR_FILES)
+    is_multimodal = any((folder / name).is_file() for name in PROCESSOR_FILES)
     if not is_multimodal and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelFolderError(
             "no processor or tokenizer here",
             where=str(folder),
-            way_out=f"Copy {_TOKENIZER_FILES[0]} and {_TOKENIZER_FILES[1]} (and {_PROCESSOR_FILES[0]} or "
-            f"{_PROCESSOR_FILES[1]}) of the original model into the folder.",
+            way_out=f"Copy {_TOKENIZER_FILES[0]} and {_TOKENIZER_FILES[1]} (and {PROCESSOR_FILES[0]} or "
+            f"{PROCESSOR_FILES[1]}) of the original model into the folder.",
         )
     return is_multimodal
 
@@ -178,7 +179,7 @@ def _check_padding(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
 
 def _broken_file(folder: Path) -> ModelFolderError | None:
     """The error about the file of the folder that is no JSON, where one is: libraries do not say which they read."""
-    names = [*_PROCESSOR_FILES, *_TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"]
+    names = [*PROCESSOR_FILES, *_TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"]
     for path in (folder / name for name in ("config.json", *names) if name.endswith(".json")):
         if not path.exists():
             continue

@@ -180,7 +180,7 @@ ERRORS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("79 key not in the index", then(into_shards, map_without), f"{EMBEDDING}.*not in the index"),
     ("79 orphan shard", then(into_shards, orphan_shard), "00003-of-00003.*named by no entry"),
     ("79 no index", then(into_shards, remove("model.safetensors.index.json")), r"no model\.safetensors\.index\.json"),
-    ("79 broken index", then(into_shards, write("model.safetensors.index.json", b"{")), "not a valid index"),
+    ("79 broken index", then(into_shards, write("model.safetensors.index.json", b"{")), "json  is not valid JSON"),
     ("80 cut", cut, r"model\.safetensors  is cut: \d+ bytes of tensors, the header promises \d+"),
     ("80 cut in the header", cut_header, "is cut.*header alone"),
     ("80 trailing bytes", add_bytes, "4 bytes that its header does not name"),
