@@ -87,7 +87,7 @@ PARTS = [{"type": "image_url", "image_url": {"url": "a.png"}}, text("\nWhich?")]
 )
 def test_every_format_gives_the_same_sample(row: dict[str, Any], attr: dict[str, Any]) -> None:
     sample = convert(row, **attr)
-    assert sample == Sample(PLACE, SHARED, [0, 1, 0, 1], [PICTURE])
+    assert sample == Sample(PLACE, SHARED, [None, 1, None, 1], [PICTURE])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_media_of_three_kinds_stand_in_order_of_appearance() -> None:
 
 def test_text_parts_are_literal_and_placeholders_only_of_strings() -> None:
     sample = convert({"messages": turns([text("the <image> tag"), text("?")], "yes")})
-    assert sample == Sample(PLACE, turns("the <image> tag?", "yes"), [0, 1])
+    assert sample == Sample(PLACE, turns("the <image> tag?", "yes"), [None, 1])
 
 
 def test_system_prompts_and_alpaca_inputs() -> None:
@@ -168,8 +168,9 @@ def test_system_prompts_and_alpaca_inputs() -> None:
 def test_a_turn_may_count_more_or_less(fields: dict[str, Any], weight: float) -> None:
     row = {"messages": turns("a", "b", "c", "d")}
     row["messages"][1] |= fields
-    row["messages"][2] |= fields  # the user's turns are not the model's to learn
-    assert convert(row).weights == [0, weight, 0, 1]
+    row["messages"][2] |= fields  # the user's turns are not the model's to learn, but may be taken out
+    taken_out = 0 if weight == 0 else None
+    assert convert(row).weights == [None, weight, taken_out, 1]
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def test_tool_turns_of_sharegpt(spelled: Any, formatting: str) -> None:
     row = {"conversations": [{"from": role, "value": value} for role, value in said], "tools": json.dumps([FUNCTION])}
     sample = convert(row, formatting=formatting)
     assert sample.messages == expected
-    assert sample.weights == [0, 1, 0, 1]
+    assert sample.weights == [None, 1, None, 1]
     assert sample.tools == [{"type": "function", "function": FUNCTION}]
 
 
@@ -247,7 +248,7 @@ def test_tool_turns_of_openai(arguments: Any, reasoning: str) -> None:
         {"role": "tool", "tool_call_id": "c2", "name": "add", "content": "3"},
         SOLVED[3],
     ]
-    assert sample.weights == [0, 1, 0, 0, 1]
+    assert sample.weights == [None, 1, None, None, 1]
     assert sample.tools == [{"type": "function", "function": FUNCTION}]
 
 
@@ -269,7 +270,7 @@ def test_openais_old_function_calls() -> None:
 
 
 def test_a_conversation_may_end_with_a_call() -> None:
-    assert convert({"messages": [SOLVED[0], LONG_CALL]}).weights == [0, 1]
+    assert convert({"messages": [SOLVED[0], LONG_CALL]}).weights == [None, 1]
 
 
 # --- preference ------------------------------------------------------------------------------------------------------
@@ -298,9 +299,9 @@ def test_preference_rows(row: dict[str, Any], attr: dict[str, Any], answers: tup
     row = {**row, "better": answers[0], "worse": answers[1], "images": ["a.png"], "system": "Be brief."}
     sample = convert(row, ranking=True, chosen="better", rejected="worse", **attr)
     before = [{"role": "system", "content": "Be brief."}, turns([IMAGE, text("Which?")])[0]]
-    rejected = Sample(PLACE, [*before, {"role": "assistant", "content": "one"}], [0, 0, 1], [PICTURE])
+    rejected = Sample(PLACE, [*before, {"role": "assistant", "content": "one"}], [None, None, 1], [PICTURE])
     chosen = [*before, {"role": "assistant", "content": "seven"}]
-    assert sample == Sample(PLACE, chosen, [0, 0, 1], [PICTURE], rejected=rejected)
+    assert sample == Sample(PLACE, chosen, [None, None, 1], [PICTURE], rejected=rejected)
 
 
 def test_whole_conversations_are_trained_where_they_differ() -> None:
@@ -308,10 +309,10 @@ def test_whole_conversations_are_trained_where_they_differ() -> None:
     for row in (whole, {**whole, "prompt": "a", "messages": turns("a", "b", "c", "good")}):
         sample = convert(row, ranking=True)
         assert sample.messages == whole["chosen"]
-        assert sample.weights == [0, 0, 0, 1]
+        assert sample.weights == [None, 0, None, 1]
         assert sample.rejected is not None
         assert sample.rejected.messages == whole["rejected"]
-        assert sample.rejected.weights == [0, 0, 0, 1, 0, 1]
+        assert sample.rejected.weights == [None, 0, None, 1, None, 1]
 
 
 @pytest.mark.parametrize(

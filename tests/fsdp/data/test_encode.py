@@ -200,6 +200,19 @@ class TestWeights:
         untrained = sample["input_ids"][sample["labels"] == IGNORED]
         assert processor.tokenizer.decode(untrained) == "four<|im_end|>"
 
+    @pytest.mark.edge("N2")
+    @pytest.mark.parametrize("taken_out", [{"weight": 0}, {"train": False}, {"mask": True}])
+    def test_train_on_prompt_trains_no_turn_that_is_taken_out_whoever_speaks(
+        self, build: Build, processor: Any, taken_out: dict[str, Any]
+    ) -> None:
+        said = [{"role": "system", "content": "Be brief."}, *turns("one?", "two", "<image>three?", "four")]
+        said[0] |= taken_out
+        said[3] |= taken_out
+        sample = build({"messages": said, "images": ["a.png"]}, train_on_prompt=True)[0]
+        untrained = processor.tokenizer.decode(sample["input_ids"][sample["labels"] == IGNORED])
+        words = untrained.replace("<|image_pad|>", "")
+        assert words == "Be brief.<|im_end|><|vision_start|><|vision_end|>three?<|im_end|>"
+
     def test_history_is_masked_whatever_its_weight(self, build: Build, processor: Any) -> None:
         sample = build({"messages": self.ROW["messages"][:4]}, mask_history=True)[0]
         assert trained_text(processor.tokenizer, sample) == ["four<|im_end|>"]

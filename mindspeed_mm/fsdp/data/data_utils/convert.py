@@ -89,7 +89,7 @@ def _name(configured: str | None, usual: str) -> str:
 
 def _add(sample: Sample, role: str, content: str) -> None:
     sample.messages.append({"role": role, "content": split_text(content)})
-    sample.weights.append(float(role == "assistant"))
+    sample.weights.append(1.0 if role == "assistant" else None)
 
 
 Converter = Callable[[Row, RowFormat, Place], Sample]

@@ -277,10 +277,10 @@ class SampleEncoder:
                     return end
         raise self._too_long(length)
 
-    def _weights(self, sample: Sample, end: int) -> list[float]:
+    def _weights(self, sample: Sample, end: int) -> list[float | None]:
         """Of the first `end` messages."""
         weights = sample.weights[:end]
-        return [0.0] * (end - 1) + weights[-1:] if self._options.mask_history else weights
+        return [*[0.0] * (end - 1), *weights[-1:]] if self._options.mask_history else weights
 
     def _length(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> int:
         """Tokens of the first `end` messages."""
@@ -292,10 +292,7 @@ class SampleEncoder:
     def _turns(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> Turns:
         """The first `end` messages as tokens."""
         weights, messages = self._weights(sample, end), self._messages(sample, end)
-        has_words = [
-            weight != 0 or (self._options.train_on_prompt and message["role"] == "assistant")
-            for weight, message in zip(weights, messages, strict=True)
-        ]
+        has_words = [self._is_told_apart(message, weight) for message, weight in zip(messages, weights, strict=True)]
         text, spans = self._rendering.render_with_spans(messages, has_words, self._tokens.protect(sample.tools))
         placed, encoding = self._tokenised(sample, end, text, expansions)
         counts = np.full(len(encoding.ids), float(self._options.train_on_prompt), dtype=np.float32)
@@ -306,6 +303,12 @@ class SampleEncoder:
         ids = np.array(encoding.ids, dtype=np.int64)
         ids, counts, media_spans = _with_media(ids, counts, self._places.token_places(placed, encoding))
         return Turns(placed.text, ids, np.where(counts != 0, ids, IGNORED), counts, media_spans)
+
+    def _is_told_apart(self, message: dict[str, Any], weight: float | None) -> bool:
+        """Whether a turn counts otherwise than what stands around it."""
+        if not self._options.train_on_prompt:
+            return bool(weight)
+        return weight is not None and (message["role"] == "assistant" or bool(message["content"]))
 
     def _messages(self, sample: Sample, end: int) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = self._tokens.protect(sample.messages[:end])

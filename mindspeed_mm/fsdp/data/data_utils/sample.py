@@ -46,8 +46,9 @@ class Sample:
     a list of typed parts where a turn holds media: `{"type": "text", "text"}`, `{"type": "image" | "video" | "audio"}`.
     Further keys where the row has them: `tool_calls` (`[{"type": "function", "function": {"name", "arguments"}}]`,
     arguments as an object) and `reasoning_content` of the model's turns, `name` and `tool_call_id` of tool results."""
-    weights: list[float] = field(default_factory=list)
-    """Per message, how much its tokens count in the loss; 0: not trained."""
+    weights: list[float | None] = field(default_factory=list)
+    """Per message, how much its tokens count in the loss; 0: not trained. None: of the prompt, and the row takes it not
+    out, so that `train_on_prompt` decides."""
     media: list[MediaItem] = field(default_factory=list)
     """One for each media part, in order of appearance over all messages."""
     tools: list[dict[str, Any]] | None = None

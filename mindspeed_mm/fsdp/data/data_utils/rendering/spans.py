@@ -58,7 +58,8 @@ class TurnFinder:
         self._openings = self._generation_prompts()
 
     def find(self, messages: list[Message], wanted: Sequence[int], text: str, **context: Any) -> list[Span]:
-        """The span of each wanted turn: from the end of the prompt that opens it to its end mark.
+        """The span of each wanted turn: from the end of the prompt that opens it to its end mark; of one that is not
+        the model's, its words and media and the end mark behind them.
 
         Args:
             messages: As the template reads them.
@@ -75,6 +76,9 @@ class TurnFinder:
         marked = self.borders(messages, text, **context)
         spans = []
         for i in wanted:
+            if messages[i]["role"] != "assistant":
+                spans.append(self._of_prompt(messages, i, text, marked.get(i), context))
+                continue
             found = self._by_marks(messages, i, text, marked[i], context) if i in marked else None
             spans.append(found or self._by_rendering(messages, i, text, context))
         for (_, end), (start, _) in pairwise(spans):
@@ -174,6 +178,17 @@ class TurnFinder:
         head = text[len(prompt) : marks[0]] if text.startswith(prompt) else ""
         return head, text[marks[-1] + 1 :]
 
+    # --- turns of the prompt -----------------------------------------------------------------------------------------
+
+    def _of_prompt(
+        self, messages: list[Message], i: int, text: str, where: Borders | None, context: dict[str, Any]
+    ) -> Span:
+        """No prompt opens these. Marks stand around words alone, so those with media are told by exchange."""
+        if where is None or _has_media(messages[i]):
+            start, end = self._by_exchange(messages, i, text, context)
+            return start, self._without_blanks_after_mark(text, start, end)
+        return where.first, where.last + len(self._mark_at(text, where.last) or "")
+
     # --- by rendering other conversations ----------------------------------------------------------------------------
 
     def _by_rendering(self, messages: list[Message], i: int, text: str, context: dict[str, Any]) -> Span:
@@ -257,6 +272,10 @@ def _only_words(message: Message) -> str | None:
         content = content[0]["text"]
     is_plain = message.keys() <= {"role", "content"} and isinstance(content, str) and "think>" not in content
     return content if is_plain and content.strip() else None
+
+
+def _has_media(message: Message) -> bool:
+    return isinstance(message["content"], list) and any(part["type"] != "text" for part in message["content"])
 
 
 def _mark(number: int) -> str:

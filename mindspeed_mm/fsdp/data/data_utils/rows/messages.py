@@ -61,7 +61,7 @@ def add_system(sample: Sample, row: Row, row_format: RowFormat) -> None:
     system = text_of(row, column, sample.place)
     if system and not any(message["role"] == "system" for message in sample.messages):
         sample.messages.insert(0, {"role": "system", "content": split_text(system)})
-        sample.weights.insert(0, 0.0)
+        sample.weights.insert(0, None)
 
 
 def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, field: str = "message") -> None:
@@ -80,7 +80,7 @@ def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, fie
         sample.weights.append(weight)
 
 
-def _message(message: Any, row_format: RowFormat, where: str, key: str) -> tuple[dict[str, Any], float]:
+def _message(message: Any, row_format: RowFormat, where: str, key: str) -> tuple[dict[str, Any], float | None]:
     """A message as chat templates take it, and its weight."""
     if not isinstance(message, dict):
         raise DataError(f"{short(message)} is no message", where=where, key=key, way_out=REPAIR)
@@ -98,7 +98,8 @@ def _message(message: Any, row_format: RowFormat, where: str, key: str) -> tuple
         read |= _reasoning(message, where, key)
     if role == "tool":
         read |= {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-    return read, _weight(message, where, key) if read["role"] == "assistant" else 0.0
+    weight = _weight(message, where, key)
+    return read, weight if read["role"] == "assistant" or weight == 0 else None
 
 
 def _tags(message: Row, row_format: RowFormat, where: str, key: str) -> tuple[str, str]:
@@ -174,7 +175,7 @@ def _reasoning(message: Row, where: str, key: str) -> dict[str, str]:
 
 
 def _weight(message: Row, where: str, key: str) -> float:
-    """How much a turn of the model counts: 1, or its `weight`; nothing with `train: false` or `mask: true`."""
+    """How much a turn counts: 1, or its `weight`; nothing with `train: false` or `mask: true`."""
     weight, train, mask = message.get("weight"), message.get("train", message.get("trainable")), message.get("mask")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if weight is not None and not (is_number and math.isfinite(weight) and weight >= 0):

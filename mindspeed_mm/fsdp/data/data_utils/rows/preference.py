@@ -41,7 +41,7 @@ def convert_pair(row: Row, row_format: RowFormat, place: Place, context: Context
                 key="rejected",
                 way_out=REPAIR,
             )
-        sample.weights[:differ] = [0.0] * differ
+        sample.weights[:differ] = [None if weight is None else 0.0 for weight in sample.weights[:differ]]
     return chosen, rejected
 
 
