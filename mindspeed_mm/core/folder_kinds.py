@@ -95,5 +95,5 @@ def kind_above(path: Path) -> tuple[str, Path] | None:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
