@@ -220,7 +220,7 @@ def test_every_key_has_help() -> None:
 
 def test_json_schema_carries_the_help() -> None:
     training = json_schema()["$defs"]["TrainingArguments"]["properties"]
-    assert training["lr"]["description"] == "Highest learning rate."
+    assert training["lr_min"]["description"] == "Learning rate at the end of the decay."
 
 
 def test_the_table_of_unbuilt_features_names_real_keys_whose_defaults_are_built() -> None:
