@@ -7,6 +7,7 @@ and taken away. Folders that change places, and files that safetensors writes, a
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -124,6 +125,7 @@ def _in_a_copy(folder: Path, work: Callable[[], object], fatal: int | None, told
 def _work_and_leave(counter: _Counter, work: Callable[[], object], told: Path | None) -> None:
     code = 1
     try:
+        faulthandler.enable()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)  # threads of the original are not there
         counter.watch_the_rest()
@@ -146,6 +148,6 @@ def wait_for(pid: int, limit_s: float = 60.0) -> int:
         if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGABRT)  # it says where it stands, on stderr
     os.waitpid(pid, 0)
     raise AssertionError(f"still running after {limit_s} s")

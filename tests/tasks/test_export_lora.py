@@ -163,9 +163,9 @@ def test_other_base_weights_are_refused(language: tuple[Path, Any], tmp_path: Pa
 
 def test_a_checkpoint_outside_a_run_does_not_say_which_adapters(language: tuple[Path, Any], tmp_path: Path) -> None:
     run, _ = language
-    shutil.copytree(run / "iter_0000003", tmp_path / "iter_0000003")
+    shutil.copytree(run / "iter_0000003", tmp_path / "copied" / "iter_0000003")
     with pytest.raises(CheckpointError, match="holds adapters and does not say of which kind"):
-        export.run(tmp_path / "iter_0000003", tmp_path / "out", model_folder=run.parent / "base")
+        export.run(tmp_path / "copied" / "iter_0000003", tmp_path / "out", model_folder=run.parent / "base")
     assert not (tmp_path / "out").exists()
 
 
