@@ -3,36 +3,32 @@ there and whole, the old one or the new one, and the next command clears what is
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
 
 from mindspeed_mm.fsdp.checkpoint import layout
+from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.checkpoint.manifest import read_manifest, verify_files
 from mindspeed_mm.tasks import export, merge
 from tests.fsdp.checkpoint import small_run
+from tests.helpers.adapters import adapted_model
+from tests.helpers.distributed import run_alone
 from tests.helpers.kills import everything, killed_before_each_change
 from tests.helpers.small_run_folder import make_text_run
 
 pytestmark = pytest.mark.edge("S2")
 
 
-def the_last(count: int) -> Callable[[int], Collection[int]]:
-    """The changes around the moment when the target is replaced, and a few before."""
-    return lambda changes: sorted({*range(0, changes, 20), *range(max(0, changes - count), changes)})
+def changes_around_the_end(changes: int) -> Collection[int]:
+    """Those around the moment when the target is replaced, and a few before."""
+    return sorted({*range(0, changes, 20), *range(max(0, changes - 7), changes)})
 
 
-ALL = pytest.param(range, marks=pytest.mark.slow, id="every change")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about a power failure: the disk need not be waited for."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+WHICH = {"the last changes": changes_around_the_end, "every change": range}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +41,15 @@ def weights_and_files(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in everything(folder).items() if name != "README.md"}
 
 
-def check_exports(
-    run: Path, tmp_path: Path, write: Callable[[Path, bool], object], chosen: Callable[[int], Collection[int]]
-) -> None:
-    """Kill `write(target, overwrite)`, which replaces an older export of the run's first step."""
+def check_exports(run: Path, tmp_path: Path, adapter: Path | None, which: str) -> None:
+    """Kill an export, or the merge of an adapter, that replaces an older export of the run's first step."""
+
+    def write(target: Path, overwrite: bool) -> None:
+        if adapter is None:
+            export.run(run, target, overwrite=overwrite)
+        else:
+            merge.run(run.parent / "model", [adapter], target, overwrite=overwrite)
+
     older, newer = tmp_path / "older", tmp_path / "newer"
     export.run(run, older / "X", step=1)
     write(newer / "X", False)
@@ -59,7 +60,7 @@ def check_exports(
     target = parent / "X"
     seen = set()
     for change in killed_before_each_change(
-        parent, lambda: shutil.copytree(older, parent, dirs_exist_ok=True), lambda: write(target, True), chosen
+        parent, lambda: shutil.copytree(older, parent, dirs_exist_ok=True), lambda: write(target, True), WHICH[which]
     ):
         assert weights_and_files(target) in wholes, change
         seen.add(wholes.index(weights_and_files(target)))
@@ -70,22 +71,15 @@ def check_exports(
     assert seen == {0, 1}
 
 
-@pytest.mark.parametrize("chosen", [pytest.param(the_last(7), id="the last changes"), ALL])
-def test_export(run: Path, tmp_path: Path, chosen: Callable[[int], Collection[int]]) -> None:
-    check_exports(run, tmp_path, lambda target, overwrite: export.run(run, target, overwrite=overwrite), chosen)
+@pytest.mark.parametrize("which", ["the last changes", pytest.param("every change", marks=pytest.mark.slow)])
+def test_export(run: Path, tmp_path: Path, which: str) -> None:
+    run_alone(check_exports, run, tmp_path, None, which, timeout_s=1200)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [pytest.param(range, id="every change")])
-def test_merge(run: Path, tmp_path: Path, chosen: Callable[[int], Collection[int]]) -> None:
-    from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
-    from tests.helpers.adapters import adapted_model
-
-    base, adapter = run.parent / "model", tmp_path / "adapter"
-    save_adapters(adapted_model(base), adapter, base)
-    check_exports(
-        run, tmp_path, lambda target, overwrite: merge.run(base, [adapter], target, overwrite=overwrite), chosen
-    )
+def test_merge(run: Path, tmp_path: Path) -> None:
+    save_adapters(adapted_model(run.parent / "model"), tmp_path / "adapter", run.parent / "model")
+    run_alone(check_exports, run, tmp_path, tmp_path / "adapter", "every change", timeout_s=1200)
 
 
 def save(folder: Path, step: int) -> None:
@@ -95,10 +89,8 @@ def save(folder: Path, step: int) -> None:
     small_run.manager(folder, save_total_limit=2).save(step, model, optimizer, {"iteration": step, "rng": rng})
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
-def test_save(tmp_path: Path, again: bool) -> None:
-    folder = tmp_path / "run"
-    step = 2 if again else 3
+def check_saves(folder: Path, step: int) -> None:
+    """Kill a save of a step, where steps 1 and 2 and names of a user's are there."""
 
     def begin() -> None:
         save(folder, 1)
@@ -116,5 +108,10 @@ def test_save(tmp_path: Path, again: bool) -> None:
         assert found is not None and found.iteration == steps[-1], change
         save(folder, step)
         left = {path.name for path in folder.iterdir()}
-        newest = {"iter_0000001", "iter_0000002"} if again else {"iter_0000002", "iter_0000003"}
+        newest = {"iter_0000001", "iter_0000002"} if step == 2 else {"iter_0000002", "iter_0000003"}
         assert left == newest | {layout.TRACKER, "iter_0000009.tmp", "iter_mine.former"}, change
+
+
+@pytest.mark.parametrize("step", [pytest.param(3, id="a new step"), pytest.param(2, id="a step that is there")])
+def test_save(tmp_path: Path, step: int) -> None:
+    run_alone(check_saves, tmp_path / "run", step, timeout_s=300)

@@ -48,6 +48,7 @@ class Job:
     name: str
     args: tuple[Any, ...]
     timeout_s: float
+    in_group: bool = True
 
     def function(self) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location(Path(self.file).stem, self.file)
@@ -73,9 +74,24 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Raises:
         RanksFailed: A rank raised, died or was still running at the limit.
     """
+    return _run(world_size, function, args, timeout_s, in_group=True)
+
+
+def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> Any:
+    """Call `function(*args)` in one process outside any group, as `run_ranks` does, and return the result.
+
+    The process has a single thread: it may be copied by `os.fork`, which a process of pytest may not, where tests have
+    left threads that hold locks.
+    """
+    return _run(1, function, args, timeout_s, in_group=False)[0]
+
+
+def _run(
+    world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, *, in_group: bool
+) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        job = Job(folder, world_size, inspect.getfile(function), function.__qualname__, args, timeout_s)
+        job = Job(folder, world_size, inspect.getfile(function), function.__qualname__, args, timeout_s, in_group)
         started = [_start(job, rank) for rank in range(world_size)]
         trouble = _wait(started, folder, timeout_s)
         if trouble:
@@ -155,10 +171,11 @@ def _rank_main(job: Job, rank: int) -> None:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         faulthandler.dump_traceback_later(job.timeout_s + LAST_RESORT_S, exit=True, file=stack_file)
         torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
         try:
             function = job.function()
-            _init_gloo(job, rank)
+            if job.in_group:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
+                _init_gloo(job, rank)
             _save(function(*job.args), job.folder, rank)
             if dist.is_initialized():  # a function may have left the group itself
                 dist.barrier()

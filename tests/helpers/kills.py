@@ -3,6 +3,9 @@ been imported.
 
 Python reports what it asks of the operating system to its audit hooks: files opened for writing, names given, changed
 and taken away. Folders that change places, and files that safetensors writes, are not reported, and are counted here.
+
+A copy has one thread, and waits for ever where another thread of the original held a lock: tests whose work uses
+libraries call this in a process of its own (`run_alone`).
 """
 
 from __future__ import annotations
@@ -128,6 +131,7 @@ def _work_and_leave(counter: _Counter, work: Callable[[], object], told: Path | 
         faulthandler.enable()
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)  # threads of the original are not there
+        os.fsync = lambda descriptor: None  # nothing here is about a power failure: the disk need not be waited for
         counter.watch_the_rest()
         sys.addaudithook(counter.hook)
         work()

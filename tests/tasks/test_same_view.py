@@ -21,12 +21,13 @@ from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.tasks.asking import QuestionEncoder
 from mindspeed_mm.tasks.questions import question_of
 from tests.fsdp.data.conftest import picture, write_jsonl
-from tests.helpers.tiny_processors import FAMILIES, save_processor
+from tests.helpers.tiny_more_processors import MORE
+from tests.helpers.tiny_processors import FAMILIES
 from tests.helpers.tiny_sounds import sound_bytes, tone, write_container
 
 pytestmark = pytest.mark.edge("N1")
 
-WITH_MEDIA = [name for name, family in FAMILIES.items() if family.kinds and name != "whisper"]
+WITH_MEDIA = {name: family for name, family in (FAMILIES | MORE).items() if family.kinds and name != "whisper"}
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen2_5_omni", "qwen3_omni")
 FRAMES, FPS = 20, 8
 FILES = {"image": "wide.png", "video": "clip.mp4", "audio": "tone.wav"}
@@ -36,7 +37,7 @@ def given_keys(name: str) -> dict[str, Any]:
     """Keys that change what each family sees."""
     keys: dict[str, Any] = {"internvl": {"crop_to_patches": False}, "gemma3": {"image_do_pan_and_scan": True}}
     found = keys.get(name, {"image_max_pixels": 1500})
-    return found | ({"video_fps": 1.0, "video_maxlen": 5} if "video" in FAMILIES[name].kinds else {})
+    return found | ({"video_fps": 1.0, "video_maxlen": 5} if "video" in WITH_MEDIA[name].kinds else {})
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ class Case:
     def __init__(self, name: str, kind: str, media: Path, folder: Path, keys: dict[str, Any]) -> None:
         self.name, self.kind, self.media, self.keys = name, kind, media, keys
         base, self.exported = folder / "base", folder / "exported"
-        save_processor(name, base)
+        WITH_MEDIA[name].build().save_pretrained(base)
         self.row = {
             "messages": [
                 {"role": "user", "content": f"<{kind}>What is shown?"},
@@ -62,7 +63,7 @@ class Case:
             ],
             f"{kind}s": [FILES[kind]],
         }
-        thinks = {"enable_thinking": False} if keys and FAMILIES[name].thinks else {}
+        thinks = {"enable_thinking": False} if keys and WITH_MEDIA[name].thinks else {}
         rows = write_jsonl(folder / "rows.jsonl", [self.row])
         self.param = DatasetParam.model_validate(
             {
@@ -169,7 +170,7 @@ def same(one: Any, other: Any) -> bool:
     return one.shape == other.shape and torch.equal(one.double(), other.double())
 
 
-CASES = [(name, kind) for name in WITH_MEDIA for kind in FAMILIES[name].kinds]
+CASES = [(name, kind) for name, family in WITH_MEDIA.items() for kind in family.kinds]
 
 
 @pytest.mark.parametrize("is_given", [False, True], ids=["nothing given", "keys given"])
