@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.distributed import alone
 from tests.helpers.runs import mm
 from tests.tasks.extraction_run import files, forked, make_run, run, wait_for
 
@@ -69,6 +70,7 @@ def test_exit_codes(prepared: Path, words: list[str], code: int, told: str) -> N
     assert "Traceback" not in said.err
 
 
+@alone
 def test_sigterm_ends_with_75_and_the_same_command_goes_on(prepared: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 

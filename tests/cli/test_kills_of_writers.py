@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.checkpoint.manifest import read_manifest, verify_files
 from mindspeed_mm.tasks import export, merge
 from tests.fsdp.checkpoint import small_run
 from tests.helpers.adapters import adapted_model
-from tests.helpers.distributed import run_alone
+from tests.helpers.distributed import alone
 from tests.helpers.kills import everything, killed_before_each_change
 from tests.helpers.small_run_folder import make_text_run
 
@@ -72,14 +72,16 @@ def check_exports(run: Path, tmp_path: Path, adapter: Path | None, which: str) -
 
 
 @pytest.mark.parametrize("which", ["the last changes", pytest.param("every change", marks=pytest.mark.slow)])
+@alone
 def test_export(run: Path, tmp_path: Path, which: str) -> None:
-    run_alone(check_exports, run, tmp_path, None, which, timeout_s=1200)
+    check_exports(run, tmp_path, None, which)
 
 
 @pytest.mark.slow
+@alone
 def test_merge(run: Path, tmp_path: Path) -> None:
     save_adapters(adapted_model(run.parent / "model"), tmp_path / "adapter", run.parent / "model")
-    run_alone(check_exports, run, tmp_path, tmp_path / "adapter", "every change", timeout_s=1200)
+    check_exports(run, tmp_path, tmp_path / "adapter", "every change")
 
 
 def save(folder: Path, step: int) -> None:
@@ -89,8 +91,10 @@ def save(folder: Path, step: int) -> None:
     small_run.manager(folder, save_total_limit=2).save(step, model, optimizer, {"iteration": step, "rng": rng})
 
 
-def check_saves(folder: Path, step: int) -> None:
-    """Kill a save of a step, where steps 1 and 2 and names of a user's are there."""
+@pytest.mark.parametrize("step", [pytest.param(3, id="a new step"), pytest.param(2, id="a step that is there")])
+@alone
+def test_save(tmp_path: Path, step: int) -> None:
+    folder = tmp_path / "run"
 
     def begin() -> None:
         save(folder, 1)
@@ -110,8 +114,3 @@ def check_saves(folder: Path, step: int) -> None:
         left = {path.name for path in folder.iterdir()}
         newest = {"iter_0000001", "iter_0000002"} if step == 2 else {"iter_0000002", "iter_0000003"}
         assert left == newest | {layout.TRACKER, "iter_0000009.tmp", "iter_mine.former"}, change
-
-
-@pytest.mark.parametrize("step", [pytest.param(3, id="a new step"), pytest.param(2, id="a step that is there")])
-def test_save(tmp_path: Path, step: int) -> None:
-    run_alone(check_saves, tmp_path / "run", step, timeout_s=300)

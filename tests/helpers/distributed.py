@@ -8,6 +8,7 @@ stack of every rank.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import multiprocessing
@@ -56,7 +57,7 @@ class Job:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-        return getattr(module, self.name)
+        return inspect.unwrap(getattr(module, self.name))
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -77,13 +78,18 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     return _run(world_size, function, args, timeout_s, in_group=True)
 
 
-def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> Any:
-    """Call `function(*args)` in one process outside any group, as `run_ranks` does, and return the result.
+def alone(test: Callable[..., None]) -> Callable[..., None]:
+    """A test in one process of its own, outside any group, as `run_ranks` makes them. Its fixtures are picklable.
 
-    The process has a single thread: it may be copied by `os.fork`, which a process of pytest may not, where tests have
-    left threads that hold locks.
+    The process has a single thread: it may be copied by `os.fork`, which a process of pytest may not, where other tests
+    have left threads that hold locks.
     """
-    return _run(1, function, args, timeout_s, in_group=False)[0]
+
+    @functools.wraps(test)
+    def started(**fixtures: Any) -> None:
+        _run(1, test, inspect.signature(test).bind(**fixtures).args, timeout_s=1800, in_group=False)
+
+    return started
 
 
 def _run(

@@ -5,7 +5,7 @@ Python reports what it asks of the operating system to its audit hooks: files op
 and taken away. Folders that change places, and files that safetensors writes, are not reported, and are counted here.
 
 A copy has one thread, and waits for ever where another thread of the original held a lock: tests whose work uses
-libraries call this in a process of its own (`run_alone`).
+libraries are `alone` in a process.
 """
 
 from __future__ import annotations

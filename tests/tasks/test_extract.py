@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image, ImageSequence
 
 from mindspeed_mm.core.artifacts import RunFolder
@@ -35,9 +34,10 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.tasks import extract
 from mindspeed_mm.tasks.extraction import BatchEncoder, plan_batches
+from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines
 from tests.helpers.tiny_generator_run import generator_config, make_tiny_generator_run
-from tests.tasks.extraction_run import SMALL, files, forked, make_run, run, wait_for, write_yaml
+from tests.tasks.extraction_run import SMALL, files, make_run, run, write_yaml
 
 BASIC = "data.dataset_param.basic_parameters"
 
@@ -303,14 +303,7 @@ def test_a_stop_that_was_asked_for(prepared: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_two_ranks_make_what_one_makes(prepared: Path, tmp_path: Path) -> None:
-    def work(rank: int) -> None:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=rank, world_size=2)
-        (tmp_path / f"batches{rank}").write_text(str(extract_and_count(prepared / "run.yaml", tmp_path / "out")))
-
-    ranks = [forked(lambda rank=rank: work(rank)) for rank in (0, 1)]  # type: ignore[misc]
-    assert [wait_for(rank) for rank in ranks] == [0, 0]
-    assert [(tmp_path / f"batches{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
+    assert run_ranks(2, extract_and_count, prepared / "run.yaml", tmp_path / "out") == [3, 3]
     assert files(tmp_path / "out") == files(prepared / "features")
 
 

@@ -10,33 +10,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
-import torch
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.feature_store import open_features
 from mindspeed_mm.fsdp.data.feature_store.feature_file import check_file
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from tests.helpers.distributed import alone
 from tests.helpers.kills import everything, killed_before_each_change
 from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.tasks.extraction_run import files, forked, make_run, run, wait_for
 
 FEW, MANY = 4, 1000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Copies of this process have one; sums over another number of threads differ in the last bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +107,7 @@ def finish_and_compare(prepared: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(FEW))
+@alone
 def test_killed_and_taken_up_again(prepared: Path, tmp_path: Path, seed: int) -> None:
     draw, out = random.Random(seed), tmp_path / "out"
     for _ in range(2):
@@ -126,18 +118,21 @@ def test_killed_and_taken_up_again(prepared: Path, tmp_path: Path, seed: int) ->
 
 @pytest.mark.edge("S2")
 @pytest.mark.parametrize(
-    "chosen",
+    "every",
     [
-        pytest.param(lambda changes: range(changes % 30, changes, 30), id="some changes"),
-        pytest.param(range, marks=pytest.mark.slow, id="every change"),
+        pytest.param(30, id="some changes"),
+        pytest.param(1, marks=pytest.mark.slow, id="every change"),
     ],
 )
-def test_killed_before_a_change_that_the_system_sees(
-    prepared: Path, tmp_path: Path, chosen: Callable[[int], range]
-) -> None:
+@alone
+def test_killed_before_a_change_that_the_system_sees(prepared: Path, tmp_path: Path, every: int) -> None:
     """Also where files are opened, made writable and folders made."""
     parent, sources = tmp_path / "parent", everything(prepared)
     out = parent / "out"
+
+    def chosen(changes: int) -> range:
+        return range(changes % every, changes, every)
+
     for _ in killed_before_each_change(parent, lambda: None, lambda: run(prepared / "run.yaml", out=out), chosen):
         check_invariants(prepared, out)
         finish_and_compare(prepared, out)
@@ -145,6 +140,7 @@ def test_killed_before_a_change_that_the_system_sees(
 
 
 @pytest.mark.slow
+@alone
 def test_killed_at_every_change(prepared: Path, tmp_path: Path) -> None:
     for change in range(MANY):
         out = tmp_path / f"out{change}"
@@ -157,6 +153,7 @@ def test_killed_at_every_change(prepared: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@alone
 def test_killed_while_a_set_is_replaced(prepared: Path, tmp_path: Path) -> None:
     for change in range(0, MANY, 3):
         out = shutil.copytree(prepared / "features", tmp_path / f"out{change}")
@@ -170,6 +167,7 @@ def test_killed_while_a_set_is_replaced(prepared: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@alone
 def test_killed_again_and_again(prepared: Path, tmp_path: Path) -> None:
     """A start that gets a little further each time."""
     draw, out = random.Random(0), tmp_path / "out"
