@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import parse_json
 
 SAMPLES_MANIFEST = "samples.jsonl"
 _CHUNK_BYTES = 4 << 20
@@ -106,8 +107,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # text may hold U+2028 and its like
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             continue
         if isinstance(record, dict):
             records.append(record)
@@ -175,6 +176,11 @@ class LockOwner:
         if len(set(places)) > 1:
             return silent_for_s > _SILENT_AFTER_S
         return self.started != _start_ticks(self.pid)
+
+
+def _is_lock(content: bytes) -> bool:
+    """Whether a lock file is a job's, also one that a crash has cut short: nobody else's file is written over."""
+    return content.startswith(b'{"host"') or not content.strip(b"\0")
 
 
 def _pid_namespace() -> str:
@@ -263,9 +269,20 @@ class RunFolder:
             if self._owner() == owner:
                 self.lock_file.unlink(missing_ok=True)
 
-    def _refuse_second_job(self) -> None:
+    def check_lock_file(self) -> None:
+        """Raise `MachineError` when something stands in the lock file's place that no job of ours has written."""
         if self.lock_file.is_dir():
             raise MachineError("is a folder, where a run keeps its lock file", where=str(self.lock_file), key=self._key)
+        if self.lock_file.is_symlink() or (self.lock_file.is_file() and not _is_lock(self.lock_file.read_bytes())):
+            raise MachineError(
+                "stands where a run keeps its lock file, and no run has written it",
+                where=str(self.lock_file),
+                key=self._key,
+                way_out="Move it elsewhere, or name another folder.",
+            )
+
+    def _refuse_second_job(self) -> None:
+        self.check_lock_file()
         owner = self._owner()
         if owner is None:
             return
@@ -281,9 +298,9 @@ class RunFolder:
         )
 
     def _owner(self) -> LockOwner | None:
-        """Who is named in the lock file; None when there is none, or one that no version of us wrote."""
+        """Who is named in the lock file; None when there is none, or one that a crash has cut short."""
         try:
-            return LockOwner(**json.loads(self.lock_file.read_text()))
+            return LockOwner(**parse_json(self.lock_file.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
 

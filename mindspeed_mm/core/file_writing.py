@@ -3,7 +3,6 @@ before is replaced, and nothing is put into a checkpoint or a model folder."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.folder_kinds import kind_above
 from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.core.json_file import parse_json
 
 PAGE_MARK = '<meta name="generator" content="mindspeed-mm">'
 """In the head of every page of ours."""
@@ -81,7 +81,7 @@ def first_line_has(*keys: str) -> IsOurs:
 
     def is_ours(head: bytes) -> bool:
         try:
-            record = json.loads(head.split(b"\n", 1)[0])
+            record = parse_json(head.split(b"\n", 1)[0])
         except ValueError:
             return False
         return isinstance(record, dict) and record.keys() >= set(keys)

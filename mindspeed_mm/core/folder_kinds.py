@@ -5,10 +5,13 @@ Writers ask here before they touch anything, so nothing is opened but small file
 
 from __future__ import annotations
 
-import json
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from mindspeed_mm.core.json_file import parse_json
 
 MARKER = ".mindspeed-mm-folder"
 """File that tells a folder which one of our writers made; without a suffix, so that no library takes it for its own."""
@@ -17,6 +20,7 @@ EXPORT_PLACES = ("hf", "exported")
 """Folders of a run in which model folders lie."""
 RUN_KIND = "run"
 _RECORD_KEYS = {"status", "exit_code", "packages"}
+_NS_OF_A_SECOND = 1_000_000_000
 _MODEL_FILES = ("model_index.json", "adapter_config.json")
 
 
@@ -35,12 +39,52 @@ def entries_of(folder: Path) -> Iterator[str]:
             yield name
 
 
+def stamps_of(folder: Path) -> dict[str, list[int] | None]:
+    """Of every entry below a folder what tells later that it is as it was, without reading it: a file's size in bytes
+    and the time of its last change in ns; None of a folder, whose own entries tell."""
+    found: dict[str, list[int] | None] = {}
+    for name in entries_of(folder):
+        with suppress(FileNotFoundError):  # somebody has taken it away meanwhile
+            status = (folder / name).lstat()
+            found[name] = None if stat.S_ISDIR(status.st_mode) else [status.st_size, status.st_mtime_ns]
+    return found
+
+
 def foreign_entries(folder: Path) -> list[str]:
     """What lies in a folder that its marker does not list; everything, when there is no complete list."""
-    marker = read_marker(folder) or {}
-    listed = marker.get("entries")
-    known = set(listed) if isinstance(listed, list) else set()
-    return [name for name in entries_of(folder) if name not in known]
+    listed = _listed(folder)
+    return [name for name in entries_of(folder) if name not in listed]
+
+
+def changed_entries(folder: Path) -> list[str]:
+    """What a folder's marker lists, and somebody has written to or replaced since, by size and time. A copy whose files
+    have other times than those it was made from counts as changed: telling would mean reading all of it.
+
+    The first markers list names alone: there, whatever is younger than the marker, which is written last, was changed.
+    """
+    listed, stamps = _listed(folder), stamps_of(folder)
+    if isinstance(listed, dict):
+        return [name for name, stamp in stamps.items() if name in listed and not _is_as_it_was(stamp, listed[name])]
+    written_ns = (folder / MARKER).lstat().st_mtime_ns if listed else 0
+    return [name for name, stamp in stamps.items() if name in listed and stamp and stamp[1] > written_ns]
+
+
+def is_touched(folder: Path) -> bool:
+    """Whether a folder holds anything but what a writer of ours left there, as it left it."""
+    return bool(foreign_entries(folder) or changed_entries(folder))
+
+
+def _listed(folder: Path) -> dict[str, Any] | list[Any]:
+    entries = (read_marker(folder) or {}).get("entries")
+    return entries if isinstance(entries, dict | list) else []
+
+
+def _is_as_it_was(found: list[int] | None, listed: Any) -> bool:
+    """Whether two stamps are of the same content. Some file systems and archives keep whole seconds only."""
+    match found, listed:
+        case [size, time_ns], [int(then_size), int(then_ns)]:
+            return size == then_size and time_ns in (then_ns, then_ns - then_ns % _NS_OF_A_SECOND)
+    return found is None and listed is None
 
 
 def is_run(folder: Path) -> bool:
@@ -94,6 +138,6 @@ def kind_above(path: Path) -> tuple[str, Path] | None:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return parse_json(path.read_bytes())
+    except (OSError, ValueError):
         return None

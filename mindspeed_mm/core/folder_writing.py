@@ -31,12 +31,14 @@ from mindspeed_mm.core.exchange import exchange
 from mindspeed_mm.core.folder_kinds import (
     MARKER,
     MARKER_FORMAT,
-    entries_of,
+    changed_entries,
     foreign_entries,
     is_checkpoint,
     is_run,
+    is_touched,
     kind_above,
     read_marker,
+    stamps_of,
 )
 from mindspeed_mm.core.version import __version__
 
@@ -90,7 +92,7 @@ def check_target(path: Path, *, overwrite: bool = False, sources: Sequence[Path]
     Raises:
         UsageError: The name cannot be used; it leads nowhere; it is a file, a mount point or the working directory; it
             is, holds or lies in a source, or lies in a run, a checkpoint or a model folder; it holds something that no
-            writer of ours wrote; or it holds what one wrote, and `overwrite` was not said.
+            writer of ours wrote, or that was changed since; or it holds what one wrote, and `overwrite` was not said.
         MachineError: It cannot be looked at.
     """
     target = resolve_output(path)
@@ -148,9 +150,14 @@ def _refuse_occupied(target: Path, overwrite: bool) -> None:
         raise _refused(target, "is a run folder" if is_run(target) else "is a checkpoint")
     if foreign := foreign_entries(target):
         raise _refused(
+            target, f"holds {len(foreign)} files or folders that no mm command wrote there ({_some(foreign)})"
+        )
+    if changed := changed_entries(target):
+        raise _refused(
             target,
-            f"holds {len(foreign)} files or folders that no mm command wrote there ({', '.join(foreign[:3])}"
-            f"{', …' if len(foreign) > 3 else ''})",
+            f"holds {len(changed)} files that, by their size or date, were changed after an mm command wrote them "
+            f"({_some(changed)})",
+            "Choose another folder, or delete this one yourself if nothing in it is needed.",
         )
     if not overwrite:
         raise _refused(target, "the target exists", "Choose another folder, or say --overwrite to replace it.")
@@ -160,9 +167,14 @@ def _refused(target: Path, why: str, way_out: str = "Choose another folder.") ->
     return UsageError(why, where=str(target), way_out=way_out)
 
 
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+
+
 def remove_written(folder: Path) -> bool:
-    """Take away a folder that a writer of ours made, unless somebody has put something into it; whether it is gone."""
-    if read_marker(folder) is None or folder.is_symlink() or foreign_entries(folder):
+    """Take away a folder that a writer of ours made, unless somebody has put something into it or changed what is
+    there; whether it is gone."""
+    if read_marker(folder) is None or folder.is_symlink() or is_touched(folder):
         return False
     doomed = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}{_DRAFT}")  # no half of it looks whole
     with _locked(folder):
@@ -203,9 +215,9 @@ def _locked_draft(target: Path) -> Iterator[Path]:
 
 
 def _complete(draft: Path, target: Path) -> None:
-    """The marker says what belongs to the folder, then everything is forced to the disk."""
-    _write_marker(draft, {"name": target.name, "version": __version__, "entries": list(entries_of(draft))})
+    """Everything is forced to the disk; then the marker says what belongs to the folder."""
     fsync_tree(draft)
+    _write_marker(draft, {"name": target.name, "version": __version__, "entries": stamps_of(draft)})
 
 
 def _write_marker(folder: Path, content: dict[str, object]) -> None:
@@ -221,9 +233,9 @@ def _put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
     with _locked(target):
         replaced = swap_folders(draft, target)
         fsync_path(target.parent)
-        if foreign := foreign_entries(replaced):
+        if touched := foreign_entries(replaced) or changed_entries(replaced):
             _swap_back(draft, target, replaced)
-            raise _refused(target, f"'{foreign[0]}' was put there meanwhile")
+            raise _refused(target, f"'{touched[0]}' was put there or changed meanwhile")
         with suppress(PermissionError):  # what somebody has made read-only is left to him: the new one is in place
             _remove(replaced)
 
@@ -308,7 +320,7 @@ def _remove_dead(folder: Path) -> None:
         marker = read_marker(folder)
         if marker is None and any(path.name != MARKER for path in folder.iterdir() if not _is_marker_draft(path)):
             return
-        if marker is not None and "entries" in marker and foreign_entries(folder):
+        if marker is not None and "entries" in marker and is_touched(folder):
             return
         _remove(folder)
 

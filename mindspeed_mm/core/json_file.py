@@ -9,6 +9,14 @@ from typing import Any
 from mindspeed_mm.core.errors import MMError
 
 
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, whose every refusal is a ValueError: nesting that is too deep too, and bytes that are no text."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_json_object(
     path: Path, error: type[MMError], *, key: str = "", way_out: str = "Copy the file again."
 ) -> dict[str, Any]:
@@ -24,12 +32,11 @@ def read_json_object(
         MMError: Of class `error`. The file is not there, may not be read, is a folder, or holds anything else.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except OSError as problem:
         raise error(f"cannot be read: {problem.strerror}", where=str(path), key=key) from problem
-    except (ValueError, RecursionError) as problem:  # a ValueError too: bytes that are no text
-        reason = str(problem) or type(problem).__name__
-        raise error(f"is not valid JSON: {reason}", where=str(path), key=key, way_out=way_out) from problem
+    except ValueError as problem:
+        raise error(f"is not valid JSON: {problem}", where=str(path), key=key, way_out=way_out) from problem
     if not isinstance(content, dict):
         raise error(f"holds {_kind(content)}, not a table of settings", where=str(path), key=key, way_out=way_out)
     return content

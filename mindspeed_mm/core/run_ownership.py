@@ -39,7 +39,7 @@ def check_run_folder(folder: Path, config: Path | None = None) -> Path:
         The folder, absolute and without links.
 
     Raises:
-        MachineError: It cannot be looked at.
+        MachineError: It cannot be looked at, or a file of somebody else's stands where a run keeps its lock.
         ConfigError: The folder is, or lies in, a model folder or a checkpoint; or it is no run folder and holds files
             under names that a run writes; or the YAML is what a run has written itself.
     """
@@ -52,6 +52,7 @@ def check_run_folder(folder: Path, config: Path | None = None) -> Path:
         _refuse_place(target)
         if target.exists() and not is_run(target):
             _refuse_foreign(target, config)
+        RunFolder(target).check_lock_file()
     except PermissionError as error:
         raise MachineError(
             f"cannot be looked at: {error.strerror}", where=str(target), key=_KEY, way_out="Name another folder."

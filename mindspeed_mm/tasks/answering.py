@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.generation import Answer, Generator
 from mindspeed_mm.tasks.questions import Question
@@ -71,7 +72,7 @@ class AnswerFile:
     def _read(self) -> None:
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:
                 continue  # a line that a crash cut short: its question is asked again
             if not isinstance(record, dict) or "row" not in record or "model" not in record:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.data_utils.training_view import read_view
 from mindspeed_mm.tasks.card_usage import Usage, usage_of
@@ -197,7 +197,7 @@ def _plain(value: Any) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

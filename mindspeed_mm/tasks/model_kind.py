@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from mindspeed_mm.core.json_file import parse_json
 
 _GENERATOR = "model_index.json"
 
@@ -20,8 +21,8 @@ def is_generator(path: Path) -> bool:
 def _started_from(run: Path) -> Path | None:
     """The model folder that a run names."""
     try:
-        facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        facts = parse_json((run / "run.json").read_bytes())
+    except (OSError, ValueError):
         return None
     name = facts.get("model_name_or_path") if isinstance(facts, dict) else None
     return Path(name) if isinstance(name, str) else None

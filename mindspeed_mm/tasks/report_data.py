@@ -65,7 +65,9 @@ def read_run(path: Path) -> RunData:
         validations=_latest_by_step([record for record in metrics if "val_loss" in record]),
         events=read_jsonl(folder.events),
         facts=_read_object(folder.run_json),
-        configuration=without_secrets(folder.resolved.read_text(encoding="utf-8")) if folder.resolved.exists() else "",
+        configuration=without_secrets(folder.resolved.read_text(encoding="utf-8", errors="replace"))
+        if folder.resolved.exists()
+        else "",
         results=_read_object(folder.evaluation / "results.json"),
         samples=read_jsonl(folder.evaluation / "samples.jsonl"),
         rounds=read_rounds(path),

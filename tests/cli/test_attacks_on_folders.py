@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).write_text(text)
     row = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
     (root / "rows.jsonl").write_text(json.dumps({"messages": row}) + "\n")
-    assert mm("export", root / "run", root / "exported").code == 0
+    for name in ("exported", "edited"):
+        assert mm("export", root / "run", root / name).code == 0
+    config = root / "edited" / "config.json"
+    time.sleep(0.02)  # later than the clock of the file system is coarse
+    config.write_bytes(config.read_bytes().replace(b"true", b"null"))  # as many bytes as before
     (root / "to-mine").symlink_to(root / "mine")
     (root / "to-run").symlink_to(root / "run")
     (root / "nowhere").symlink_to(root / "gone" / "deep")
@@ -64,6 +69,7 @@ EXPORT = [
     ("model/new", "lies in a model folder"),
     ("exported/new", "lies in a model folder"),
     ("mine", "no mm command wrote"),
+    ("edited", "changed after an mm command wrote them (config.json)"),
     ("to-mine", "no mm command wrote"),
     ("empty-but-for", "no mm command wrote"),
     ("nowhere", "leads nowhere"),
@@ -74,6 +80,7 @@ OTHERS = [
     (["merge", "exported", "model", "--out", "exported", "--overwrite"], "is what is read"),
     (["merge", "model", "exported", "--out", "exported", "--overwrite"], "is what is read"),
     (["merge", "run", "--out", "run", "--overwrite"], "is what is read"),
+    (["merge", "run", "--out", "edited", "--overwrite"], "changed after an mm command wrote them (config.json)"),
     (["merge", "run", "--out", "mine", "--overwrite"], "no mm command wrote"),
     (["export", "run", "exported", "--model", "exported", "--overwrite"], "is what is read"),
     (["export", "run", "exported"], "the target exists"),

@@ -63,6 +63,7 @@ READS = (
     Read("save/run.json", ("infer", "save", "--prompt", "hello", "--max-new-tokens", "1"), "save"),
     Read("save/run.json", ("report", "save")),
     Read("save/resolved.yaml", EXPORT),
+    Read("save/resolved.yaml", ("report", "save")),
     Read("save/metrics.jsonl", ("report", "save")),
     Read("save/events.jsonl", ("report", "save")),
     Read("model/config.json", EXPORT),

@@ -194,6 +194,16 @@ def test_a_folder_in_place_of_the_lock_file_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.edge("S7")
+@pytest.mark.parametrize("content", [b"mine", b"\xff\xfe", b"[" * 100_000, b'{"mine": 1}'])
+def test_a_users_file_in_place_of_the_lock_file_is_kept(content: bytes, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.lock_file.write_bytes(content)
+    with pytest.raises(MachineError, match=rf"{folder.lock_file}.*no run has written it.*Move it"), folder.lock("mine"):
+        pass
+    assert folder.lock_file.read_bytes() == content
+
+
 def test_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "_HEARTBEAT_S", 0.01)
     folder = RunFolder(tmp_path)
@@ -206,8 +216,9 @@ def test_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert folder.lock_file.stat().st_mtime > 1
 
 
-def test_unreadable_lock_is_stale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b'{"host"', b"", b"\0\0", b'{"host": ' + b"[" * 100_000])
+def test_unreadable_lock_is_stale(content: bytes, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.lock_file.write_text('{"host"')
+    folder.lock_file.write_bytes(content)
     with folder.lock("mine"):
         pass

@@ -3,8 +3,10 @@ old folder or the new one, whole."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,7 +90,10 @@ def test_only_what_came_through_the_door_is_replaced(way: str, tmp_path: Path) -
 def test_what_somebody_puts_there_meanwhile_is_kept(way: str, tmp_path: Path) -> None:
     target = tmp_path / "export"
     write(target, "old")
-    with pytest.raises(UsageError, match="was put there meanwhile"), atomic_folder(target, overwrite=True) as draft:
+    with (
+        pytest.raises(UsageError, match="was put there or changed meanwhile"),
+        atomic_folder(target, overwrite=True) as draft,
+    ):
         (draft / "b").write_text("new")
         (target / "sub" / "late").write_text("mine")
     assert content(target) == {**OLD, "sub/late": "mine"}
@@ -96,6 +101,90 @@ def test_what_somebody_puts_there_meanwhile_is_kept(way: str, tmp_path: Path) ->
     with pytest.raises(UsageError, match="somebody else wrote it"), atomic_folder(tmp_path / "fresh"):
         write(tmp_path / "fresh", "old")
     assert content(tmp_path / "fresh") == OLD
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Change a file as a user does: later than the clock of the file system is coarse."""
+    time.sleep(0.02)
+    path.write_text(text)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "longer": lambda path: rewrite(path, "changed"),
+    "as long": lambda path: rewrite(path, "OLD"),
+    "older": lambda path: os.utime(path, (1, 1)),
+    "a link": linked,
+}
+
+
+@pytest.mark.edge("S1")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_was_changed_since_is_kept(change: str, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(target, "old")
+    CHANGES[change](target / "b")
+    before = everything(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=r"1 files that, by .*, were changed after .* wrote them \(b\).*yourself"):
+            write(target, "new", overwrite=overwrite)
+    assert not remove_written(target)
+    assert everything(tmp_path) == before
+    (target / "b").unlink()
+    write(target, "new", overwrite=True)
+    assert content(target) == NEW
+
+
+@pytest.mark.edge("S1")
+def test_a_file_that_is_changed_meanwhile_is_kept(way: str, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(target, "old")
+    with pytest.raises(UsageError, match="'b' was put there or changed"), atomic_folder(target, overwrite=True):
+        rewrite(target / "b", "OLD")
+    assert content(target) == {**OLD, "b": "OLD"}
+    assert names(tmp_path) == ["export"]
+
+
+def test_a_copy_with_whole_seconds_is_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(target, "old")
+    for name in OLD:
+        second = (target / name).stat().st_mtime_ns // 10**9
+        os.utime(target / name, (second, second))
+    write(target, "new", overwrite=True)
+    assert content(target) == NEW
+
+
+@pytest.mark.edge("S1")
+def test_a_marker_that_lists_names_alone_is_read(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(target, "old")
+    marker = json.loads((target / MARKER).read_text())
+    (target / MARKER).write_text(json.dumps({**marker, "entries": list(marker["entries"])}))
+    os.utime(target / "b", (1, 1))  # a copy keeps no order of times but this one
+    write(target, "new", overwrite=True)
+    assert content(target) == NEW
+    marker = json.loads((target / MARKER).read_text())
+    (target / MARKER).write_text(json.dumps({**marker, "entries": list(marker["entries"])}))
+    rewrite(target / "b", "OLD")
+    with pytest.raises(UsageError, match=r"were changed after .* \(b\)"):
+        write(target, "newer", overwrite=True)
+    assert content(target) == {**NEW, "b": "OLD"}
+
+
+@pytest.mark.edge("S1", "S13")
+@pytest.mark.parametrize("entries", [7, {"b": 7}, {"b": ["old", "new"]}, {"b": [3]}, [["b"]], {}])
+def test_a_marker_of_another_kind_lists_nothing(entries: object, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(target, "old")
+    (target / MARKER).write_text(json.dumps({"format": "mindspeed-mm-folder", "entries": entries}))
+    with pytest.raises(UsageError, match=r"no mm command wrote|were changed"):
+        write(target, "new", overwrite=True)
+    assert content(target) == OLD
 
 
 @pytest.mark.edge("S1")

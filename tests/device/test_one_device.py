@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mindspeed_mm.fsdp.features.memory import activation_offload
 from mindspeed_mm.fsdp.optimizer import newton_schulz
@@ -28,6 +31,7 @@ PACKED = (
     "data.dataset_param.basic_parameters.cutoff_len=128",
     "training.micro_batch_size=1",
 )
+AVERAGE = "training.ema.enable=true"
 LORA = ("training.lora.enable=true", "training.lora.rank=4")
 WAYS: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -40,7 +44,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "moments and gradients on the host": ("training.optimizer=adamw_swap", GRADIENTS),
     "parameters on the host": ("parallel.fsdp_plan.cpu_offload=true",),
     "muon": ("training.optimizer=muon",),
-    "average": ("training.ema.enable=true",),
+    "average": (AVERAGE,),
     "adapters": (*LORA, ACTIVATIONS),
     "packed": (*PACKED, ACTIVATIONS),
     "sliced loss": ("features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=8"),
@@ -101,15 +105,22 @@ def counted(real: Callable[..., Any], readers: Counter[str]) -> Callable[..., An
     return reading
 
 
+@pytest.mark.parametrize("way", [(ACTIVATIONS, RECOMPUTE), (*LORA, AVERAGE)], ids=["offloaded", "adapters, average"])
 @pytest.mark.parametrize("family", ["flux", "t2v"])
-def test_generators_train_as_on_the_cpu(family: str, tmp_path: Path) -> None:
+def test_generators_train_as_on_the_cpu(family: str, way: tuple[str, ...], tmp_path: Path) -> None:
     yaml = make_tiny_generator_run(tmp_path, family)
-    assert_as_on_the_cpu(yaml, tmp_path, ACTIVATIONS, RECOMPUTE)
+    assert_as_on_the_cpu(yaml, tmp_path, *way)
+
+
+def test_a_generator_trains_on_features_as_on_the_cpu(tmp_path: Path) -> None:
+    yaml = make_tiny_generator_run(tmp_path, "t2v")
+    assert mm("extract", yaml, "--out", tmp_path / "features").code == 0
+    assert_as_on_the_cpu(yaml, tmp_path, f"data.dataset_param.basic_parameters.features_dir={tmp_path / 'features'}")
 
 
 @pytest.mark.parametrize("saving", ["save_async=false", "save_async=true"])
 def test_a_resumed_run_is_the_uninterrupted_one(saving: str, yaml: Path, tmp_path: Path) -> None:
-    words = ("training.save_interval=2", f"training.{saving}", "training.ema.enable=true", "training.train_iters=4")
+    words = ("training.save_interval=2", f"training.{saving}", AVERAGE, "training.train_iters=4")
     train(yaml, tmp_path / "whole", *words)
     train(yaml, tmp_path / "cut", *words, "--steps", 2)
     train(yaml, tmp_path / "cut", *words)
@@ -126,60 +137,67 @@ def test_memory_is_profiled_without_a_history(yaml: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.edge("D4", "R17")
-def test_a_profile_of_level_2_ends(yaml: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_profile_ends(level: int, yaml: Path, tmp_path: Path) -> None:
     at = "tools.profile.static_param"
-    words = (f"{at}.level=2", f"{at}.start_step=1", f"{at}.end_step=3", "parallel.fsdp_plan.param_dtype=bf16")
+    words = (f"{at}.level={level}", f"{at}.start_step=1", f"{at}.end_step=3", "parallel.fsdp_plan.param_dtype=bf16")
     said = train(yaml, tmp_path / "run", STEPS, "tools.profile.enable=true", *words, *PACKED)
     assert "could not be analysed" not in said and "parts of a step" in said
     (trace,) = (tmp_path / "run" / "profiling").glob("*.gz")
     assert trace.stat().st_size < 20e6
 
 
+def everywhere(folder: Path, *words: object) -> tuple[Path, Path]:
+    """`mm WORDS --out` on the device and on the CPU: where each has written."""
+    ended = mm(*words, "--out", folder / "device")
+    assert ended.code == 0, ended.err
+    with on_the_cpu():
+        ended = mm(*words, "--out", folder / "cpu")
+    assert ended.code == 0, ended.err
+    return folder / "device", folder / "cpu"
+
+
 @pytest.mark.parametrize("command", ["infer", "evaluate"])
 def test_answers_are_those_of_the_cpu(command: str, yaml: Path, tmp_path: Path) -> None:
-    said = []
-    for where in ("device", "cpu"):
-        out = tmp_path / where / ("answers.jsonl" if command == "infer" else "")
-        words = [
-            command,
-            yaml.parent / "model",
-            "--data",
-            yaml.parent / "rows.jsonl",
-            "--max-new-tokens",
-            4,
-            "--out",
-            out,
-        ]
-        if where == "device":
-            ended = mm(*words)
-        else:
-            with on_the_cpu():
-                ended = mm(*words)
-        assert ended.code == 0, ended.err
-        (answers,) = [out] if command == "infer" else sorted(out.glob("*.jsonl"))
-        said.append(answers.read_text())
+    words = (command, yaml.parent / "model", "--data", yaml.parent / "rows.jsonl", "--max-new-tokens", 4)
+    said = [
+        out.read_text() if out.is_file() else next(out.glob("*.jsonl")).read_text()
+        for out in everywhere(tmp_path, *words)
+    ]
     assert said[0] == said[1] and said[0]
 
 
-def test_extracted_features_are_those_of_the_cpu(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
+def test_a_run_answers_with_its_average_as_on_the_cpu(yaml: Path, tmp_path: Path) -> None:
+    train(yaml, tmp_path / "run", STEPS, AVERAGE)
+    words = ("infer", tmp_path / "run", "--data", yaml.parent / "rows.jsonl", "--max-new-tokens", 4)
+    said = [out.read_text() for out in everywhere(tmp_path, *words)]
+    assert said[0] == said[1] and said[0]
 
-    yaml = make_tiny_generator_run(tmp_path, "flux")
-    assert mm("extract", yaml, "--out", tmp_path / "device").code == 0
-    with on_the_cpu():
-        assert mm("extract", yaml, "--out", tmp_path / "cpu").code == 0
-    shards = sorted(path.relative_to(tmp_path / "cpu") for path in (tmp_path / "cpu").rglob("*.safetensors"))
+
+@pytest.mark.parametrize("family", ["flux", "t2v"])
+def test_extracted_features_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+    device, cpu = everywhere(tmp_path, "extract", make_tiny_generator_run(tmp_path, family))
+    shards = sorted(path.relative_to(cpu) for path in cpu.rglob("*.safetensors"))
     assert shards
     for shard in shards:
-        ours, theirs = load_file(tmp_path / "device" / shard), load_file(tmp_path / "cpu" / shard)
+        ours, theirs = load_file(device / shard), load_file(cpu / shard)
         assert ours.keys() == theirs.keys()
         for name in ours:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
 
 
-def test_a_generator_samples(tmp_path: Path) -> None:
-    yaml = make_tiny_generator_run(tmp_path, "flux")
-    words = ("infer", yaml.parent / "model", "--prompt", "a red box", "--steps", 2, "--size", "16x16")
-    ended = mm(*words, "--out", tmp_path / "samples")
-    assert ended.code == 0, ended.err
-    assert list((tmp_path / "samples").glob("*.png"))
+@pytest.mark.parametrize("family", ["flux", "t2v"])
+def test_samples_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+    model = make_tiny_generator_run(tmp_path, family).parent / "model"
+    words = ("infer", model, "--prompt", "a red box", "--steps", 2, "--size", "16x16")
+    folders = everywhere(tmp_path, *words, *(("--frames", 5) if family == "t2v" else ()))
+    ours, theirs = (samples(folder) for folder in folders)
+    assert ours.shape == theirs.shape and ours.size
+    assert abs(ours - theirs).max() <= 2
+
+
+def samples(folder: Path) -> np.ndarray:
+    """The pixels of the one picture or clip that a folder holds."""
+    (path,) = (path for path in folder.iterdir() if path.suffix in {".png", ".mp4"})
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)])

@@ -25,7 +25,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     ),
     "parameters on the host": ("parallel.fsdp_plan.cpu_offload=true",),
     "moments and gradients on the host": ("training.optimizer=adamw_swap", "features.enable_gradient_offload=true"),
-    "adapters, packed": (
+    "adapters, packed, average": (
+        "training.ema.enable=true",
         "training.lora.enable=true",
         "training.lora.rank=4",
         "data.dataset_param.basic_parameters.packing=true",
@@ -63,9 +64,11 @@ def test_training_is_as_in_one_process_on_the_cpu(way: str, tmp_path: Path) -> N
     assert_as_one_process_on_the_cpu(make_tiny_run(tmp_path), tmp_path, "training.train_iters=3", *WAYS[way])
 
 
-def test_a_generator_trains_as_in_one_process_on_the_cpu(tmp_path: Path) -> None:
-    yaml = make_tiny_generator_run(tmp_path, "flux")
-    assert_as_one_process_on_the_cpu(yaml, tmp_path, "training.train_iters=3", "features.recompute=true")
+@pytest.mark.parametrize("family", ["flux", "t2v"])
+def test_generators_train_as_in_one_process_on_the_cpu(family: str, tmp_path: Path) -> None:
+    yaml = make_tiny_generator_run(tmp_path, family)
+    words = ("training.train_iters=3", "features.recompute=true", "training.ema.enable=true")
+    assert_as_one_process_on_the_cpu(yaml, tmp_path, *words)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
@@ -73,6 +76,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     words = (
         "training.save_interval=2",
         "training.save_async=true",
+        "training.ema.enable=true",
         "training.optimizer=muon",
         "training.train_iters=4",
     )

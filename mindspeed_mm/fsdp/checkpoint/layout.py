@@ -80,7 +80,7 @@ def commit(draft: Path, folder: Path) -> None:
     """Give a complete draft its name. A folder of that name that stands there already goes away only after that; one
     without a manifest of ours, which somebody else may have put there, is kept under another name."""
     if os.path.lexists(folder) and not has_own_manifest(folder):
-        _put_aside(folder)
+        put_aside(folder, "without a manifest of ours")
     if not folder.exists():
         draft.rename(folder)
         fsync_path(folder.parent)
@@ -90,11 +90,17 @@ def commit(draft: Path, folder: Path) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
-def _put_aside(folder: Path) -> None:
+def put_aside(folder: Path, why: str) -> None:
+    """Give what somebody else left in the way of a folder of ours another name.
+
+    Args:
+        folder: The name that is needed.
+        why: What shows that it is not ours, for the log.
+    """
     names = (folder.with_name(f"{folder.name}{FOREIGN_SUFFIX}{number}") for number in count(1))
     aside = next(path for path in names if not os.path.lexists(path))
     folder.rename(aside)
-    logger.warning("%s was there already, without a manifest of ours: it is kept as %s", folder, aside.name)
+    logger.warning("%s was there already, %s: it is kept as %s", folder, why, aside.name)
 
 
 def remove_leftovers(save: Path) -> list[str]:

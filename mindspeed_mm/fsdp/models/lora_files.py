@@ -6,7 +6,6 @@ diffusers   pytorch_lora_weights.safetensors, settings in it      transformer.<l
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.json_file import parse_json, read_json_object
 from mindspeed_mm.fsdp.models.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.lora_names import INITIAL, MAGNITUDE, LoraReport, adapter_weight, lora_of
 from mindspeed_mm.fsdp.models.share import first_names, whole_of
@@ -313,8 +312,8 @@ def _metadata_of(weights: Path) -> dict[str, Any]:
 
 def _parsed(text: str, place: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        settings = parse_json(text)
+    except ValueError as error:
         raise ModelFolderError(f"is not valid JSON: {error}", where=str(place), key=_KEY) from error
     if not isinstance(settings, dict):
         raise ModelFolderError("is not a table of settings", where=str(place), key=_KEY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.tools_args import StaticProfile
 
@@ -41,7 +41,7 @@ def read_request(path: Path, defaults: StaticProfile) -> ProfileRequest:
     where = str(path)
     try:
         text = path.read_text(encoding="utf-8")
-        asked: Any = json.loads(text) if text.strip() else {}
+        asked: Any = parse_json(text) if text.strip() else {}
     except (OSError, ValueError) as error:
         raise DataError(f"is no JSON ({error})", where=where, way_out='Write for example {"steps": 2}.') from None
     if not isinstance(asked, dict):

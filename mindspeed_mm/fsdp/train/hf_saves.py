@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mindspeed_mm.core.folder_kinds import is_touched
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
-from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
+from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder, put_aside
 from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.models.lora_names import lora_of
 
@@ -50,6 +51,7 @@ class HuggingFaceSaves:
             MMError: It could not be written, on all ranks alike.
         """
         folder = self._folder / checkpoint_folder(self._save, iteration).name
+        self._ranks.first("making room", lambda: _keep_what_is_not_ours(folder))
         self._write(model, folder)
         self._ranks.first("deleting old folders", lambda: self._prune(keep=folder))
 
@@ -77,3 +79,9 @@ class HuggingFaceSaves:
         for folder in self._folder.glob("iter_*"):
             if folder != keep and not (self._save / folder.name).is_dir():
                 remove_written(folder)
+
+
+def _keep_what_is_not_ours(folder: Path) -> None:
+    """A folder that somebody has put into, or changed, does not end a run that saves under its name."""
+    if folder.is_dir() and is_touched(folder):
+        put_aside(folder, "with files that no save has written, or that were changed since")

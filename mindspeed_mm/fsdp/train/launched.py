@@ -19,6 +19,7 @@ from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import ExitCode
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
 
 FOLDER_VARIABLE = "MM_LAUNCH_FOLDER"
@@ -130,7 +131,7 @@ def correct_ending(folder: LaunchFolder, exit_code: int) -> None:
     if path is None:
         return
     with suppress(OSError, ValueError, TypeError):  # the last words are said: what is in the way now, was said before
-        run = json.loads(path.read_bytes())
+        run = parse_json(path.read_bytes())
         if run["exit_code"] == exit_code:
             return
         status = "stopped" if exit_code in (ExitCode.RESUMABLE, STOPPED_AT_ONCE) else "failed"

@@ -19,6 +19,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.json_file import parse_json
 
 PROJECT = "mindspeed-mm"
 """Name of the project, or experiment, where a tracker's own variable names no other."""
@@ -272,8 +273,8 @@ class Trackers:
         """Tell all of them that the run starts."""
         file = run.folder / "log" / IDENTITIES if run.folder is not None else None
         if file is not None and file.exists():
-            with suppress(OSError, ValueError):  # the services then see a new run
-                run.identities.update(json.loads(file.read_text(encoding="utf-8")))
+            with suppress(OSError, ValueError, TypeError):  # the services then see a new run
+                run.identities.update(parse_json(file.read_bytes()))
         self._have_begun, before = True, dict(run.identities)
         self._each(lambda tracker: tracker.begin(run), "does not follow this run")
         if file is not None and run.identities != before:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -345,6 +346,19 @@ def test_hugging_face_folder_beside_each_checkpoint(yaml: Path, tmp_path: Path) 
     for name, tensor in tensors(tmp_path).items():
         if name.startswith("model."):
             assert torch.equal(model.state_dict()[name.removeprefix("model.")], tensor)
+
+
+@pytest.mark.edge("S1")
+def test_a_hugging_face_folder_that_a_user_changed_is_kept(yaml: Path, tmp_path: Path) -> None:
+    words = ("training.save_format=hf", "training.train_iters=2", "training.save_interval=1")
+    train(yaml, tmp_path, *words)
+    shutil.rmtree(tmp_path / "iter_0000002")
+    (tmp_path / "hf" / "iter_0000002" / "config.json").write_text("mine")
+    train(yaml, tmp_path, *words)
+    names = ["iter_0000001", "iter_0000002", "iter_0000002.foreign1"]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == names
+    assert (tmp_path / "hf" / names[2] / "config.json").read_text() == "mine"
+    assert json.loads((tmp_path / "hf" / names[1] / "config.json").read_text())
 
 
 def test_secrets_stay_out_of_the_run_folder(yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

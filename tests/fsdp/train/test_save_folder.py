@@ -111,6 +111,19 @@ def test_what_is_not_the_runs_stays(verb: str, case: str, yaml: Path, tmp_path: 
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*")} == names
 
 
+@pytest.mark.parametrize("of_a_run", [False, True])
+@pytest.mark.parametrize("verb", ["check", "train"])
+def test_a_users_lock_file_is_kept(verb: str, of_a_run: bool, yaml: Path, tmp_path: Path) -> None:
+    if of_a_run:
+        mark_run_folder(tmp_path)
+    (tmp_path / ".lock").write_text(SECRET)
+    before = everything(tmp_path)
+    ended = mm(verb, yaml, f"training.save={tmp_path}")
+    assert ended.code == 3, ended
+    assert f"{tmp_path / '.lock'}   training.save   stands where a run keeps its lock file" in ended.out + ended.err
+    assert everything(tmp_path) == before
+
+
 @pytest.mark.parametrize("kept", ["run.json", "manifests"])
 def test_a_run_whose_marker_is_gone_goes_on(kept: str, yaml: Path, tmp_path: Path) -> None:
     save = tmp_path / "run"

@@ -7,11 +7,11 @@ An exported folder's own processor and chat template carry what transformers has
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import frame_limits, pixel_limits
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
 
@@ -69,7 +69,7 @@ def read_view(folder: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         sections = {
             name: {key: content[name][key] for key in keys if key in content[name]} for name, keys in _SECTIONS.items()
         }

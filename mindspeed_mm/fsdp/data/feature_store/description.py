@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.feature_store.provenance import Components, component_problems, from_json
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 
@@ -72,7 +73,7 @@ def read_description(path: Path) -> Description:
         DataError: It is missing, broken, of another kind, or of a newer version.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')!r}")
         _check_version(content, path)

@@ -20,6 +20,7 @@ from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import fsync_path
 from mindspeed_mm.core.errors import DataError, ModelFolderError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
 
 Verification = Literal["hash", "size"]
@@ -148,6 +149,6 @@ def _from_text(text: str) -> FileFacts:
     told, _, body = text.partition(" ")
     if hashlib.sha256(body.encode()).hexdigest()[:32] != told:
         raise ValueError("its list of rows has changed")
-    content: dict[str, Any] = json.loads(body)
+    content: dict[str, Any] = parse_json(body)
     records = [FeatureRecord.from_json(line) for line in content.pop("records")]
     return FileFacts(**content | {"records": records, "skipped": [SkippedRow(**row) for row in content["skipped"]]})

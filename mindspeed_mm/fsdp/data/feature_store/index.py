@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.feature_store.description import Contents, Description
 from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
@@ -70,9 +71,9 @@ def read_index(path: Path) -> list[FeatureRecord]:
         DataError: A line is none of ours.
     """
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            records.append(FeatureRecord.from_json(json.loads(line)))
+            records.append(FeatureRecord.from_json(parse_json(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
                 f"is no line of an index ({type(error).__name__}: {error})",
@@ -89,10 +90,10 @@ def read_skipped(path: Path) -> list[SkippedRow]:
         DataError: A line is none of ours.
     """
     skipped = []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
-            skipped.append(SkippedRow(**json.loads(line)))
+            skipped.append(SkippedRow(**parse_json(line)))
         except (ValueError, TypeError) as error:
             raise DataError(
                 f"is no line of a list of skipped rows ({type(error).__name__}: {error})",

@@ -18,6 +18,7 @@ import torch
 
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.core.errors import CheckpointError, DataError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -92,15 +93,15 @@ class LegacyFeatureStore:
         return content
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
-    return [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1) if line.strip()]
+def _lines(path: Path) -> list[tuple[int, bytes]]:
+    return [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
 
 
-def _row(number: int, line: str, folder: Path) -> tuple[str, tuple[str, ...]]:
+def _row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str, ...]]:
     """Name of the `.pt` file, and the caption."""
     where = f"{folder / LIST_FILE}:{number}"
     try:
-        content = json.loads(line)
+        content = parse_json(line)
         name = content["file"]
         path = (folder / name).resolve()
     except (ValueError, KeyError, TypeError) as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
 
 Row = Mapping[str, Any]
@@ -47,8 +47,8 @@ def parsed_json(text: str, where: str, key: str) -> Any:
         DataError: It is none.
     """
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise DataError(f"{short(text)} is not JSON: {error}", where=where, key=key, way_out=REPAIR) from error
 
 

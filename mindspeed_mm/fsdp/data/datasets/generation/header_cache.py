@@ -8,6 +8,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 
@@ -62,7 +63,7 @@ class HeaderCache:
         if self._path is None or not self._path.is_file():
             return {}
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            found = parse_json(self._path.read_bytes())
         except ValueError:
             return {}  # it can be made again
         entries = found.items() if isinstance(found, dict) else ()

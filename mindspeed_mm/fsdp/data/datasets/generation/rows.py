@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError, Problem
+from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off, refuse_remote
 from mindspeed_mm.fsdp.data.data_utils.sample import Place
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
@@ -338,7 +339,7 @@ def _captions(found: tuple[str, Any], place: Place) -> tuple[str, ...]:
 def _listed(text: str) -> Any:
     """A list in a cell of a table; a caption may also just start with a bracket."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         return [text]
     return found if isinstance(found, list) else [text]
