@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.accelerator import has_failed, mechanism_figures
 from benchmarks.machine import ROOT
 
@@ -23,6 +25,7 @@ MECHANISMS = {
 }
 
 
+@pytest.mark.slow
 def test_all_mechanisms_agree_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "accelerator.json"
     command = [

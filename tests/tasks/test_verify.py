@@ -34,7 +34,6 @@ CHECKS = ["as planned = one process", "accumulated = one big batch", "resumed = 
 PLANS = {  # name → (model, overrides); two processes each
     "vlm fsdp2": ("vlm", ()),
     "vlm tp2": ("vlm", (TP, ONE)),
-    "flux ulysses2": ("flux", (ULYSSES, ONE)),
 }
 FAULTY = {  # fault → plan in which it shows
     "averaged-gradients": ("vlm", ()),
@@ -42,6 +41,7 @@ FAULTY = {  # fault → plan in which it shows
     "lost-optimizer-state": ("vlm", ()),
 }
 MORE_PLANS = {
+    "flux ulysses2": ("flux", (ULYSSES, ONE)),
     "vlm copies": ("vlm", (COPIES,)),
     "vlm ring2, recompute": ("plain vlm", (RING, ONE, "features.recompute=true")),
     "vlm lora tp2": ("vlm", (TP, ONE, *LORA)),

@@ -239,6 +239,7 @@ def test_more_layouts_equal_one_process(name: str, yamls: tuple[tuple[str, str],
     check(name, yamls, slow=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault: str, yamls: tuple[tuple[str, str], ...]) -> None:
     case = CASES[FAULTS[fault]]

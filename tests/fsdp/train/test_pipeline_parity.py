@@ -225,6 +225,7 @@ def test_more_stages_equal_one_process(name: str, yamls: tuple[tuple[str, str], 
     check(name, yamls, slow=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault: str, yamls: tuple[tuple[str, str], ...]) -> None:
     model, ranks, *_ = CASES[FAULTS[fault]]
