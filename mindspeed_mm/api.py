@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
     from mindspeed_mm.fsdp.train.trainer import GivenObjects
     from mindspeed_mm.tasks.check import CheckResult
-    from mindspeed_mm.tasks.evaluate import Evaluation
     from mindspeed_mm.tasks.export import Exported
     from mindspeed_mm.tasks.run_view import Run
 
@@ -218,44 +217,56 @@ def infer(
 
 def evaluate(
     model: Run | PathLike,
-    rows: Any,
+    rows: Any = None,
     *,
+    loss: bool = False,
     out: PathLike | None = None,
-    max_new_tokens: int = 512,
-    batch_size: int = 64,
+    max_new_tokens: int | None = None,
+    batch_size: int | None = None,
     lora: PathLike | None = None,
     config: PathLike | None = None,
-) -> Evaluation:
+) -> Any:
     """Score a model on rows whose answers are known, as `mm evaluate` does.
 
     Args:
         model: A run, or a folder of a run, of one checkpoint or of a model.
-        rows: A file, or rows as in `train`.
-        out: Where `results.json` and `samples.jsonl` go; by default `eval/` of the run, or of the working directory.
-        max_new_tokens: Longest answer.
-        batch_size: Questions at a time.
+        rows: A file, or rows as in `train`. With `loss` they may be left out: then the run's own validation rows.
+        loss: Measure the cross-entropy of the answers; generate nothing.
+        out: Where the results go; by default `eval/` of the run, or of the working directory.
+        max_new_tokens: Longest answer; None: 512.
+        batch_size: Rows at a time; None: 64, with `loss` 8.
         lora: Folder of adapters to put beside the weights.
         config: As in `infer`.
 
     Returns:
-        `scores` (task → accuracy, its interval, counts), `samples`, `facts`.
+        An `Evaluation`: `scores` (task → accuracy, its interval, counts), `samples`, `facts`. With `loss` a
+        `LossEvaluation`: `loss`, `perplexity`, `overall` and `tasks` (with rows and tokens), `samples`, `left_out`.
 
     Raises:
         MMError: Anything that a person can act on.
     """
-    from mindspeed_mm.tasks import evaluate as task
-
     _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    folder, results = _path(model), Path(out) if out is not None else None
+    shown: dict[str, Any] = {
+        "lora": Path(lora) if lora is not None else None,
+        "config": Path(config) if config is not None else None,
+        "media_dir": None if rows is None or isinstance(rows, str | os.PathLike) else Path.cwd(),
+    }
     with TemporaryDirectory(prefix="mm-") as name:
+        data = _question_file(rows, Path(name)) if rows is not None else None
+        if loss:
+            from mindspeed_mm.tasks import evaluate_loss
+
+            if max_new_tokens is not None:
+                raise UsageError("nothing is generated with loss=True", key="max_new_tokens", way_out="Leave it out.")
+            size = batch_size or evaluate_loss.BATCH_SIZE
+            return evaluate_loss.run(evaluate_loss.LossRequest(folder, data, batch_size=size, **shown), results)
+        if data is None:
+            raise UsageError("there are no rows", key="rows", way_out="Give a file or a list of them.")
+        from mindspeed_mm.tasks import evaluate as task
+
         return task.run(
-            _path(model),
-            _question_file(rows, Path(name)),
-            out=Path(out) if out is not None else None,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            media_dir=None if isinstance(rows, str | os.PathLike) else Path.cwd(),
-            lora=Path(lora) if lora is not None else None,
-            config=Path(config) if config is not None else None,
+            folder, data, out=results, max_new_tokens=max_new_tokens or 512, batch_size=batch_size or 64, **shown
         )
 
 

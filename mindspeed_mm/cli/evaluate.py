@@ -7,23 +7,33 @@ from pathlib import Path
 
 import click
 
+from mindspeed_mm.core.errors import UsageError
+
 EXAMPLES = """
 \b
 Examples:
   mm evaluate runs/digits/run --data runs/digits/data/test.jsonl
   mm evaluate runs/digits/hf --data test.jsonl --out scores --batch-size 128 --max-new-tokens 16
+  mm evaluate runs/digits/run --data runs/digits/data/test.jsonl --loss
 """
+
+QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="Rows with questions and answers.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Rows with questions and answers. With --loss they may be left out: then the run's own validation rows.",
+)
+@click.option("--loss", is_flag=True, help="Measure cross-entropy and perplexity of the answers; generate nothing.")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder for the results; default: eval, in the run if any."
 )
 @click.option("--media-dir", type=click.Path(path_type=Path), help="Where relative media paths of --data start.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Questions at a time.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows at a time; default: 64, with --loss 8.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer; default: 512.")
 @click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to put beside the weights.")
 @click.option(
     "--config",
@@ -33,11 +43,12 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
     model: Path,
-    data: Path,
+    data: Path | None,
+    loss: bool,
     out: Path | None,
     media_dir: Path | None,
-    batch_size: int,
-    max_new_tokens: int,
+    batch_size: int | None,
+    max_new_tokens: int | None,
     lora: Path | None,
     config: Path | None,
     as_json: bool,
@@ -46,15 +57,25 @@ def command(
 
     Every question is answered by greedy generation; an answer counts when it is the expected one, character for
     character (white space aside). Writes results.json and samples.jsonl.
+
+    With --loss the mean cross-entropy of the answers' tokens is measured instead, and its exponential, the perplexity:
+    rows are encoded as in training, of a conversation every answer counts. Writes loss.json and loss_rows.jsonl.
     """
+    if loss:
+        if max_new_tokens is not None:
+            raise UsageError("nothing is generated with --loss", key="--max-new-tokens", way_out="Leave it out.")
+        _measure_loss(model, data, media_dir, batch_size, lora, config, out, as_json)
+        return
+    if data is None:
+        raise UsageError("no rows are named", key="--data", way_out="Name a file of rows: --data test.jsonl.")
     from mindspeed_mm.tasks import evaluate  # torch: the help does without
 
     result = evaluate.run(
         model,
         data,
         out=out,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
+        batch_size=batch_size or QUESTIONS_AT_A_TIME,
+        max_new_tokens=max_new_tokens or MAX_NEW_TOKENS,
         media_dir=media_dir,
         lora=lora,
         config=config,
@@ -63,6 +84,30 @@ def command(
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
         return
     if result.facts["cut_off"]:
-        click.echo(f"{result.facts['cut_off']} answers were cut off at {max_new_tokens} tokens (--max-new-tokens)")
+        limit = max_new_tokens or MAX_NEW_TOKENS
+        click.echo(f"{result.facts['cut_off']} answers were cut off at {limit} tokens (--max-new-tokens)")
+    for line in result.lines():
+        click.echo(line)
+
+
+def _measure_loss(
+    model: Path,
+    data: Path | None,
+    media_dir: Path | None,
+    batch_size: int | None,
+    lora: Path | None,
+    config: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from mindspeed_mm.tasks import evaluate_loss
+
+    request = evaluate_loss.LossRequest(
+        model, data, media_dir, batch_size or evaluate_loss.BATCH_SIZE, lora=lora, config=config
+    )
+    result = evaluate_loss.run(request, out)
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
+        return
     for line in result.lines():
         click.echo(line)

@@ -106,13 +106,14 @@ def answer_all(
 
 
 class AnswerProgress:
-    """Says how many questions are answered and how long the rest takes, once it takes more than five seconds.
+    """Says how many questions are answered, or rows measured, and how long the rest takes, once it takes more than five
+    seconds.
 
     A terminal shows one line that is redrawn; a file gets a line every ten seconds.
     """
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
-        self._total = total
+    def __init__(self, total: int, stream: TextIO | None = None, *, done: str = "answered") -> None:
+        self._total, self._done_word = total, done
         self._done = 0
         self._stream = stream or sys.stderr
         self._begun = self._spoke = time.monotonic()
@@ -141,4 +142,4 @@ class AnswerProgress:
 
     def _text(self, now: float) -> str:
         left_s = round((now - self._begun) / self._done * (self._total - self._done))
-        return f"{self._done:,} of {self._total:,} answered, {left_s // 60}:{left_s % 60:02} left"
+        return f"{self._done:,} of {self._total:,} {self._done_word}, {left_s // 60}:{left_s % 60:02} left"

@@ -116,14 +116,19 @@ def load_generator(folder: Path, lora: Path | None = None, view: RowsView | None
         ModelFolderError: Weights, configuration or processor are missing or broken, or the adapters of another model.
     """
     encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
-    find_entries(folder)  # says what is wrong with weight files in words
-    model = _load_model(folder)
+    model = load_model(folder)
     if lora is not None:
         model = load_peft(model, lora)
     return Generator(model.to(current_device()), encoder)
 
 
-def _load_model(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
+    """The model of a Hugging Face folder, in the type that its weights are stored in.
+
+    Raises:
+        ModelFolderError: Weights or configuration are missing or broken.
+    """
+    find_entries(folder)  # says what is wrong with weight files in words
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # seconds
 
     try:

@@ -124,6 +124,16 @@ class TokenCrossEntropy:
             denominator = sum(batch.get("_weight_sum", len(batch["_rows"])) for batch in batches)
         return dict.fromkeys(self._terms(), denominator)
 
+    def by_sample(self, prepared: Batch) -> Batch:
+        """A prepared batch of which `terms` gives a sum for each sample, (samples,), instead of one for all of them; in
+        `_weights`, (n, samples), each has a column. For passes without gradients."""
+        labelled = labels_per_sample(prepared)
+        weights = prepared.get("_weights")
+        own = torch.ones(len(prepared["_rows"]), dtype=torch.float64) if weights is None else weights
+        sample = torch.arange(len(labelled)).repeat_interleave(labelled)
+        columns = own.new_zeros(len(own), len(labelled)).scatter_(1, sample.unsqueeze(1), own.unsqueeze(1))
+        return prepared | {"_weights": columns}
+
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sums over the labelled tokens of this micro-batch."""
         sums = self._head.of_model(model, self._inputs(batch), batch["_rows"], batch["_targets"], batch.get("_weights"))

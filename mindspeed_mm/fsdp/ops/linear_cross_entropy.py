@@ -45,7 +45,7 @@ class VocabularyShare(Protocol):
 
 
 class LossSums(NamedTuple):
-    """What a batch of rows adds to a loss; 0-d, in fp32, or fp64 for fp64 logits."""
+    """What a batch of rows adds to a loss; 0-d, in fp32, or fp64 for fp64 logits. Of weights in S columns: (S,)."""
 
     loss: Tensor
     """Σ w · (−log p(target))."""
@@ -93,7 +93,8 @@ def linear_cross_entropy(
         targets_N: (N,) ids in the whole vocabulary, none of them ignored.
         plan: How the rows go through.
         bias_V: (V,).
-        weights_N: (N,) of the rows; 1 each when None.
+        weights_N: (N,) of the rows; 1 each when None. Where no gradient is recorded, also (N, S): a column for each of
+            S sums.
     """
     keeps = torch.is_grad_enabled()
     losses = _LinearCrossEntropy.apply(hidden_NH, weight_VH, bias_V, targets_N, weights_N, plan, keeps)
@@ -115,7 +116,7 @@ def recomputed_cross_entropy(
         hidden_NH: (N, H).
         targets_N: (N,).
         plan: How the rows go through.
-        weights_N: (N,).
+        weights_N: (N,) or (N, S), as above.
     """
 
     def run(hidden: Tensor, targets: Tensor, weights: Tensor | None) -> LossSums:
@@ -127,7 +128,7 @@ def recomputed_cross_entropy(
         inputs = (hidden_NH[part], targets_N[part], None if weights_N is None else weights_N[part])
         sums.append(checkpoint(run, *inputs, use_reentrant=False) if torch.is_grad_enabled() else run(*inputs))
     losses, z_losses = zip(*sums, strict=True)
-    return LossSums(torch.stack(losses).sum(), torch.stack(z_losses).sum())
+    return LossSums(torch.stack(losses).sum(dim=0), torch.stack(z_losses).sum(dim=0))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -344,7 +345,10 @@ def _wide_numbers(tensor: Tensor) -> int:
 
 
 def _weighed(numbers_N: Tensor, weights_N: Tensor | None) -> Tensor:
-    return numbers_N.sum() if weights_N is None else (numbers_N * weights_N).sum()
+    """One sum; of weights in columns one for each of them."""
+    if weights_N is None:
+        return numbers_N.sum()
+    return numbers_N @ weights_N if weights_N.dim() > 1 else (numbers_N * weights_N).sum()
 
 
 def _add_product(total_VH: Tensor, gradient_SV: Tensor, hidden_SH: Tensor) -> None:

@@ -20,7 +20,14 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import ItemSize, M
 from mindspeed_mm.fsdp.data.data_utils.rendering.placement import Expansion, MediaPlaces, Placed
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Span
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Encoding, Tokens, token_span
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, Sample, SampleSize, TooLongError
+from mindspeed_mm.fsdp.data.data_utils.sample import (
+    EncodedPair,
+    EncodedSample,
+    NothingTrainedError,
+    Sample,
+    SampleSize,
+    TooLongError,
+)
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
 
 IGNORED = -100
@@ -331,7 +338,7 @@ class SampleEncoder:
         has_prompt = any(message["role"] != "assistant" for message in sample.messages[:end])
         of_media = sum(last - first for first, last in turns.media_spans)
         if not trained:
-            raise DataError(
+            raise NothingTrainedError(
                 f"no trainable token in: {turns.text[:2000]!r}",
                 key="labels",
                 way_out="Train some turn of the model (weight, train, mask_history), or leave such rows out with "

@@ -59,6 +59,10 @@ class Sample:
     """Preference rows: this sample ends with the better answer, that one with the worse."""
 
 
+class NothingTrainedError(DataError):
+    """No token of a sample is trained."""
+
+
 class TooLongError(DataError):
     """A sample has more tokens than `cutoff_len` and the policy does not shrink it."""
 

@@ -1,0 +1,198 @@
+"""The loss of each row of a data set under weights that stay as they are: the samples, the model and the objective of
+training, in one process, without a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError, DataError, UsageError
+from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
+from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
+from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
+from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.data.data_utils.sample import NothingTrainedError
+from mindspeed_mm.fsdp.data.dataloader.completion import completed
+from mindspeed_mm.fsdp.data.dataloader.faults import Policy, name_of
+from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, resolve_launch
+from mindspeed_mm.fsdp.distributed.parallel_state import init_parallel_state
+from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, TokenCrossEntropy, build_objective
+from mindspeed_mm.fsdp.models.lora import take_from_base
+from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.train.assemble import assemble
+from mindspeed_mm.fsdp.train.train_engine import move
+from mindspeed_mm.fsdp.train.trainer import leave, numerics
+from mindspeed_mm.fsdp.utils.device import set_local_device
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """The loss of one row."""
+
+    index: int
+    """Of the row in its data set."""
+    total: float
+    """Σ w · (−log p(token | before)) over its trained tokens; w is 1 where the row gives messages no weights."""
+    weight: float
+    """Σ w."""
+    tokens: int
+    """Trained ones."""
+
+
+@dataclass(frozen=True)
+class RowLeftOut:
+    """A row that has no loss, as training has it."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LossModel:
+    """A model with the objective that it is measured by."""
+
+    model: nn.Module
+    objective: Objective
+    device: torch.device
+
+    def of_batch(self, batch: Batch) -> tuple[list[float], list[float], list[int]]:
+        """Total, weight and number of trained tokens of each sample of a collated batch; a model whose own loss is
+        taken gives one for all of them."""
+        prepared = self.objective.prepare(batch, training=False)
+        if isinstance(self.objective, TokenCrossEntropy):
+            prepared = self.objective.by_sample(prepared)
+            tokens = (prepared["_weights"] != 0).sum(dim=0).tolist()
+            weights = prepared["_weights"].sum(dim=0).tolist()
+        else:
+            weights = [float(prepared["_weight"])]
+            tokens = [self.objective.tokens(prepared).trained]
+        totals = self.objective.terms(self.model, move(prepared, self.device))["loss"]
+        return totals.reshape(-1).tolist(), weights, tokens
+
+
+@torch.no_grad()
+def row_losses(
+    measured: LossModel, dataset: Any, collate: Callable[[Sequence[Any]], Batch], batch_size: int
+) -> Iterator[list[RowLoss | RowLeftOut]]:
+    """The loss of every row in order, batch by batch.
+
+    Args:
+        measured: The model, in evaluation mode.
+        dataset: Samples by number.
+        collate: Samples → batch, each with a row of its own.
+        batch_size: Rows that go through the model together; 1 for a loss that the model computes itself.
+
+    Raises:
+        DataError: A row is off, and the data set does not say that such rows are left out.
+    """
+    if isinstance(measured.objective, ModelLoss):
+        batch_size = 1
+    policy = Policy(dataset)
+    for start in range(0, len(dataset), batch_size):
+        found: list[RowLoss | RowLeftOut] = []
+        samples: dict[int, Any] = {}
+        for index in range(start, min(start + batch_size, len(dataset))):
+            try:
+                samples[index] = dataset[index]
+            except NothingTrainedError as error:
+                found.append(RowLeftOut(index, str(error)))
+            except DataError as error:
+                found.append(RowLeftOut(index, policy.judge(error, name_of(dataset, index)).reason))
+        if samples:
+            batch = completed(collate(list(samples.values())), [name_of(dataset, index) for index in samples])
+            for index, *numbers in zip(samples, *measured.of_batch(batch), strict=True):
+                row = RowLoss(index, *numbers)
+                found.append(row if row.weight else RowLeftOut(index, "no token of it is trained"))
+        yield sorted(found, key=lambda each: each.index)
+
+
+def collator_of(dataset: Any, arguments: Arguments) -> Callable[[Sequence[Any]], Batch]:
+    """What joins the samples of a data set, one to a row.
+
+    Raises:
+        ConfigError: A plugin's data set brings nothing that does.
+    """
+    if (own := getattr(dataset, "collate_fn", None)) is not None:
+        return own
+    if not hasattr(dataset, "build_collator"):
+        raise ConfigError(f"{type(dataset).__name__} has no collate_fn", key="data.dataset_param.dataset_type")
+    return dataset.build_collator(arguments.data.dataloader_param.collate_param, packs=False)
+
+
+def loss_of_model(model: nn.Module, device: torch.device) -> LossModel:
+    """A model of transformers that is loaded, on its device, computing in the type of its weights."""
+    head = build_head_loss(model, resolve_spec(model).head, FeatureArguments())
+    return LossModel(model.eval(), build_objective(None, model, head), device)
+
+
+@contextmanager
+def loss_of_run(arguments: Arguments, checkpoint: Path, processor: Any) -> Iterator[tuple[LossModel, str]]:
+    """The model of a run with the weights of a checkpoint, computing as the run does, and which weights these are:
+    `ema` or `model`.
+
+    Args:
+        arguments: The run's configuration. Of its plan the types count: one process holds the model.
+        checkpoint: A run folder, whose newest good checkpoint is taken, or one checkpoint.
+        processor: What makes the rows.
+
+    Raises:
+        UsageError: The process is one of several ranks.
+        MMError: The checkpoint or the model folder is off.
+    """
+    if resolve_launch(os.environ).world_size > 1:
+        raise UsageError("the loss of rows is measured by one process", way_out="Start it without torchrun.")
+    arguments = _for_one_process(arguments)
+    joined_already = dist.is_initialized()
+    _, local_rank, _ = initialize_distributed(timeout_s=arguments.training.setup_timeout_s)
+    try:
+        device = set_local_device(local_rank)
+        init_parallel_state(resolve_parallel_sizes(arguments.parallel, 1), device.type)
+        with numerics(arguments):
+            found = open_checkpoint(checkpoint, Ranks(), arguments.training.verify_checkpoint)
+            assembled = assemble(
+                arguments, device, weights=_base_weights(arguments), load_weights=False, processor=processor
+            )
+            average = _load(found, assembled.model, arguments)
+            raw = arguments.features.loss_cfg.loss_type == "raw"
+            objective = build_objective("raw" if raw else None, assembled.model, assembled.head)
+            with average.applied() if average is not None else nullcontext():
+                yield (
+                    LossModel(assembled.model.eval(), objective, device),
+                    "model" if average is None else "ema",
+                )
+    finally:
+        leave(joined_already, wait=False)
+
+
+def _for_one_process(arguments: Arguments) -> Arguments:
+    plan = arguments.parallel.fsdp_plan.model_copy(update={"reshard_after_forward": True})
+    features = arguments.features.model_copy(update={"compile": False})  # would take longer than a pass
+    return arguments.model_copy(update={"parallel": ParallelArguments(fsdp_plan=plan), "features": features})
+
+
+def _base_weights(arguments: Arguments) -> Path | None:
+    return told_weights(arguments.training.load) if arguments.training.lora.enable else None
+
+
+def _load(checkpoint: CommittedCheckpoint, model: nn.Module, arguments: Arguments) -> Ema | None:
+    """Fill the model; the average of its weights, where the run validates with it and the checkpoint holds it."""
+    ema = arguments.training.ema
+    average = Ema(model, ema) if ema.enable and ema.use_for_evaluation else None
+    has_average = load_tensors(checkpoint, model, None, Ranks(), average)
+    take_from_base(model)
+    return average if has_average else None

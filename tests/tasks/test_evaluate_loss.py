@@ -1,0 +1,171 @@
+"""`mm evaluate --loss`: the numbers of plain transformers, those that a run validated with, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mindspeed_mm
+from tests.helpers.runs import lines, mm, train
+from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_rows, make_tiny_run
+
+pytestmark = pytest.mark.edge("U7")
+FP64 = "parallel.fsdp_plan.param_dtype=fp64"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration that validates with its own rows, a model and 24 rows, some with pictures."""
+    folder = tmp_path_factory.mktemp("run")
+    basic = {name: str(folder / "rows.jsonl") for name in ("dataset", "val_dataset")} | {"dataset_dir": str(folder)}
+    dataset = {"dataset_type": "huggingface", "basic_parameters": basic}
+    training = {"train_iters": 2, "val_interval": 2, "val_micro_batch_size": 5, "save": str(folder / "full")}
+    make_tiny_run(folder, data={"dataset_param": dataset}, training=training)
+    train(folder / "run.yaml", None, FP64, "features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=16")
+    return folder
+
+
+def measured(*words: object) -> dict[str, Any]:
+    said = mm("evaluate", *words, "--loss", "--json")
+    assert said.code == 0, said.err
+    return json.loads(said.out)
+
+
+def validated(run: Path) -> float:
+    return [line["val_loss"] for line in lines(run / "metrics.jsonl") if "val_loss" in line][-1]
+
+
+def plain_losses(model: Any, processor: Any, rows: Path) -> list[tuple[float, int]]:
+    """Of each row the summed cross-entropy of its answer and the end of its turn, and the tokens, by transformers."""
+    from PIL import Image
+
+    tokenizer = getattr(processor, "tokenizer", processor)
+    found = []
+    for row in lines(rows):
+        question = row["messages"][0]["content"].replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+        answer = row["messages"][1]["content"]
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        texts = [prompt, f"{prompt}{answer}<|im_end|>"]
+        if row["images"]:
+            images = [Image.open(rows.parent / name) for name in row["images"]]
+            before, whole = (processor(text=[text], images=images, return_tensors="pt") for text in texts)
+        else:
+            before, whole = (tokenizer(text, return_tensors="pt") for text in texts)
+        first = before["input_ids"].shape[1]
+        with torch.no_grad():
+            logits = model(**whole).logits[0, first - 1 : -1].double()
+        targets = whole["input_ids"][0, first:]
+        found.append((-logits.log_softmax(-1)[range(len(targets)), targets].sum().item(), len(targets)))
+    return found
+
+
+@pytest.mark.parametrize("sees", [True, False], ids=["pictures", "text"])
+def test_it_is_what_plain_transformers_give_whatever_the_batch(tmp_path: Path, sees: bool) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+    make, auto = (make_tiny_qwen3_vl, AutoModelForImageTextToText) if sees else (make_tiny_qwen3, AutoModelForCausalLM)
+    make(tmp_path / "model", dtype=torch.float64, initializer_range=0.4)
+    rows = make_rows(tmp_path, count=7, images=(1, 0, 2) if sees else (0,))
+    processor = (AutoProcessor if sees else AutoTokenizer).from_pretrained(tmp_path / "model")
+    model = auto.from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
+    plain = plain_losses(model, processor, rows)
+    expected = sum(total for total, _ in plain) / sum(tokens for _, tokens in plain)
+    words = (tmp_path / "model", "--data", rows, "--out", tmp_path / "out", "--batch-size")
+    for batch_size in (1, 3):
+        found = measured(*words, batch_size)
+        assert found["overall"]["loss"] == pytest.approx(expected, rel=1e-12)
+        assert found["overall"]["perplexity"] == pytest.approx(math.exp(expected), rel=1e-11)
+        assert (found["overall"]["tokens"], found["overall"]["rows"]) == (sum(n for _, n in plain), 7)
+        written = lines(tmp_path / "out" / "loss_rows.jsonl")
+        assert [(row["id"], row["tokens"]) for row in written] == [(f"row{i}", n) for i, (_, n) in enumerate(plain)]
+        assert [row["loss"] for row in written] == pytest.approx([total / n for total, n in plain], rel=1e-11)
+    assert json.loads((tmp_path / "out" / "loss.json").read_text()) == found
+
+
+def test_it_is_the_loss_that_a_run_validated_with(folder: Path) -> None:
+    own = measured(folder / "full")
+    assert own["overall"]["loss"] == pytest.approx(validated(folder / "full"), rel=1e-12)
+    named = measured(folder / "full" / "iter_0000002", "--data", folder / "rows.jsonl", "--batch-size", 3)
+    assert named["overall"]["loss"] == pytest.approx(validated(folder / "full"), rel=1e-12)
+    assert (folder / "full" / "eval" / "loss.json").is_file()
+    assert not (folder / "full" / "exported").exists()  # the checkpoint itself is read
+
+
+def test_adapters_average_and_cut_off_of_a_run_are_its_own(folder: Path) -> None:
+    save = folder / "lora"
+    lora = "training.lora={enable: true, target_modules: [q_proj, v_proj], init_lora_weights: false}"
+    cut = "data.dataset_param.basic_parameters.cutoff_len=50"
+    words = (lora, cut, "training.ema={enable: true, decay: 0.5}", "training.lr=0.1", FP64)
+    train(folder / "run.yaml", save, *words)
+    found = measured(save, "--data", folder / "rows.jsonl")
+    assert found["overall"]["loss"] == pytest.approx(validated(save), rel=1e-12)
+    assert found["weights"] == "ema" and 0 < len(found["left_out"]) < 24
+    assert "more than cutoff_len 50" in found["left_out"][0]["reason"]
+    assert found["overall"]["rows"] + len(found["left_out"]) == 24
+    exported = folder / "adapters"
+    assert mm("export", save, exported).code == 0
+    beside = measured(folder / "model", "--lora", exported, "--config", save / "resolved.yaml", "--data",
+                      folder / "rows.jsonl", "--out", folder / "out")  # fmt: skip
+    assert beside["overall"]["loss"] == pytest.approx(found["overall"]["loss"], rel=1e-6)
+
+
+def test_a_row_without_a_trained_token_is_told_and_counted(folder: Path, tmp_path: Path) -> None:
+    rows = lines(folder / "rows.jsonl")[1:3]  # the first of them without pictures
+    rows[0]["messages"][1]["train"] = False
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (folder / "model", "--data", tmp_path / "rows.jsonl", "--media-dir", folder, "--out", tmp_path / "out")
+    said = mm("evaluate", *words, "--loss")
+    assert said.code == 0, said.err
+    first, last = said.out.splitlines()
+    assert first.startswith("left out: row1: ") and "no trainable token" in first
+    assert last.startswith("loss: ") and "(1 rows, " in last
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    said = mm("evaluate", *words, "--loss")
+    assert said.code == 4 and "none of the 1 rows has a loss" in said.err
+
+
+def test_a_row_that_is_bad_stops_it(folder: Path, tmp_path: Path) -> None:
+    rows = lines(folder / "rows.jsonl")[:1]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0] | {"images": ["gone.png"]}) + "\n")
+    said = mm("evaluate", folder / "model", "--loss", "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "out")
+    assert said.code == 4 and "gone.png" in said.err and "rows.jsonl:1" in said.err
+
+
+def test_what_has_no_such_loss_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "flux").mkdir()
+    (tmp_path / "flux" / "model_index.json").write_text("{}")
+    refusals = {
+        ("is a generator", "--loss"): [tmp_path / "flux", "--loss", "--data", folder / "rows.jsonl"],
+        ("--max-new-tokens",): [folder / "model", "--loss", "--max-new-tokens", 4, "--data", folder / "rows.jsonl"],
+        ("no rows are named", "--data"): [folder / "model", "--loss"],
+        ("no rows are named", "test.jsonl"): [folder / "model"],
+    }
+    for words, arguments in refusals.items():
+        said = mm("evaluate", *arguments, *(["--out", tmp_path / "out"]))
+        assert said.code == 2 and all(word in said.err for word in words), said.err
+
+
+def test_files_of_others_are_not_written_over(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "loss.json").write_text("MINE")
+    said = mm("evaluate", folder / "model", "--loss", "--data", folder / "rows.jsonl", "--out", tmp_path)
+    assert said.code == 2 and (tmp_path / "loss.json").read_text() == "MINE"
+
+
+def test_python_measures_the_same(folder: Path) -> None:
+    found = mindspeed_mm.evaluate(mindspeed_mm.load_run(folder / "full"), loss=True)
+    assert found.loss == pytest.approx(validated(folder / "full"), rel=1e-12)
+    assert found.perplexity == math.exp(found.loss) and len(found.samples) == 24
+    rows = [{"messages": [{"role": "user", "content": "Say red."}, {"role": "assistant", "content": "red"}]}]
+    assert mindspeed_mm.evaluate(folder / "full", rows, loss=True, batch_size=1).overall.rows == 1
+    with pytest.raises(mindspeed_mm.MMError) as refused:
+        mindspeed_mm.evaluate(folder / "full", rows, loss=True, max_new_tokens=4)
+    assert refused.value.problems[0].key == "max_new_tokens"
+    with pytest.raises(mindspeed_mm.MMError) as refused:
+        mindspeed_mm.evaluate(folder / "full")
+    assert refused.value.problems[0].key == "rows"
