@@ -115,8 +115,9 @@ def row_losses(
                 found.append(RowLeftOut(index, policy.judge(error, name_of(dataset, index)).reason))
         if samples:
             batch = completed(collate(list(samples.values())), [name_of(dataset, index) for index in samples])
-            for index, *numbers in zip(samples, *measured.of_batch(batch), strict=True):
-                row = RowLoss(index, *numbers)
+            totals, weights, tokens = measured.of_batch(batch)
+            for index, total, weight, count in zip(samples, totals, weights, tokens, strict=True):
+                row = RowLoss(index, total, weight, count)
                 found.append(row if row.weight else RowLeftOut(index, "no token of it is trained"))
         yield sorted(found, key=lambda each: each.index)
 
