@@ -301,15 +301,27 @@ def heal(parent: Path) -> None:
 def _take_back(former: Path) -> None:
     """A folder that was put aside gets its name back, unless the new one stands there."""
     draft = former.with_suffix(_DRAFT)
-    name = (read_marker(draft) or read_marker(former) or {}).get("name")
+    target = _place_of(former, (read_marker(draft) or read_marker(former) or {}).get("name"))
     with _claimed(draft) as is_dead:
         if not is_dead:
             return
-        if isinstance(name, str) and not (target := former.with_name(Path(name).name)).exists():
+        if target is not None and not target.exists():
             former.rename(target)
             fsync_path(former.parent)
             return
     _remove_dead(former)
+
+
+def _place_of(former: Path, name: object) -> Path | None:
+    """Where a folder that was put aside belongs; None when its marker names nothing that can be a name."""
+    try:
+        target = former.with_name(Path(str(name)).name)
+        target.lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError):
+        return None
+    return target if isinstance(name, str) else None
 
 
 def _remove_dead(folder: Path) -> None:

@@ -308,6 +308,25 @@ def test_a_kill_while_the_first_one_is_written(tmp_path: Path) -> None:
         assert (content(target), names(parent)) == (NEW, ["export"]), change
 
 
+@pytest.mark.edge("S13")
+@pytest.mark.parametrize("name", ["a\0b", "/", "x" * 300, "\ud800", 7, None])
+def test_a_folder_put_aside_whose_marker_is_damaged_is_left_alone(name: object, tmp_path: Path) -> None:
+    former = tmp_path / ".mindspeed-mm-1.former"
+    former.mkdir()
+    (former / "a").write_text("mine")
+    (former / MARKER).write_text(json.dumps({"format": "mindspeed-mm-folder", "name": name, "entries": []}))
+    write(tmp_path / "export", "new")
+    assert (former / "a").read_text() == "mine"
+
+
+@pytest.mark.edge("S13")
+def test_a_marker_that_is_nested_too_deeply_is_none_of_ours(tmp_path: Path) -> None:
+    write(tmp_path / "export", "old")
+    (tmp_path / "export" / MARKER).write_bytes(b'{"format": ' + b"[" * 100_000)
+    with pytest.raises(UsageError, match="no mm command wrote"):
+        write(tmp_path / "export", "new", overwrite=True)
+
+
 def test_only_what_is_ours_and_untouched_is_removed(tmp_path: Path) -> None:
     write(tmp_path / "export", "old")
     (tmp_path / "mine").mkdir()

@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.data.feature_store.feature_file import (
     write_feature_file,
 )
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
-from mindspeed_mm.fsdp.data.feature_store.index import read_index, write_index
+from mindspeed_mm.fsdp.data.feature_store.index import read_index, read_skipped, write_index
 from mindspeed_mm.fsdp.data.feature_store.provenance import measure_components
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.data.feature_store.shards import ShardBuilder
@@ -278,9 +278,14 @@ def test_work_goes_on_only_with_the_same(tmp_path: Path, change: dict[str, Any],
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "mindspeed-mm-features", "format_version": 1}', "\0"])
-def test_a_broken_description_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "features.json").write_text(text)
+@pytest.mark.edge("S13")
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"{}", b'{"format": "mindspeed-mm-features", "format_version": 1}', b"\0", b"\xff", b"[" * 100_000],
+    ids=lambda text: text[:20].decode(errors="replace"),
+)
+def test_a_broken_description_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "features.json").write_bytes(text)
     with pytest.raises(DataError, match="describes no features"):
         read_description(tmp_path / "features.json")
 
@@ -414,11 +419,16 @@ def test_changed_bytes_are_found_when_they_are_read(finished: FeatureFolder, mod
     assert len(told) % 2 == 0
 
 
-def test_a_broken_index_line_is_named(finished: FeatureFolder, model: Path) -> None:
-    lines = finished.index.read_text().splitlines()
-    finished.index.write_text("\n".join([lines[0], lines[1][:-9], *lines[2:]]) + "\n")
+@pytest.mark.edge("S13")
+@pytest.mark.parametrize("line", [b'{"row"', b"\xff\xfe", b"[" * 100_000], ids=["cut", "binary", "deep"])
+def test_a_broken_index_line_is_named(line: bytes, finished: FeatureFolder, model: Path) -> None:
+    lines = finished.index.read_bytes().splitlines()
+    finished.index.write_bytes(b"\n".join([lines[0], line, *lines[2:]]) + b"\n")
     with pytest.raises(DataError, match=r"index\.jsonl:2.*mm extract again"):
         open_features(finished.path, adapter(model))
+    finished.skipped.write_bytes(line + b"\n")
+    with pytest.raises(DataError, match=r"skipped\.jsonl:1.*mm extract again"):
+        read_skipped(finished.skipped)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,14 @@ def build_template(processor: Any, basic: Any) -> ChatTemplate:
 def _read_template(path: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"'{path}' does not exist", key=f"{_BASIC}.chat_template", way_out="Give a jinja file.")
-    source = path.read_text(encoding="utf-8")
+    try:
+        source = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"'{path}' is no text: byte {error.start} is not UTF-8",
+            key=f"{_BASIC}.chat_template",
+            way_out="Give a jinja file.",
+        ) from error
     check_chat_template(source, where=str(path))
     return source
 
