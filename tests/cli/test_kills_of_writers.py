@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.checkpoint.manifest import read_manifest, verify_files
@@ -37,8 +38,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_and_files(folder: Path) -> dict[str, bytes]:
-    """What matters of an exported folder: its card has the time in it."""
-    return {name: data for name, data in everything(folder).items() if name != "README.md"}
+    """What matters of an exported folder: its card and its marker have times in them."""
+    return {name: data for name, data in everything(folder).items() if name not in ("README.md", MARKER)}
 
 
 def check_exports(run: Path, tmp_path: Path, adapter: Path | None, which: str) -> None:
