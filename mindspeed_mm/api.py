@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.core.python_words import problem_for_python, word_for_python
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
@@ -29,9 +32,28 @@ Config = PathLike | Mapping[str, Any] | None
 """A YAML file, or its sections as a mapping; None: nothing but what the other arguments give."""
 Sections = Mapping[str, Any] | None
 
+_IN_MEMORY = "(given in Python)"
 _SEE_INFER = "See help(mm.infer)."
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
+
+def _worded(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """A function whose errors speak of its arguments, not of options."""
+
+    @wraps(function)
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except MMError as error:
+            word_for_python(error)
+            raise
+
+    return called
+
+
+@_worded
 def train(
     config: Config = None,
     *,
@@ -86,6 +108,9 @@ def train(
     from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
     ensure_torchvision()
+    for name, one in (("rows", rows), ("val_rows", val_rows)):
+        if isinstance(one, str | os.PathLike):
+            _named(one, name)
     sections = _sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
     sections |= _sections(inference=inference)
     module, named = _model(model)
@@ -112,6 +137,7 @@ def train(
     return _run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else None)
 
 
+@_worded
 def check(
     config: Config = None, *, nproc: int | None = None, overrides: Sequence[str] = (), **sections: Any
 ) -> CheckResult:
@@ -129,9 +155,12 @@ def check(
     from mindspeed_mm.tasks import check as task
 
     _, named = _model(sections.pop("model", None))
-    return task.run(_given(config), [_sections(**sections) | named, *overrides], nproc=nproc)
+    result = task.run(_given(config), [_sections(**sections) | named, *overrides], nproc=nproc)
+    result.findings = [replace(each, problem=problem_for_python(each.problem)) for each in result.findings]
+    return result
 
 
+@_worded
 def infer(
     model: Run | PathLike,
     prompt: str | Sequence[str] | None = None,
@@ -173,7 +202,7 @@ def infer(
     from mindspeed_mm.tasks.model_kind import is_generator
 
     folder = _path(model)
-    adapters = Path(lora) if lora is not None else None
+    adapters = _named(lora, "lora") if lora is not None else None
     _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
     with TemporaryDirectory(prefix="mm-") as name:
         listed = images if isinstance(images, list | tuple) else [images]
@@ -191,12 +220,12 @@ def infer(
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
-            view = Path(config) if config is not None else None
+            view = _named(config, "config") if config is not None else None
             return task.answer_prompt(
                 folder, prompt, pictures, max_new_tokens=max_new_tokens, lora=adapters, config=view
             )
         questions = _question_file(rows, Path(name))
-        answers = Path(out) if out is not None else Path(name) / "answers.jsonl"
+        answers = _named(out, "out") if out is not None else Path(name) / "answers.jsonl"
         task.run(
             folder,
             questions,
@@ -206,13 +235,14 @@ def infer(
             media_dir=None if isinstance(rows, str | os.PathLike) else Path.cwd(),
             overwrite=overwrite,
             lora=adapters,
-            config=Path(config) if config is not None else None,
+            config=_named(config, "config") if config is not None else None,
         )
         from mindspeed_mm.core.artifacts import read_jsonl
 
         return read_jsonl(answers)
 
 
+@_worded
 def evaluate(
     model: Run | PathLike,
     rows: Any = None,
@@ -244,11 +274,13 @@ def evaluate(
         MMError: Anything that a person can act on.
     """
     _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    folder, results = _path(model), Path(out) if out is not None else None
+    folder, results = _path(model), _named(out, "out") if out is not None else None
+    in_memory = not (rows is None or isinstance(rows, str | os.PathLike))
     shown: dict[str, Any] = {
-        "lora": Path(lora) if lora is not None else None,
-        "config": Path(config) if config is not None else None,
-        "media_dir": None if rows is None or isinstance(rows, str | os.PathLike) else Path.cwd(),
+        "lora": _named(lora, "lora") if lora is not None else None,
+        "config": _named(config, "config") if config is not None else None,
+        "media_dir": Path.cwd() if in_memory else None,
+        "data_name": _IN_MEMORY if in_memory else None,
     }
     with TemporaryDirectory(prefix="mm-") as name:
         data = _question_file(rows, Path(name)) if rows is not None else None
@@ -268,6 +300,7 @@ def evaluate(
         )
 
 
+@_worded
 def export(run: Run | PathLike, target: PathLike, **options: Any) -> Exported:
     """Write a run's newest checkpoint, or a named one, as a folder that transformers, PEFT or diffusers loads.
 
@@ -281,9 +314,10 @@ def export(run: Run | PathLike, target: PathLike, **options: Any) -> Exported:
     """
     from mindspeed_mm.tasks import export as task
 
-    return task.run(_path(run), Path(target), **options)
+    return task.run(_path(run), _named(target, "target"), **options)
 
 
+@_worded
 def load_run(folder: PathLike) -> Run:
     """The run in a folder: `metrics`, `last`, `best`, `facts`.
 
@@ -292,7 +326,7 @@ def load_run(folder: PathLike) -> Run:
     """
     from mindspeed_mm.tasks.run_view import load_run as read
 
-    return read(Path(folder))
+    return read(_named(folder, "folder"))
 
 
 # --- configurations --------------------------------------------------------------------------------------------------
@@ -301,7 +335,7 @@ def load_run(folder: PathLike) -> Run:
 def _given(config: Config) -> Path | Mapping[str, Any]:
     if config is None:
         return {}
-    return config if isinstance(config, Mapping) else Path(config)
+    return config if isinstance(config, Mapping) else _named(config, "config")
 
 
 def _sections(**sections: Sections) -> dict[str, Any]:
@@ -357,7 +391,7 @@ def _model(model: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(model, Mapping):
         return None, {"model": model}
     if isinstance(model, str | os.PathLike):
-        return None, {"model": {"model_name_or_path": str(model)}}
+        return None, {"model": {"model_name_or_path": str(_named(model, "model"))}}
     from torch import nn
 
     if isinstance(model, nn.Module):
@@ -391,13 +425,20 @@ def _run_of(save: str | None, records: Sequence[dict[str, Any]], model: Any) -> 
 def _path(model: Run | PathLike) -> Path:
     """A run's folder, or the path itself."""
     try:
-        return Path(os.fspath(model))
+        return _named(os.fspath(model), "model")
     except TypeError as error:
         raise UsageError(
             "this run kept nothing" if hasattr(model, "records") else f"{type(model).__name__} is no run and no path",
             key="model",
             way_out="Set training.save to keep checkpoints, or name a folder.",
         ) from error
+
+
+def _named(name: PathLike, key: str) -> Path:
+    """The path of a name; raises `UsageError` for one that no file can have."""
+    if "\0" in str(name):
+        raise UsageError(f"{str(name)!r:.200} holds a NUL character", key=key, way_out="No file is called so.")
+    return Path(name)
 
 
 def _check_count(**counts: int | None) -> None:
@@ -413,7 +454,7 @@ def _check_count(**counts: int | None) -> None:
 def _picture(image: Any, folder: Path, number: int) -> Path:
     """The file of a picture; one that is in memory is stored."""
     if isinstance(image, str | os.PathLike):
-        return Path(image)
+        return _named(image, "images")
     from mindspeed_mm.tasks.given_rows import is_picture, picture_bytes
 
     if not is_picture(image):
@@ -425,10 +466,10 @@ def _picture(image: Any, folder: Path, number: int) -> Path:
 
 def _question_file(rows: Any, folder: Path) -> Path:
     if isinstance(rows, str | os.PathLike):
-        return Path(rows)
-    from mindspeed_mm.tasks.given_rows import listed_rows, write_rows
+        return _named(rows, "rows")
+    from mindspeed_mm.tasks.given_rows import listed_rows, with_ids, write_rows
 
-    return write_rows(listed_rows(rows, "question"), folder, "questions")
+    return write_rows(with_ids(listed_rows(rows, "question")), folder, "questions", stores_media=False)
 
 
 def _given_size(batch_size: int | None) -> dict[str, int]:

@@ -93,10 +93,18 @@ def tests_by_edge() -> dict[str, list[str]]:
         if "mark.edge" not in (text := path.read_text(encoding="utf-8")):
             continue
         place = path.relative_to(ROOT)
-        for node in ast.parse(text).body:
+        for prefix, node in _nodes(ast.parse(text)):
             for edge, name in _marked(node):
-                found.setdefault(edge, []).append(f"{place}::{name}" if name else str(place))
+                found.setdefault(edge, []).append(f"{place}::{prefix}{name}" if name else str(place))
     return found
+
+
+def _nodes(module: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """What may be marked, and what stands before its name: statements of the module, and tests of its classes."""
+    for node in module.body:
+        yield "", node
+        if isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}::", test) for test in node.body)
 
 
 def _marked(node: ast.stmt) -> Iterator[tuple[str, str]]:

@@ -309,3 +309,74 @@ def test_one_function_needs_no_list_and_what_cannot_be_called_is_refused(config:
     assert steps == [1, 2]
     with pytest.raises(mm.MMError, match="cannot be called"):
         mm.train(config, callbacks=["x"])
+
+
+def test_records_of_rows_in_memory_name_nothing_that_is_gone(folder: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    turns = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "red"}]
+    rows = [{"messages": turns, "images": [Image.new("RGB", (32, 32), (200, 9, 9))]}, ROWS[0] | {"id": "mine"}]
+    records = mm.infer(folder / "model", rows=rows, max_new_tokens=2)
+    assert [(record["id"], record["images"]) for record in records] == [("0", ["(embedded)"]), ("mine", [])]
+    for loss in (False, True):
+        given = {} if loss else {"max_new_tokens": 2}
+        result = mm.evaluate(folder / "model", rows, out=tmp_path / "eval", loss=loss, **given)
+        assert [sample["id"] for sample in result.samples] == ["0", "mine"]
+        assert result.to_dict()["data"] == "(given in Python)"
+    told = "".join(path.read_text() for path in (tmp_path / "eval").iterdir())
+    assert "/mm-" not in told and "questions-" not in told
+
+
+def test_what_is_refused_names_arguments(config: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    import re
+
+    def refused(function: Any, *args: Any, **kwargs: Any) -> str:
+        with pytest.raises(mm.MMError) as caught:
+            function(*args, **kwargs)
+        assert not re.search(r"(^|\s)--[a-z]", str(caught.value)), str(caught.value)
+        return str(caught.value)
+
+    (tmp_path / "answers.jsonl").write_text('{"row": 0, "model": "another"}\n')
+    answers = {"rows": ROWS[:1], "out": tmp_path / "answers.jsonl"}
+    assert "overwrite=True" in refused(mm.infer, folder / "model", **answers)
+    assert "a.png" in refused(mm.infer, folder / "model", "What is it?", images=["a.png"])
+    assert "question rows, row 0" in refused(mm.evaluate, folder / "model", [{"messages": [], "images": []}])
+    training = {"save": str(tmp_path / "run"), "train_iters": 1}
+    mm.train(config, rows=ROWS, training=training)
+    assert "accept_data_change=True" in refused(mm.train, config, rows=ROWS[::-1], training=training)
+    assert "resume=True" in refused(mm.train, config, rows=ROWS, training=training, resume=False)
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "mine.txt").write_text("mine")
+    refused(mm.export, tmp_path / "run", tmp_path / "exported")
+
+
+@pytest.mark.parametrize("key", ["config", "rows", "model", "out", "lora", "images", "folder", "target"])
+def test_a_name_with_a_nul_is_refused_kindly(config: dict[str, Any], folder: Path, key: str) -> None:
+    calls: dict[str, Any] = {
+        "config": lambda: mm.train("run\0.yaml"),
+        "rows": lambda: mm.train(config, rows="rows\0.jsonl"),
+        "model": lambda: mm.evaluate("runs\0", ROWS),
+        "out": lambda: mm.infer(folder / "model", rows=ROWS, out="out\0"),
+        "lora": lambda: mm.infer(folder / "model", "Say red.", lora="lora\0"),
+        "images": lambda: mm.infer(folder / "model", "Say red.", images=["a\0.png"]),
+        "folder": lambda: mm.load_run("runs\0"),
+        "target": lambda: mm.export(folder, "to\0"),
+    }
+    with pytest.raises(mm.MMError, match="NUL") as refused:
+        calls[key]()
+    assert refused.value.problems[0].key == key
+
+
+def test_files_of_others_in_a_run_folder_are_told_once(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = {"save": str(tmp_path / "run"), "train_iters": 2}
+    (tmp_path / "run").mkdir()
+    for name in ("notes.txt", "paper.pdf"):
+        (tmp_path / "run" / name).write_text("mine")
+    mm.train(config, training=training, steps=1)
+    assert "; 2 other files lie there and will be left alone" in capsys.readouterr().out
+    mm.train(config, training=training)
+    assert "other file" not in capsys.readouterr().out
+    mm.train(config, rows=ROWS, training=training | {"save": str(tmp_path / "clean")})
+    assert "other file" not in capsys.readouterr().out

@@ -11,6 +11,9 @@ import click
 import pytest
 
 from mindspeed_mm.cli.main import VERBS, run
+from tests.helpers.runs import mm
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -64,6 +67,39 @@ def test_recipes_of_the_readme_pass_the_check(tmp_path: Path, capsys: pytest.Cap
         path = tmp_path / "run.yaml"
         path.write_text(text, encoding="utf-8")
         assert run(["check", str(path), "--config-only"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.edge("U7")
+def test_a_fine_tuner_finds_families_and_recipes_before_all_else() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    assert sections[:2] == ["Install", "Fine-tune your own model on your own data"]
+    assert all(name in text.partition("## ")[0] for name in ("Qwen-VL", "LoRA or QLoRA", "docs/data.md"))
+    assert text.index("pretrained_lora_path") < text.index("frozen_adapters") < text.index("## Quick start")
+    assert re.search(r"\bplans?\b.*", text)[0].startswith("plan (how work is split over devices)")
+
+
+@pytest.mark.slow
+@pytest.mark.edge("U7")
+def test_commands_of_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first recipe to the exported folder, on a tiny model of the same family."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("## Fine-tune your own model on your own data\n")
+    recipe = re.search(r"```yaml\n(.*?)```", section, flags=re.DOTALL)
+    commands = re.search(r"```sh\n(.*?)```", section, flags=re.DOTALL)
+    assert recipe is not None and commands is not None
+    make_tiny_qwen3_vl(tmp_path / "models" / "Qwen3-VL-2B-Instruct")
+    rows = make_rows(tmp_path / "data", count=8, images=(1,))
+    (tmp_path / "data" / "test.jsonl").write_text("".join(rows.read_text().splitlines(keepends=True)[:2]))
+    (tmp_path / "a.png").write_bytes((tmp_path / "data" / "images" / "0_0.png").read_bytes())
+    (tmp_path / "run.yaml").write_text(recipe[1])
+    monkeypatch.chdir(tmp_path)
+    for line in commands[1].splitlines():
+        _, *words = shlex.split(line, comments=True)
+        words = ["1" if before == "--nproc" else word for before, word in zip(["", *words], words, strict=False)]
+        said = mm(*words)
+        assert said.code == 0, (line, said.err)
+    assert (tmp_path / "exported" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.parent.name)

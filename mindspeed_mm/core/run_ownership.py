@@ -67,6 +67,14 @@ def check_run_folder(folder: Path, config: Path | None = None) -> Path:
     return target
 
 
+def others_files(folder: Path, config: Path | None = None) -> int:
+    """How many files and folders lie in a run folder that are not under names of a run's; the YAML that is trained does
+    not count."""
+    own_yaml = config.resolve() if config is not None else None
+    found = [path for path in folder.iterdir() if path.name not in (*_NAMES, MARKER, RunFolder(folder).lock_file.name)]
+    return sum(not path.name.startswith("iter_") and path.resolve() != own_yaml for path in found)
+
+
 def mark_run_folder(folder: Path) -> None:
     """Make the folder and its marker, before anything else is written there. Every rank may do so.
 

@@ -56,6 +56,7 @@ def run(
     media_dir: Path | None = None,
     lora: Path | None = None,
     config: Path | None = None,
+    data_name: str | None = None,
 ) -> Evaluation:
     """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
 
@@ -68,6 +69,7 @@ def run(
         media_dir: Where relative media paths start; by default the folder of `data`.
         lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
         config: Says how rows are laid out and shown, instead of the run's own.
+        data_name: What the results call `data`; None: its path.
 
     Raises:
         MMError: The folder is no model, rows are bad, or `out` cannot be written.
@@ -84,7 +86,8 @@ def run(
     media = generator.encoder.media(media_dir, [data.parent])
     batches = answer_all(generator, questions, media, max_new_tokens=max_new_tokens, batch_size=batch_size)
     answers = {question.row: answer for batch in batches for question, answer in batch}
-    facts = _facts(source, data, media_dir, max_new_tokens, time.monotonic() - began, answers)
+    told = data_name or str(data.absolute())
+    facts = _facts(source, told, media_dir, max_new_tokens, time.monotonic() - began, answers)
     evaluation = evaluate_answers([(question, answers[question.row]) for question in questions], facts)
     write_evaluation(evaluation, out)
     return evaluation
@@ -136,7 +139,7 @@ def _sample(question: Question, answer: Answer, correct: bool) -> dict[str, Any]
 
 def _facts(
     source: ModelSource,
-    data: Path,
+    data: str,
     media_dir: Path,
     max_new_tokens: int,
     seconds: float,
@@ -145,7 +148,7 @@ def _facts(
     return {
         "model": str(source.folder.absolute()),
         **({"lora": str(source.lora.absolute())} if source.lora is not None else {}),
-        "data": str(data.absolute()),
+        "data": data,
         "media_dir": str(media_dir.absolute()),
         "max_new_tokens": max_new_tokens,
         "cut_off": sum(not answer.finished for answer in answers.values()),

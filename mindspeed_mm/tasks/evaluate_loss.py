@@ -124,6 +124,8 @@ class LossRequest:
     """Adapters to put beside the weights; None: the run's `inference.adapter`."""
     config: Path | None = None
     """Says how rows are laid out and shown, instead of the run."""
+    data_name: str | None = None
+    """What the results call `data`; None: its path."""
 
 
 def run(request: LossRequest, out: Path | None = None) -> LossEvaluation:
@@ -301,12 +303,12 @@ def _mean(rows: Sequence[RowLoss]) -> MeanLoss:
 
 
 def _facts(request: LossRequest, model: Path, lora: Path | None) -> dict[str, Any]:
-    return {
-        "model": str(model.absolute()),
-        **({"lora": str(lora.absolute())} if lora is not None else {}),
-        "data": str(request.data.absolute()) if request.data is not None else "the run's validation rows",
-        **({"media_dir": str((request.media_dir or request.data.parent).absolute())} if request.data else {}),
-    }
+    facts = {"model": str(model.absolute())} | ({"lora": str(lora.absolute())} if lora is not None else {})
+    if request.data is None:
+        return facts | {"data": "the run's validation rows"}
+    media_dir = request.media_dir or request.data.parent
+    told = request.data_name or str(request.data.absolute())
+    return facts | {"data": told, "media_dir": str(media_dir.absolute())}
 
 
 def _is_loss(head: bytes) -> bool:

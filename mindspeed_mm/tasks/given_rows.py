@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -46,7 +47,14 @@ def listed_rows(rows: Any, name: str) -> Any:
     return rows
 
 
-def write_rows(rows: Any, folder: Path, name: str) -> Path:
+def with_ids(rows: Any) -> Any:
+    """Rows of `listed_rows` that each have an `id`: its own, else its number."""
+    if _is_datasets(rows):
+        return rows if "id" in rows.column_names else rows.add_column("id", list(map(str, range(len(rows)))))
+    return [{"id": str(index), **row} for index, row in enumerate(rows)]
+
+
+def write_rows(rows: Any, folder: Path, name: str, *, stores_media: bool = True) -> Path:
     """The file `<folder>/<name>-<hash of the content>`, so that the same rows are the same file; written when it is not
     there yet.
 
@@ -55,6 +63,7 @@ def write_rows(rows: Any, folder: Path, name: str) -> Path:
             PIL images and media may be bytes or `{"bytes": …}`, stored beside, in `media/`.
         folder: Made when needed.
         name: What the rows are for.
+        stores_media: Media become files of their own; False for a folder that goes away, to which no record may lead.
 
     Raises:
         UsageError: A row holds something that no file of rows can.
@@ -62,7 +71,8 @@ def write_rows(rows: Any, folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if _is_datasets(rows):
         return _write_parquet(rows, folder, name)
-    content = "".join(_line(row, index, folder, name) for index, row in enumerate(rows)).encode()
+    store = _MediaStore(folder / MEDIA if stores_media else None)
+    content = "".join(_line(row, f"{name} rows, row {index}", store) for index, row in enumerate(rows)).encode()
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
     if not path.exists():
         atomic_write_bytes(path, content)
@@ -82,10 +92,9 @@ def _write_parquet(rows: Any, folder: Path, name: str) -> Path:
         draft.unlink(missing_ok=True)
 
 
-def _line(row: Any, index: int, folder: Path, name: str) -> str:
-    where = f"{name} rows, row {index}"
+def _line(row: Any, where: str, store: _MediaStore) -> str:
     try:
-        return json.dumps(_plain(row, folder / MEDIA), ensure_ascii=False) + "\n"
+        return json.dumps(_plain(row, store), ensure_ascii=False) + "\n"
     except (TypeError, ValueError, OSError) as error:
         raise UsageError(
             f"cannot be stored: {error}",
@@ -94,20 +103,20 @@ def _line(row: Any, index: int, folder: Path, name: str) -> str:
         ) from error
 
 
-def _plain(value: Any, media: Path) -> Any:
+def _plain(value: Any, store: _MediaStore) -> Any:
     """What JSON can say; media are stored as files and named instead."""
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):
-            return _store(value["bytes"], media)
-        return {str(name): _plain(item, media) for name, item in value.items()}
+            return store.put(value["bytes"])
+        return {str(name): _plain(item, store) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, media) for item in value]
+        return [_plain(item, store) for item in value]
     if isinstance(value, bytes):
-        return _store(value, media)
+        return store.put(value)
     if isinstance(value, Path):
         return str(value)
     if is_picture(value):
-        return _store(picture_bytes(value), media)
+        return store.put(picture_bytes(value))
     return value
 
 
@@ -126,10 +135,24 @@ def picture_bytes(image: Any) -> bytes:
     return content.getvalue()
 
 
-def _store(content: bytes, media: Path) -> str:
-    suffix = next((suffix for start, suffix in _SUFFIXES.items() if content.startswith(start)), ".bin")
-    path = media / f"{hashlib.sha256(content).hexdigest()[:16]}{suffix}"
-    if not path.exists():
-        media.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(path, content)
-    return str(path.resolve())
+class _MediaStore:
+    """Takes up media of rows in memory.
+
+    Args:
+        folder: Each becomes a file there, named by its content; None: rows hold the bytes themselves, and records that
+            tell of them no path.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def put(self, content: bytes) -> Any:
+        """What a row says of it."""
+        if self._folder is None:
+            return {"bytes": base64.b64encode(content).decode()}
+        suffix = next((suffix for start, suffix in _SUFFIXES.items() if content.startswith(start)), ".bin")
+        path = self._folder / f"{hashlib.sha256(content).hexdigest()[:16]}{suffix}"
+        if not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            atomic_write_bytes(path, content)
+        return str(path.resolve())

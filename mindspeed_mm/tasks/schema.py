@@ -33,5 +33,6 @@ def _paragraph(entry: KeyReference) -> str:
     if entry.other_names:
         lines.append(f"    Other names: {', '.join(entry.other_names)}.")
     if entry.this_version:
-        lines.append(f"    This version takes {entry.this_version}.")
+        who = "`mm train`" if entry.key.startswith("data.") else "This version"  # rows may be looked at all the same
+        lines.append(f"    {who} takes {entry.this_version}.")
     return "\n".join(lines)

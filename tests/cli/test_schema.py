@@ -23,9 +23,21 @@ def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tools.memory_profile" not in text
 
 
+@pytest.mark.edge("U7")
 def test_says_what_this_version_takes(capsys: pytest.CaptureFixture[str]) -> None:
     run(["schema", "data.dataset_param.attr.ranking"])
-    assert "This version takes only false." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "`mm data` shows them" in shown and "`mm train` takes only false." in shown  # as docs/data.md has it
+    run(["schema", "model.checkpoint_path"])
+    assert "This version takes only null." in capsys.readouterr().out
+
+
+@pytest.mark.edge("U7")
+def test_two_ways_to_build_on_adapters_name_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    ways = ("pretrained_lora_path", "frozen_adapters")
+    for own, other in (ways, ways[::-1]):
+        run(["schema", f"training.lora.{own}"])
+        assert f"`{other}`" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

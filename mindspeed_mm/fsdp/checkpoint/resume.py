@@ -6,7 +6,7 @@ Pure functions, no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -135,9 +135,7 @@ def check_resumable(
         CheckpointError: Something changed that would make it another run; every difference is listed.
     """
     noted, refused, data = _config_changes(manifest_context, current_context)
-    data += [
-        Problem(_change(*v), key=f"data: {k}") for k, v in _differences(manifest_context, current_context, "dataset")
-    ]
+    data += _data_changes(manifest_context, current_context, told=[problem.key for problem in data])
     if accept_data_change:
         noted += data
     else:
@@ -171,6 +169,41 @@ def _config_changes(
         elif not _matches(key, FREE_KEYS):
             (data if key.startswith("data.") else refused).append(problem)
     return noted, refused, data
+
+
+def _data_changes(before: Mapping[str, Any], now: Mapping[str, Any], told: Sequence[str]) -> list[Problem]:
+    """Changes of the fingerprint, each once: settings are told by their keys where those have changed too, the number
+    of rows with the files that hold them, and a hash where nothing else tells of a change."""
+    found = dict(_differences(before, now, "dataset"))
+    for key in [key for key in found if key.startswith("settings.")]:
+        setting = key.removeprefix("settings.")
+        if any(name.endswith(f".{setting}") or (name.endswith("template") and setting == "template") for name in told):
+            del found[key]
+    changes = []
+    if all(isinstance(files, list) for files in found.get("files", (None,))):
+        changes = _file_changes(*found.pop("files"))
+        found.pop("rows", None)
+    if changes or told or len(found) > 1:
+        found.pop("hash", None)
+    return [*changes, *(Problem(_change(*values), key=f"data: {key}") for key, values in found.items())]
+
+
+def _file_changes(then: Sequence[Mapping[str, Any]], today: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    """In words, a file each; of files that are all the same their order."""
+    before, now = ({str(file.get("name")): file for file in files} for files in (then, today))
+    changes = []
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        if old is None or new is None:
+            what = "is gone" if new is None else "is new"
+        elif old.get("rows") != new.get("rows"):
+            what = f"had {old.get('rows')} rows, has {new.get('rows')}"
+        else:
+            what = "its content has changed"
+        changes.append(Problem(what, key=f"data: {name}"))
+    return changes or [Problem("the files come in another order", key="data: files")]
 
 
 def _is_updated(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

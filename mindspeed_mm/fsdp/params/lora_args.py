@@ -36,7 +36,8 @@ class LoraArguments(Section):
     init_lora_weights: Annotated[bool | str, BeforeValidator(_initialisation)] = True
     """Initialisation: true, false, gaussian, eva, olora, pissa, pissa_niter_N, corda, loftq, orthogonal."""
     pretrained_lora_path: PathText | None = None
-    """Adapters to start from: a folder as PEFT or diffusers writes it."""
+    """Adapters that are trained further: a folder as PEFT or diffusers writes it. Those of `frozen_adapters` stay as
+    they are."""
     lora_target_modules_support: Any = None
     """Accepted from older files; the model's own modules are what counts."""
     disable_peft_moe_conversion: Flag = True
@@ -50,6 +51,7 @@ class LoraArguments(Section):
     quantize: Literal["nf4", "int8"] | None = None
     """Keep the weights of the frozen linear layers in 4 or 8 bits (QLoRA)."""
     frozen_adapters: Names = ()
-    """Ours: folders of adapters that are applied and stay frozen under the trained one."""
+    """Ours: folders of adapters that are applied and stay frozen under the trained one. One of `pretrained_lora_path`
+    is trained further."""
     init_batches: Positive = 16
     """Ours: micro-batches that `init_lora_weights: eva` and `corda` look at before the first step."""

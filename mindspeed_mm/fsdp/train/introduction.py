@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.counts import short_count
+from mindspeed_mm.core.run_ownership import others_files
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
@@ -32,7 +33,7 @@ def introduce(
     for warning in (*config.warnings, *assembled.warnings, *assembled.loaded.warnings):
         note(f"warning: {warning}")
     if config.arguments.training.save:
-        note(f"run    {Path(config.arguments.training.save).resolve()}")
+        note(f"run    {_run_folder(Path(config.arguments.training.save), config, is_new=engine.iteration == 0)}")
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
         note(f"{word:<6} {part}")
@@ -48,6 +49,12 @@ def introduce(
         f"plan   {get_device_type()} × {state.sizes.world}, {state.describe()}; "
         f"steps {engine.iteration + 1} to {engine.schedule.total_steps}"
     )
+
+
+def _run_folder(save: Path, config: ResolvedConfig, *, is_new: bool) -> str:
+    others = others_files(save, config.path) if is_new else 0
+    verb = "file lies" if others == 1 else "files lie"
+    return f"{save.resolve()}" + (f"; {others} other {verb} there and will be left alone" if others else "")
 
 
 def global_batch(training: TrainingArguments, state: ParallelState) -> int:

@@ -109,10 +109,10 @@ def row_losses(
         for index in range(start, min(start + batch_size, len(dataset))):
             try:
                 samples[index] = dataset[index]
-            except NothingTrainedError as error:
-                found.append(RowLeftOut(index, str(error)))
             except DataError as error:
-                found.append(RowLeftOut(index, policy.judge(error, name_of(dataset, index)).reason))
+                if not isinstance(error, NothingTrainedError):
+                    policy.judge(error, name_of(dataset, index))
+                found.append(RowLeftOut(index, error.problems[0].what))
         if samples:
             batch = completed(collate(list(samples.values())), [name_of(dataset, index) for index in samples])
             totals, weights, tokens = measured.of_batch(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,12 +54,14 @@ class SummaryHook(Hook):
         self._note(f"run    {self._save}" + (f", newest checkpoint {steps[-1]}" if steps else ", no checkpoint"))
         if steps:
             use = "--prompt 'a prompt' --out samples" if self._is_generator else "--prompt 'a question'"
-            self._note(f"next   mm infer {self._save} {use}; mm export {self._save} FOLDER; mm report {self._save}")
+            run = shlex.quote(self._save)
+            self._note(f"next   mm infer {run} {use}; mm export {run} FOLDER; mm report {run}")
 
     def on_failure(self, engine: TrainEngine) -> None:
         """Nothing: the error says what to do."""
 
 
 def _described(last: tuple[int, float], lowest: tuple[int, float]) -> str:
-    """`0.1234 in the end, lowest 0.1200 at step 380`."""
-    return f"{last[1]:.4f} in the end" + (f", lowest {lowest[1]:.4f} at step {lowest[0]}" if lowest != last else "")
+    """`0.1234 in the end, lowest 0.1200 at step 380`; no lowest where no loss was finite."""
+    is_told = lowest[0] and lowest != last
+    return f"{last[1]:.4f} in the end" + (f", lowest {lowest[1]:.4f} at step {lowest[0]}" if is_told else "")

@@ -207,3 +207,36 @@ def test_features_that_only_say_how_it_is_computed_are_free() -> None:
             changed_keys.append(key)
     loss = ["loss_type", "router_aux_loss_coef", "z_loss_coef"]
     assert changed_keys == [f"features.loss_cfg.{key}" for key in loss]
+
+
+@pytest.mark.edge("U2")
+def test_a_change_of_the_data_is_told_once_and_in_words() -> None:
+    def context(shrinks: bool, rows: int, *names: str) -> dict[str, Any]:
+        files = [{"name": name, "bytes": 10 * rows, "rows": rows, "sha256": f"{name}{rows}" * 20} for name in names]
+        settings = {"basic_parameters": {"truncation": "shrink" if shrinks else "drop"}, "template": str(shrinks)}
+        basic = settings["basic_parameters"] | {"chat_template": f"{shrinks}.jinja"}
+        dataset = {"rows": rows * len(names), "files": files, "settings": settings, "hash": f"{shrinks}{rows}{names}"}
+        return {"config": {"data": {"dataset_param": {"basic_parameters": basic}}}, "dataset": dataset}
+
+    def refusals(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str]]:
+        with pytest.raises(CheckpointError) as caught:
+            check_resumable(before, now)
+        return [(problem.key, problem.what) for problem in caught.value.problems]
+
+    basic = "data.dataset_param.basic_parameters"
+    assert refusals(context(True, 3, "a.jsonl"), context(False, 3, "a.jsonl")) == [
+        (f"{basic}.chat_template", 'was "True.jinja", is "False.jinja"'),
+        (f"{basic}.truncation", 'was "shrink", is "drop"'),
+    ]
+    assert refusals(context(True, 3, "a.jsonl", "b.jsonl"), context(True, 4, "a.jsonl", "c.jsonl")) == [
+        ("data: a.jsonl", "had 3 rows, has 4"),
+        ("data: b.jsonl", "is gone"),
+        ("data: c.jsonl", "is new"),
+    ]
+    turned = refusals(context(True, 3, "a.jsonl", "b.jsonl"), context(True, 3, "b.jsonl", "a.jsonl"))
+    assert turned == [("data: files", "the files come in another order")]
+    edited = context(True, 3, "a.jsonl")
+    edited["dataset"]["files"][0]["sha256"] = "0"
+    edited["dataset"]["hash"] = "0"
+    assert refusals(context(True, 3, "a.jsonl"), edited) == [("data: a.jsonl", "its content has changed")]
+    assert refusals({"dataset": {"hash": "a"}}, {"dataset": {"hash": "b"}}) == [("data: hash", 'was "a", is "b"')]

@@ -1,0 +1,75 @@
+"""Errors as a caller in Python reads them. They are written for the command line, once; at the border to Python its
+options become arguments, and its verbs functions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from mindspeed_mm.core.errors import MMError, Problem
+
+FLAGS = ("accept-data-change", "allow-fresh", "loss", "merge", "overwrite", "transformer-only", "weights-only")
+"""Options without a value."""
+ARGUMENTS = {
+    **{name: name.replace("-", "_") for name in (*FLAGS, "batch-size", "config", "dtype", "lora", "max-new-tokens")},
+    **{name: name for name in ("out", "prompt", "resume", "step", "steps", "weights")},
+    "data": "rows",
+    "image": "images",
+    "media-dir": "rows",
+    "model": "model_folder",
+    "size": "height, width",
+}
+"""Option → the argument that stands for it; others are left as they are."""
+VERBS = ("train", "check", "infer", "evaluate", "export")
+
+_CLAUSES = re.compile(r"(?<=[.;:,]) ")
+_OPTION = re.compile(r"(?<![\w.-])--([a-z][a-z-]*[a-z])( auto\b| [A-Z]{3,}\b)?")
+_COMMAND = re.compile(r"\bmm ([a-z]+)\b")
+_PLACE = re.compile(r"--([a-z-]+):\d+")
+_QUESTION = re.compile(r"questions-[0-9a-f]{12}\.jsonl:(\d+)")
+
+
+def word_for_python(error: MMError) -> None:
+    """Change an error in place: the same problems, with the words of the Python door."""
+    error.headline = _sentence(error.headline)
+    error.problems = tuple(map(problem_for_python, error.problems))
+    error.args = (str(error),)
+
+
+def problem_for_python(problem: Problem) -> Problem:
+    """The same problem in the words of the Python door."""
+    named = _OPTION.fullmatch(problem.key)
+    key = ARGUMENTS.get(named[1], problem.key) if named is not None else problem.key
+    return replace(
+        problem, what=_sentence(problem.what), where=_place(problem.where), key=key, way_out=_sentence(problem.way_out)
+    )
+
+
+def _place(where: str) -> str:
+    """`--prompt:1` → `prompt`; a row of questions that were in memory is told by its number."""
+    prompt = _PLACE.fullmatch(where)
+    if prompt is not None:
+        return ARGUMENTS.get(prompt[1], where)
+    return _QUESTION.sub(lambda found: f"question rows, row {int(found[1]) - 1}", where)
+
+
+def _sentence(text: str) -> str:
+    """Clause by clause: one that names a command which is no function here stays a command of the shell."""
+    if "--" not in text and "mm " not in text:
+        return text
+    return " ".join(map(_clause, _CLAUSES.split(text)))
+
+
+def _clause(text: str) -> str:
+    if any(verb not in VERBS for verb in _COMMAND.findall(text)):
+        return text
+    return _OPTION.sub(_argument, _COMMAND.sub(r"mm.\1", text))
+
+
+def _argument(option: re.Match[str]) -> str:
+    name, value = option.groups()
+    if name not in ARGUMENTS:
+        return option[0]
+    if name in FLAGS or value == " auto":
+        return f"{ARGUMENTS[name]}=True" + (value or "").removesuffix(" auto")
+    return ARGUMENTS[name] + (f"={value.strip()}" if value is not None else "")

@@ -1,0 +1,75 @@
+"""`mm train` ends with a summary: last and lowest losses, the time, where the run lies, the next commands."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.cli.main import VERBS
+from mindspeed_mm.fsdp.train.summary import SummaryHook
+from tests.helpers.runs import lines, mm, train
+from tests.helpers.tiny_run import make_tiny_run
+
+pytestmark = pytest.mark.edge("U3")
+
+
+def described(found: list[tuple[int, float]]) -> str:
+    (step, last), (best, lowest) = found[-1], min(found, key=lambda pair: pair[1])
+    return f"{last:.4f} in the end" + ("" if step == best else f", lowest {lowest:.4f} at step {best}")
+
+
+def test_the_last_lines_of_a_run_are_its_summary(tmp_path: Path) -> None:
+    yaml = make_tiny_run(tmp_path, training={"val_interval": 2, "train_iters": 4, "lr": 0.3})
+    basic = "data.dataset_param.basic_parameters.val_rate=0.25"
+    save = tmp_path / "my run"  # of which a shell makes two words
+    said = train(yaml, save, basic).splitlines()[-5:]
+    texts = [re.sub(r"^\[[^]]*\] ", "", line) for line in said]
+    metrics = lines(save / "metrics.jsonl")
+    losses = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
+    validations = [(line["step"], line["val_loss"]) for line in metrics if "val_loss" in line]
+    assert re.fullmatch(r"done   step 4 of 4, 00:00:\d\d for this start", texts[0]), texts
+    assert texts[1:4] == [
+        f"loss   {described(losses)}",
+        f"valid  {described(validations)}",
+        f"run    {save}, newest checkpoint 4",
+    ]
+    assert texts[4].startswith("next   mm infer ")
+    commands = [shlex.split(command) for command in texts[4].removeprefix("next   ").split("; ")]
+    for _, verb, *words in commands:
+        assert verb in VERBS and words[0] == str(save)
+        importlib.import_module(f"mindspeed_mm.cli.{verb}").command.make_context(verb, words)
+    assert mm(*commands[-1][1:]).code == 0 and (save / "report.html").is_file()
+
+
+def test_a_run_that_keeps_nothing_says_so(tmp_path: Path) -> None:
+    said = train(make_tiny_run(tmp_path, training={"train_iters": 1}), None).splitlines()
+    assert said[-1].endswith("run    nothing was kept: training.save is not set")
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([3.0, 1.0, 2.0], "loss   2.0000 in the end, lowest 1.0000 at step 2"),
+        ([3.0, 1.0], "loss   1.0000 in the end"),
+        ([math.nan, 2.0, 3.0], "loss   3.0000 in the end, lowest 2.0000 at step 2"),
+        ([math.nan], "loss   nan in the end"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_never_the_lowest(losses: list[float], told: str) -> None:
+    said: list[str] = []
+    hook = SummaryHook(said.append, None, is_generator=False)
+    schedule = SimpleNamespace(total_steps=len(losses))
+    engine: Any = SimpleNamespace(validated_step=0, iteration=len(losses), schedule=schedule)
+    hook.on_train_begin(engine)
+    for step, loss in enumerate(losses, 1):
+        result: Any = SimpleNamespace(step=step, loss=loss)
+        hook.on_step_end(engine, result)
+    hook.on_train_end(engine)
+    assert said[1] == told
