@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mindspeed_mm.core.errors import MMError, UsageError
 from mindspeed_mm.core.python_words import problem_for_python, word_for_python
+from mindspeed_mm.tasks.given_rows import named_path
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
@@ -108,9 +109,6 @@ def train(
     from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
     ensure_torchvision()
-    for name, one in (("rows", rows), ("val_rows", val_rows)):
-        if isinstance(one, str | os.PathLike):
-            _named(one, name)
     sections = _sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
     sections |= _sections(inference=inference)
     module, named = _model(model)
@@ -202,7 +200,7 @@ def infer(
     from mindspeed_mm.tasks.model_kind import is_generator
 
     folder = _path(model)
-    adapters = _named(lora, "lora") if lora is not None else None
+    adapters = named_path(lora, "lora") if lora is not None else None
     _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
     with TemporaryDirectory(prefix="mm-") as name:
         listed = images if isinstance(images, list | tuple) else [images]
@@ -220,12 +218,12 @@ def infer(
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
-            view = _named(config, "config") if config is not None else None
+            view = named_path(config, "config") if config is not None else None
             return task.answer_prompt(
                 folder, prompt, pictures, max_new_tokens=max_new_tokens, lora=adapters, config=view
             )
         questions = _question_file(rows, Path(name))
-        answers = _named(out, "out") if out is not None else Path(name) / "answers.jsonl"
+        answers = named_path(out, "out") if out is not None else Path(name) / "answers.jsonl"
         task.run(
             folder,
             questions,
@@ -235,7 +233,7 @@ def infer(
             media_dir=None if isinstance(rows, str | os.PathLike) else Path.cwd(),
             overwrite=overwrite,
             lora=adapters,
-            config=_named(config, "config") if config is not None else None,
+            config=named_path(config, "config") if config is not None else None,
         )
         from mindspeed_mm.core.artifacts import read_jsonl
 
@@ -274,11 +272,11 @@ def evaluate(
         MMError: Anything that a person can act on.
     """
     _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    folder, results = _path(model), _named(out, "out") if out is not None else None
+    folder, results = _path(model), named_path(out, "out") if out is not None else None
     in_memory = not (rows is None or isinstance(rows, str | os.PathLike))
     shown: dict[str, Any] = {
-        "lora": _named(lora, "lora") if lora is not None else None,
-        "config": _named(config, "config") if config is not None else None,
+        "lora": named_path(lora, "lora") if lora is not None else None,
+        "config": named_path(config, "config") if config is not None else None,
         "media_dir": Path.cwd() if in_memory else None,
         "data_name": _IN_MEMORY if in_memory else None,
     }
@@ -314,7 +312,7 @@ def export(run: Run | PathLike, target: PathLike, **options: Any) -> Exported:
     """
     from mindspeed_mm.tasks import export as task
 
-    return task.run(_path(run), _named(target, "target"), **options)
+    return task.run(_path(run), named_path(target, "target"), **options)
 
 
 @_worded
@@ -326,7 +324,7 @@ def load_run(folder: PathLike) -> Run:
     """
     from mindspeed_mm.tasks.run_view import load_run as read
 
-    return read(_named(folder, "folder"))
+    return read(named_path(folder, "folder"))
 
 
 # --- configurations --------------------------------------------------------------------------------------------------
@@ -335,7 +333,7 @@ def load_run(folder: PathLike) -> Run:
 def _given(config: Config) -> Path | Mapping[str, Any]:
     if config is None:
         return {}
-    return config if isinstance(config, Mapping) else _named(config, "config")
+    return config if isinstance(config, Mapping) else named_path(config, "config")
 
 
 def _sections(**sections: Sections) -> dict[str, Any]:
@@ -391,7 +389,7 @@ def _model(model: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(model, Mapping):
         return None, {"model": model}
     if isinstance(model, str | os.PathLike):
-        return None, {"model": {"model_name_or_path": str(_named(model, "model"))}}
+        return None, {"model": {"model_name_or_path": str(named_path(model, "model"))}}
     from torch import nn
 
     if isinstance(model, nn.Module):
@@ -425,20 +423,13 @@ def _run_of(save: str | None, records: Sequence[dict[str, Any]], model: Any) -> 
 def _path(model: Run | PathLike) -> Path:
     """A run's folder, or the path itself."""
     try:
-        return _named(os.fspath(model), "model")
+        return named_path(os.fspath(model), "model")
     except TypeError as error:
         raise UsageError(
             "this run kept nothing" if hasattr(model, "records") else f"{type(model).__name__} is no run and no path",
             key="model",
             way_out="Set training.save to keep checkpoints, or name a folder.",
         ) from error
-
-
-def _named(name: PathLike, key: str) -> Path:
-    """The path of a name; raises `UsageError` for one that no file can have."""
-    if "\0" in str(name):
-        raise UsageError(f"{str(name)!r:.200} holds a NUL character", key=key, way_out="No file is called so.")
-    return Path(name)
 
 
 def _check_count(**counts: int | None) -> None:
@@ -454,7 +445,7 @@ def _check_count(**counts: int | None) -> None:
 def _picture(image: Any, folder: Path, number: int) -> Path:
     """The file of a picture; one that is in memory is stored."""
     if isinstance(image, str | os.PathLike):
-        return _named(image, "images")
+        return named_path(image, "images")
     from mindspeed_mm.tasks.given_rows import is_picture, picture_bytes
 
     if not is_picture(image):
@@ -466,7 +457,7 @@ def _picture(image: Any, folder: Path, number: int) -> Path:
 
 def _question_file(rows: Any, folder: Path) -> Path:
     if isinstance(rows, str | os.PathLike):
-        return _named(rows, "rows")
+        return named_path(rows, "rows")
     from mindspeed_mm.tasks.given_rows import listed_rows, with_ids, write_rows
 
     return write_rows(with_ids(listed_rows(rows, "question")), folder, "questions", stores_media=False)

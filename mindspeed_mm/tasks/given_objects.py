@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
 from mindspeed_mm.fsdp.params.loader import given_value
 from mindspeed_mm.fsdp.train.trainer import GivenObjects
-from mindspeed_mm.tasks.given_rows import listed_rows, write_rows
+from mindspeed_mm.tasks.given_rows import listed_rows, named_path, write_rows
 
 _BASIC = ("data", "dataset_param", "basic_parameters")
 _IN_MEMORY = "(given in Python)"
@@ -78,7 +78,7 @@ def _row_paths(rows: tuple[Any, Any], folder: Callable[[], Path]) -> tuple[Path 
 
     def path_of(one: Any, name: str) -> Path | None:
         if one is None or isinstance(one, str | os.PathLike):
-            return None if one is None else Path(one)
+            return None if one is None else named_path(one, "rows" if name == "train" else "val_rows")
         return write_rows(listed_rows(one, name), folder() / "rows", name)
 
     return path_of(rows[0], "train"), path_of(rows[1], "validation")

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,17 @@ from mindspeed_mm.core.errors import UsageError
 MEDIA = "media"
 _SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".wav", b"fLaC": ".flac", b"OggS": ".ogg"}
 """First bytes of a file → its ending."""
+
+
+def named_path(name: str | os.PathLike[str], key: str) -> Path:
+    """The path of a name that was given for `key`.
+
+    Raises:
+        UsageError: No file can have it.
+    """
+    if "\0" in str(name):
+        raise UsageError(f"{str(name)!r:.200} holds a NUL character", key=key, way_out="No file is called so.")
+    return Path(name)
 
 
 def listed_rows(rows: Any, name: str) -> Any:
