@@ -14,7 +14,7 @@ from torch import nn
 import mindspeed_mm as mm
 from mindspeed_mm.cli.main import VERBS
 from mindspeed_mm.core.errors import StoppedAfterSave
-from mindspeed_mm.fsdp.train.trainer import Trainer
+from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run, tiny_config
 
@@ -380,3 +380,11 @@ def test_files_of_others_in_a_run_folder_are_told_once(
     assert "other file" not in capsys.readouterr().out
     mm.train(config, rows=ROWS, training=training | {"save": str(tmp_path / "clean")})
     assert "other file" not in capsys.readouterr().out
+
+
+@pytest.mark.edge("U6")
+def test_a_trainer_takes_the_name_of_a_file_and_says_how_rows_are_padded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Trainer(str(folder / "run.yaml"), TrainOptions(dry_run=True)).train() is None
+    assert "rows padded to multiples of 1 tokens (no pad_to_multiple_of; device cpu)" in capsys.readouterr().out
