@@ -31,7 +31,7 @@ PACKED = (
     "data.dataset_param.basic_parameters.cutoff_len=128",
     "training.micro_batch_size=1",
 )
-AVERAGE = "training.ema.enable=true"
+AVERAGE = ("training.ema.enable=true", "training.ema.decay=0.5")
 LORA = ("training.lora.enable=true", "training.lora.rank=4")
 WAYS: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -44,7 +44,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "moments and gradients on the host": ("training.optimizer=adamw_swap", GRADIENTS),
     "parameters on the host": ("parallel.fsdp_plan.cpu_offload=true",),
     "muon": ("training.optimizer=muon",),
-    "average": (AVERAGE,),
+    "average": AVERAGE,
     "adapters": (*LORA, ACTIVATIONS),
     "packed": (*PACKED, ACTIVATIONS),
     "sliced loss": ("features.enable_chunk_loss=true", "features.chunkloss_plan.chunk_size=8"),
@@ -105,7 +105,7 @@ def counted(real: Callable[..., Any], readers: Counter[str]) -> Callable[..., An
     return reading
 
 
-@pytest.mark.parametrize("way", [(ACTIVATIONS, RECOMPUTE), (*LORA, AVERAGE)], ids=["offloaded", "adapters, average"])
+@pytest.mark.parametrize("way", [(ACTIVATIONS, RECOMPUTE), (*LORA, *AVERAGE)], ids=["offloaded", "adapters, average"])
 @pytest.mark.parametrize("family", ["flux", "t2v"])
 def test_generators_train_as_on_the_cpu(family: str, way: tuple[str, ...], tmp_path: Path) -> None:
     yaml = make_tiny_generator_run(tmp_path, family)
@@ -120,7 +120,7 @@ def test_a_generator_trains_on_features_as_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saving", ["save_async=false", "save_async=true"])
 def test_a_resumed_run_is_the_uninterrupted_one(saving: str, yaml: Path, tmp_path: Path) -> None:
-    words = ("training.save_interval=2", f"training.{saving}", AVERAGE, "training.train_iters=4")
+    words = ("training.save_interval=2", f"training.{saving}", *AVERAGE, "training.train_iters=4")
     train(yaml, tmp_path / "whole", *words)
     train(yaml, tmp_path / "cut", *words, "--steps", 2)
     train(yaml, tmp_path / "cut", *words)
@@ -168,7 +168,7 @@ def test_answers_are_those_of_the_cpu(command: str, yaml: Path, tmp_path: Path) 
 
 
 def test_a_run_answers_with_its_average_as_on_the_cpu(yaml: Path, tmp_path: Path) -> None:
-    train(yaml, tmp_path / "run", STEPS, AVERAGE)
+    train(yaml, tmp_path / "run", STEPS, *AVERAGE)
     words = ("infer", tmp_path / "run", "--data", yaml.parent / "rows.jsonl", "--max-new-tokens", 4)
     said = [out.read_text() for out in everywhere(tmp_path, *words)]
     assert said[0] == said[1] and said[0]

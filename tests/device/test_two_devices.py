@@ -17,16 +17,17 @@ from tests.helpers.tiny_run import make_tiny_run
 LIMIT_S = 400
 ACTIVATIONS = ("features.enable_activation_offload=true", "training.micro_batch_size=4")
 """Rows enough for storages that are worth a copy."""
+AVERAGE = ("training.ema.enable=true", "training.ema.decay=0.5")
 WAYS: dict[str, tuple[str, ...]] = {
     "activations on the host, recompute, average": (
         *ACTIVATIONS,
         "features.recompute=true",
-        "training.ema.enable=true",
+        *AVERAGE,
     ),
     "parameters on the host": ("parallel.fsdp_plan.cpu_offload=true",),
     "moments and gradients on the host": ("training.optimizer=adamw_swap", "features.enable_gradient_offload=true"),
     "adapters, packed, average": (
-        "training.ema.enable=true",
+        *AVERAGE,
         "training.lora.enable=true",
         "training.lora.rank=4",
         "data.dataset_param.basic_parameters.packing=true",
@@ -67,7 +68,7 @@ def test_training_is_as_in_one_process_on_the_cpu(way: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("family", ["flux", "t2v"])
 def test_generators_train_as_in_one_process_on_the_cpu(family: str, tmp_path: Path) -> None:
     yaml = make_tiny_generator_run(tmp_path, family)
-    words = ("training.train_iters=3", "features.recompute=true", "training.ema.enable=true")
+    words = ("training.train_iters=3", "features.recompute=true", *AVERAGE)
     assert_as_one_process_on_the_cpu(yaml, tmp_path, *words)
 
 
@@ -76,7 +77,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     words = (
         "training.save_interval=2",
         "training.save_async=true",
-        "training.ema.enable=true",
+        *AVERAGE,
         "training.optimizer=muon",
         "training.train_iters=4",
     )

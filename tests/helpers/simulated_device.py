@@ -60,7 +60,7 @@ def races(written: str) -> list[str]:
 
 
 def differing_figures(measured: Path, expected: Path, tolerance: float = TOLERANCE) -> list[str]:
-    """Steps whose loss or gradient norm differ, and weights of the newest checkpoint that do."""
+    """Steps whose loss or gradient norm differ, and weights of the newest checkpoint, or their average, that do."""
     ours, theirs = _figures(measured), _figures(expected)
     assert ours and ours.keys() == theirs.keys(), (ours, theirs)
     found = [
@@ -72,7 +72,7 @@ def differing_figures(measured: Path, expected: Path, tolerance: float = TOLERAN
     assert weights.keys() == others.keys(), sorted(weights.keys() ^ others.keys())
     for name, tensor in weights.items():
         allowed = 10 * tolerance * others[name].double().norm() + 1e-6
-        if name.startswith("model.") and not (tensor.double() - others[name].double()).norm() <= allowed:
+        if name.startswith(("model.", "ema.")) and not (tensor.double() - others[name].double()).norm() <= allowed:
             found.append(name)
     return found
 
