@@ -63,6 +63,7 @@ def row(case: Case, folder: Path, on_ranks: Sequence[dict[str, Any]]) -> dict[st
             sizes,
             keeps_parameters=ZERO_2 in case.plan,
             sequence_parallel=bool(arguments.parallel.tp_plan.sequence_parallel),
+            splits_embedding=_splits_embedding(),
             dispatcher=arguments.parallel.ep_plan.dispatcher,
             pipeline_rank=rank * sizes.pp // case.ranks,
             chunks=2 if is_v else arguments.parallel.pp_plan.virtual_stages,
@@ -83,6 +84,13 @@ def row(case: Case, folder: Path, on_ranks: Sequence[dict[str, Any]]) -> dict[st
             }
         )
     return {"model": case.model, "ranks": case.ranks, "plan": list(case.plan), "on_ranks": ranks}
+
+
+def _splits_embedding() -> bool:
+    """Whether the plan of tensor parallelism that transformers has for these models cuts the embedding."""
+    from transformers import Qwen3Config  # seconds, and torch is not needed for the rest
+
+    return "embed_tokens" in (Qwen3Config.base_model_tp_plan or {})
 
 
 def grouped(by_axis: Mapping[str, float], groups: Iterable[str]) -> dict[str, float]:

@@ -80,6 +80,8 @@ class Plan:
     """`fsdp_plan.reshard_after_forward: false`, ZeRO-2."""
     sequence_parallel: bool = False
     """`tp_plan.sequence_parallel` names the norms of the blocks."""
+    splits_embedding: bool = True
+    """The model's own plan cuts its embedding; those of older releases of transformers do not."""
     dispatcher: str = "alltoall"
     pipeline_rank: int = 0
     """Place of this rank in its pipeline."""
@@ -191,7 +193,7 @@ def _tensor(model: Decoder, plan: Plan, step: Step) -> dict[str, float]:
     labelled token for the loss; gradients of norms."""
     tokens, layers = step.tokens / plan.sizes.cp, plan.layers(model)
     labelled = step.labelled * plan.is_last
-    crossings = 4 * layers * tokens + tokens * plan.is_first + labelled
+    crossings = 4 * layers * tokens + tokens * (plan.is_first and plan.splits_embedding) + labelled
     norms = 2 * model.head_width
     if plan.sequence_parallel:
         crossings += tokens  # gradients in front of the blocks, outputs behind them: half a crossing each

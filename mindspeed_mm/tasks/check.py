@@ -226,7 +226,17 @@ class _Check:
             whole = arguments.model.model_copy(update={"freeze": ()})
             self.model = ModelHub.build(whole, feature_args=arguments.features)
         self._collect(model_steps(self.model, arguments))
-        self._collect([partial(check_plans, self.model, arguments), self.experts])
+        self._collect([partial(check_plans, self.model, arguments), self.sharding, self.experts])
+
+    def sharding(self) -> None:
+        """The installed torch can shard what the model has, where it is sharded."""
+        from mindspeed_mm.fsdp.distributed.torch_parallelize import changes_nothing_on_one_rank
+        from mindspeed_mm.fsdp.models.quantized_linear import check_sharded_bytes
+
+        parallel = self.config.arguments.parallel
+        is_whole = (self.nproc or least_ranks(parallel)) == 1 and changes_nothing_on_one_rank(parallel.fsdp_plan)
+        if not is_whole:
+            check_sharded_bytes(self.model)
 
     def experts(self) -> None:
         """Experts can be spread, balanced and kept from padding as the plan says; a warning where they are padded."""

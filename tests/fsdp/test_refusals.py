@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.fsdp.distributed import pipeline_torch
+from mindspeed_mm.fsdp.models import quantized_linear
 from tests.fsdp.refusals import TABLE
 from tests.helpers.pretended_ranks import first_of
-from tests.helpers.refusal import Refusal, make_base, spoiled
+from tests.helpers.refusal import ENVIRONMENT, LORA, Refusal, make_base, spoiled
 from tests.helpers.runs import mm
 
 pytestmark = pytest.mark.edge("R4")
@@ -51,6 +53,24 @@ def test_training_and_check_refuse_alike(row: Refusal, base: Callable[[str], Pat
         if row.key in each["key"] and (each["what"] in trained.err or row.said in each["what"])
     ]
     assert checked.code == row.code and alike, f"{findings}\n{trained.err}"
+
+
+def test_a_schedule_that_torch_has_wrong_is_refused_alike(
+    base: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(pipeline_torch._NEEDS_TORCH, "zbv", "99.1")
+    words = tuple(f"parallel.{key}" for key in ("pipeline_parallel_size=2", "pp_plan.schedule=zbv"))
+    row = Refusal("zbv", words, "'zbv' needs torch 99.1", "parallel.pp_plan.schedule", ENVIRONMENT, ranks=2)
+    test_training_and_check_refuse_alike(row, base, tmp_path)
+
+
+def test_bytes_that_torch_cannot_shard_are_refused_alike(
+    base: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_linear, "_NEEDS_TORCH", "99.1")
+    words = (*LORA, "training.lora.quantize=nf4")
+    row = Refusal("nf4", words, "quantised layers needs torch 99.1", "training.lora.quantize", ENVIRONMENT, ranks=2)
+    test_training_and_check_refuse_alike(row, base, tmp_path)
 
 
 @pytest.mark.parametrize("row", map(_param, BY_DATA_CHECK))

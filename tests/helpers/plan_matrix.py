@@ -18,11 +18,12 @@ from unittest import mock
 import pytest
 import torch
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, MachineError
 from tests.helpers import tiny_models
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.parity import ParityError, compare_steps
 from tests.helpers.planned_steps import GLOBAL_BATCH, train_steps
+from tests.helpers.schedules import ZBV, is_possible
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
 from tests.helpers.tiny_omni import make_tiny_omni_run
@@ -86,7 +87,7 @@ TP, PP, EP, RING, ULYSSES = (
     )
 )
 HYBRID = "parallel.fully_shard_parallel_size=2"
-GPIPE, ONE_F_ONE_B, ZBV = (f"parallel.pp_plan.schedule={name}" for name in ("gpipe", "1f1b", "zbv"))
+GPIPE, ONE_F_ONE_B = (f"parallel.pp_plan.schedule={name}" for name in ("gpipe", "1f1b"))
 INTERLEAVED = ("parallel.pp_plan.schedule=interleaved1f1b", "parallel.pp_plan.virtual_stages=2")
 
 PLANS = {
@@ -169,6 +170,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("flux", "tp2 × sp"): "sequence_parallel",
     # Two lists of blocks of different kinds: a stage would end in one list or the other.
     **{("flux", plan): "no cut points" for plan in PLANS if PP in PLANS[plan].words},
+    # Older releases of torch compute some gradients of this schedule wrong.
+    **{(f, p): "'zbv' needs torch" for f in FAMILIES for p in PLANS if not is_possible(PLANS[p].words)},
 }
 """(family, plan) → words of the refusal."""
 
@@ -217,7 +220,8 @@ def refusals(*families: str) -> list[tuple[str, str]]:
 
 def faults(*families: str) -> list[tuple[str, str, str]]:
     """Every (family, plan, fault) that must be found."""
-    return [(*cell, fault) for cell, found in FAULTS.items() if cell[0] in families for fault in found]
+    cells_of = {cell: found for cell, found in FAULTS.items() if cell[0] in families and cell not in REFUSED}
+    return [(*cell, fault) for cell, found in cells_of.items() for fault in found]
 
 
 def check_cell(root: str, family: str, plan: str) -> None:
@@ -228,7 +232,7 @@ def check_cell(root: str, family: str, plan: str) -> None:
 
 
 def check_refusal(root: str, family: str, plan: str) -> None:
-    """The cell ends in a `ConfigError` that names what does not fit, on every rank."""
+    """The cell ends in an error that names what does not fit, on every rank."""
     for measured in _outcome(root, family, PLANS[plan].ranks, plan):
         assert "refused" in measured, f"{family} trains under {plan}: the cell belongs to those that equal one process"
         assert REFUSED[family, plan] in measured["refused"]
@@ -309,7 +313,7 @@ def run_cases(yaml: str, family: str, cases: list[str]) -> dict[str, dict[str, A
         try:
             with in_fp64():
                 found[case] = {"steps": train_steps(yaml, words_of(family, plan), fault or None)}
-        except ConfigError as error:  # raised on all ranks alike
+        except (ConfigError, MachineError) as error:  # raised on all ranks alike
             found[case] = {"refused": str(error)}
     return found
 

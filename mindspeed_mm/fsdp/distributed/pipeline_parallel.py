@@ -20,6 +20,7 @@ from mindspeed_mm.fsdp.distributed.pipeline_cut import cut_to_rank, stage_owners
 from mindspeed_mm.fsdp.distributed.pipeline_ends import TiedEnds
 from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan, plan_stages
 from mindspeed_mm.fsdp.distributed.pipeline_stage import StageModule
+from mindspeed_mm.fsdp.distributed.pipeline_torch import check_schedule
 from mindspeed_mm.fsdp.models.cut_points import KEY, find_cut_points
 from mindspeed_mm.fsdp.models.share import Share, keep_share, outline
 from mindspeed_mm.fsdp.models.ties import shared_parameters
@@ -110,8 +111,14 @@ def hidden_dtype(model: nn.Module, parallel: ParallelArguments) -> torch.dtype:
 
 
 def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
-    """Raise `ConfigError` for models that do not go together with stages; what the configuration alone shows is in
-    `params/pipeline_checks.py`."""
+    """What speaks against stages of this model with this torch; what the configuration alone shows is in
+    `params/pipeline_checks.py`.
+
+    Raises:
+        ConfigError: The model does not go together with stages.
+        MachineError: The installed torch computes the schedule wrong.
+    """
+    check_schedule(parallel.pp_plan.schedule)
     is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
     if is_spread and hasattr(model, "_mm_adapter"):
         raise ConfigError(

@@ -40,6 +40,7 @@ from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, check_unit
 from mindspeed_mm.fsdp.distributed.pipeline_stage import StageModule
 from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
+from mindspeed_mm.fsdp.models.quantized_linear import check_sharded_bytes
 from mindspeed_mm.fsdp.models.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.encoder_sizes import EncoderSizes, resolve_encoder_sizes
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
@@ -166,6 +167,7 @@ class ParallelApplier:
         ignored, modules = _names_in(root, self._ignored_modules(model)), self._module_names(model)
         if state.sizes.world == 1 and changes_nothing_on_one_rank(self._plan):
             return
+        check_sharded_bytes(model)
         mesh = state.get_hsdp_device_mesh() if state.is_hsdp_enable() else state.get_fsdp_device_mesh()
         trained_whole = [
             name for name in ignored if any(p.requires_grad for p in root.get_submodule(name).parameters())

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ExitCode
@@ -169,13 +170,27 @@ def _rank() -> int:
 
 def _current_line(thread: threading.Thread) -> str:
     """`at file:line in function` of a thread's innermost frame outside of libraries, else of its innermost frame."""
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    libraries = _library_folders()
     frame = sys._current_frames().get(thread.ident or 0)
     innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(libraries):
+    while frame is not None and _is_in(frame.f_code.co_filename, libraries):
         frame = frame.f_back
     frame = frame or innermost
     return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "ended"
+
+
+def _library_folders() -> list[str]:
+    """Python's own, torch's, and those that packages are installed in: an environment may build on others."""
+    installed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    return [sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), *installed]
+
+
+def _is_in(file: str, libraries: Sequence[str]) -> bool:
+    """Whether a file is a library's. This package's is not, which may be installed beside them."""
+    return not file.startswith(_OWN) and file.startswith(tuple(f"{folder}{os.sep}" for folder in libraries))
+
+
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 def _places(own: str, grace_s: float) -> dict[int, str]:

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.lora_names import base_name
 from mindspeed_mm.fsdp.models.spec import find_blocks
 from mindspeed_mm.fsdp.models.ties import shared_parameters
 
 KEY = "training.lora.quantize"
+_NEEDS_TORCH = "2.13"
 BLOCK = 64
 """Inputs that share a scale in nf4."""
 _SMALLEST_BLOCK = 8
@@ -166,6 +167,21 @@ def packings_of(model: nn.Module) -> dict[str, Packing]:
         for name, module in model.named_modules()
         if isinstance(vars(module).get("forward"), QuantizedForward)
     }
+
+
+def can_shard_bytes() -> bool:
+    """Whether the installed torch shards bytes beside numbers: before 2.13 `fully_shard` asks them for gradients."""
+    return torch.__version__ >= _NEEDS_TORCH
+
+
+def check_sharded_bytes(model: nn.Module) -> None:
+    """Raise `MachineError` when a model that is to be sharded has bytes, and the installed torch cannot do it."""
+    if packings_of(model) and not can_shard_bytes():
+        raise MachineError(
+            f"sharding the bytes of quantised layers needs torch {_NEEDS_TORCH}, and {torch.__version__} is installed",
+            key=KEY,
+            way_out="Leave it out, or train on one device in fp32; or install a newer torch.",
+        )
 
 
 def rounded(weight: torch.Tensor, packing: Packing) -> torch.Tensor:

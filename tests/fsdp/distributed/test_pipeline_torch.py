@@ -8,9 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules, stage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.torch_version import TorchVersion
 
-from mindspeed_mm.fsdp.distributed.pipeline_torch import OwnShapes
+from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.distributed.pipeline_torch import OwnShapes, check_schedule, is_schedule_right
 
 BASE = inspect.getsource(stage._PipelineStageBase)
 
@@ -76,3 +81,47 @@ def test_no_private_name_of_pipelining_is_imported_with_the_trainer() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class UsedTwice(nn.Module):
+    """One weight, in front of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+
+def in_two_parts(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of Σ y², as a schedule that splits backward passes computes them."""
+    weights = list(model.parameters())
+    _, groups = stage_backward_input([model(x).square().sum()], None, [x], iter(weights))
+    stage_backward_weight(iter(weights), groups)
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def test_zbv_is_for_releases_whose_backward_passes_in_two_parts_are_right() -> None:
+    torch.manual_seed(0)
+    model, x = UsedTwice().double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    found = in_two_parts(model, x)
+    is_right = all(torch.allclose(a, b) for a, b in zip(expected, found, strict=True))
+    assert is_right == is_schedule_right("zbv")
+
+
+@pytest.mark.parametrize(
+    ("release", "schedule", "is_right"),
+    [("2.11.0+cu130", "zbv", False), ("2.13.0+cpu", "zbv", True), ("2.20.0", "zbv", True), ("2.11.0", "1f1b", True)],
+)
+def test_a_schedule_is_refused_where_torch_has_it_wrong(
+    release: str, schedule: str, is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(release))
+    assert is_schedule_right(schedule) == is_right
+    if is_right:
+        check_schedule(schedule)
+    else:
+        with pytest.raises(MachineError, match=r"'zbv' needs torch 2.13, and 2.11.0.cu130 is installed"):
+            check_schedule(schedule)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ExitCode
+from mindspeed_mm.fsdp.distributed import watchdog as watchdog_module
 from mindspeed_mm.fsdp.distributed.watchdog import SILENT, UNKNOWN, Watchdog
 from tests.helpers.distributed import RanksFailed, run_ranks
 
@@ -78,6 +83,34 @@ def test_an_inner_phase_has_its_own_limit(tmp_path):
         assert left.wait(2.0)
     text = (tmp_path / "hang_rank0.txt").read_text()
     assert "rank 0: step for more than 0.4 s" in text and "in test_an_inner_phase_has_its_own_limit" in text
+
+
+def in_a_library(folder: Path) -> Callable[[Callable[[], None]], None]:
+    """A library's function that calls what it is given, of a folder that the environment builds on."""
+    packages = folder / "base" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "library_of_a_base.py").write_text("def call(function):\n    function()\n")
+    sys.path.append(str(packages))
+    return importlib.import_module("library_of_a_base").call
+
+
+def test_frames_of_libraries_are_passed_over_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    call = in_a_library(tmp_path)
+    watchdog, left = expired(tmp_path)
+    with watchdog.phase("step", 0.2):
+        call(lambda: call(left.wait))  # the innermost frames: threading, the library
+    text = (tmp_path / "hang_rank0.txt").read_text()
+    assert f"at {__file__}" in text.splitlines()[1] and "in <lambda>" in text.splitlines()[1]
+
+
+def test_frames_of_torch_are_passed_over_and_ours_are_not() -> None:
+    folders = watchdog_module._library_folders()
+    assert watchdog_module._is_in(torch.__file__, folders)
+    assert watchdog_module._is_in(threading.__file__, folders)
+    assert not watchdog_module._is_in(__file__, folders)
+    beside = [*folders, str(Path(watchdog_module.__file__).parents[3])]
+    assert not watchdog_module._is_in(watchdog_module.__file__, beside)
 
 
 def test_a_closed_watchdog_watches_no_more(tmp_path):

@@ -17,8 +17,9 @@ from mindspeed_mm.fsdp.loss.sliced_head import Question, SlicedHead
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
-from tests.helpers.plan_matrix import FAMILIES, FP64, LAYERS, ONE_F_ONE_B, PP, RING, TP, ULYSSES, ZBV
+from tests.helpers.plan_matrix import FAMILIES, FP64, LAYERS, ONE_F_ONE_B, PP, RING, TP, ULYSSES
 from tests.helpers.planned_steps import overrides, train_steps
+from tests.helpers.schedules import ZBV, case
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
@@ -109,7 +110,7 @@ def measured(yaml: str, ranks: int, words: list[str], fault: bool = False) -> An
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in PLANS]
+    "name", [name if name in DEFAULT else case(name, PLANS[name][-1], pytest.mark.slow) for name in PLANS]
 )
 def test_slices_equal_whole_logits(whole: Any, name: str) -> None:
     family, ranks, accumulation, words = PLANS[name]

@@ -52,7 +52,8 @@ def build(name: str) -> Any:
 
     torch.manual_seed(0)
     family = ALL[name]
-    model = getattr(transformers, family.model)._from_config(family.config(), attn_implementation="eager").train()
+    config = family.config()
+    model = getattr(transformers, family.model)._from_config(config, attn_implementation="eager").train()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     return model

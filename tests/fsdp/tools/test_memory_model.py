@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.fsdp.models.quantized_linear import can_shard_bytes
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, Ledger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -80,6 +81,8 @@ MORE = [
 
 @pytest.mark.parametrize("overrides", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
 def test_peak_of_text(text: Path, overrides: tuple[str, ...]) -> None:
+    if any("quantize" in word for word in overrides) and not can_shard_bytes():
+        pytest.skip("bytes are sharded with a newer torch")
     predicted, real = both(text, *overrides)
     unpacks = any("optimizer_state_dtype" in word for word in overrides)  # what is unpacked at a time is estimated
     assert deviation(predicted, real) < (PROMISED if unpacks else WITHIN)

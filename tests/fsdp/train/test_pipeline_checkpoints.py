@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import differing, tensors
+from tests.helpers.schedules import HAS_ZBV, ZBV
 from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
@@ -29,17 +30,18 @@ PLANS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ACCUMULATED),
     "fsdp2": (2, SHARED),
     "pp2": (2, (PP2, *ACCUMULATED)),
-    "pp2 zbv": (2, (PP2, "parallel.pp_plan.schedule=zbv", *ACCUMULATED)),
+    "pp2 zbv": (2, (PP2, ZBV, *ACCUMULATED)),
     "pp2 × vpp2": (2, (PP2, *LOOPS, *ACCUMULATED)),
     "pp2 × fsdp2": (4, (PP2, *SHARED)),
 }
-PAIRS = [("pp2 zbv", "one process"), ("pp2", "pp2 × vpp2")]
+TWO_CHUNKS = "pp2 zbv" if HAS_ZBV else "pp2 × vpp2"
+PAIRS = [(TWO_CHUNKS, "one process"), ("pp2", "pp2 × vpp2")]
 SLOW_PAIRS = [
-    ("pp2 zbv", "fsdp2"),
-    ("one process", "pp2 zbv"),
+    (TWO_CHUNKS, "fsdp2"),
+    ("one process", TWO_CHUNKS),
     ("one process", "pp2 × vpp2"),
     ("fsdp2", "pp2"),
-    ("pp2 × fsdp2", "pp2 zbv"),
+    ("pp2 × fsdp2", TWO_CHUNKS),
     ("pp2 × vpp2", "pp2 × fsdp2"),
     ("pp2 × fsdp2", "one process"),
 ]
@@ -114,7 +116,7 @@ def test_more_plans_load_it_to_the_bit(saved: str, loads: str, yaml: str) -> Non
     check_pair(saved, loads, yaml)
 
 
-@pytest.mark.parametrize("plan", ["pp2 zbv", pytest.param("pp2 × fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", [TWO_CHUNKS, pytest.param("pp2 × fsdp2", marks=pytest.mark.slow)])
 def test_resumed_equals_uninterrupted(plan: str, yaml: str, tmp_path: Path) -> None:
     ranks, words = PLANS[plan]
     save = saved_by(plan, yaml)
@@ -126,7 +128,7 @@ def test_resumed_equals_uninterrupted(plan: str, yaml: str, tmp_path: Path) -> N
 
 
 def test_an_exported_folder_holds_the_average_of_all_stages(yaml: str) -> None:
-    save = saved_by("pp2 zbv", yaml)
+    save = saved_by(TWO_CHUNKS, yaml)
     average = {name.removeprefix("ema."): t for name, t in tensors(save, 2).items() if name.startswith("ema.")}
     with open_weights(save / "hf" / "iter_0000002") as stored:
         assert differing({name: tensor.read() for name, tensor in stored.items()}, average) == []
@@ -135,7 +137,7 @@ def test_an_exported_folder_holds_the_average_of_all_stages(yaml: str) -> None:
 @pytest.mark.slow
 def test_weights_from_scratch_are_those_of_one_process(yaml: str) -> None:
     trees = []
-    for plan in ("one process", "pp2 zbv", "pp2 × fsdp2"):
+    for plan in ("one process", TWO_CHUNKS, "pp2 × fsdp2"):
         ranks, words = PLANS[plan]
         trees.append(
             run_ranks(ranks, run, yaml, 1, (*words, "model.train_from_scratch=true"), timeout_s=200)[0]["tree"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import os
 import shutil
 from collections import Counter
@@ -86,12 +87,23 @@ def modules_to_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str
 def compiler_of(plan: CompilePlan) -> Callable[[Forward], Forward]:
     """What makes a compiled forward of a forward."""
 
+    limit = _limit_of_graphs()
+
     def compiled(forward: Forward) -> Forward:
-        return torch.compile(
-            forward, backend=plan.backend, mode=plan.mode, dynamic=plan.dynamic, recompile_limit=GRAPHS_PER_FORWARD
-        )
+        return torch.compile(forward, backend=plan.backend, mode=plan.mode, dynamic=plan.dynamic, **limit)
 
     return compiled
+
+
+def _limit_of_graphs() -> dict[str, Any]:
+    """What `torch.compile` is told of `GRAPHS_PER_FORWARD`. Releases that take no limit of a function's own have one
+    for the process, which is raised."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": GRAPHS_PER_FORWARD}
+    import torch._dynamo.config as settings  # see `_backends`
+
+    settings.recompile_limit = max(settings.recompile_limit, GRAPHS_PER_FORWARD)
+    return {}
 
 
 class RemadeForward:
