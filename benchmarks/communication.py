@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import processes
 from benchmarks.communication_cases import CASES, MODELS, ZERO_2, Case
 from benchmarks.communication_formula import Plan, Step, bytes_sent
@@ -20,6 +22,7 @@ from benchmarks.figures import Figure
 from benchmarks.ranks import run_ranks
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 CONVENTION = (
     "what a ring algorithm sends, n ranks: all-gather and reduce-scatter (n-1)/n of the whole tensor, all-reduce "
@@ -88,9 +91,12 @@ def row(case: Case, folder: Path, on_ranks: Sequence[dict[str, Any]]) -> dict[st
 
 def _splits_embedding() -> bool:
     """Whether the plan of tensor parallelism that transformers has for these models cuts the embedding."""
-    from transformers import Qwen3Config  # seconds, and torch is not needed for the rest
+    prepare_for_transformers()
+    from transformers import Qwen3Config, Qwen3Model  # after the guard
 
-    return "embed_tokens" in (Qwen3Config.base_model_tp_plan or {})
+    with torch.device("meta"):
+        model = Qwen3Model(Qwen3Config(num_hidden_layers=1))
+    return "embedding_rowwise" in model._tp_plan.values()
 
 
 def grouped(by_axis: Mapping[str, float], groups: Iterable[str]) -> dict[str, float]:
