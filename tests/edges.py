@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 EDGES = {
     # Numbers
     "N1": "Inference, evaluation and an exported folder show the model what training showed it.",
-    "N2": "`train_on_prompt` trains no turn that a weight, `train: false` or `mask_history` took out.",
+    "N2": "`train_on_prompt` trains no turn, whoever speaks, that a weight, `train: false` or `mask_history` took out.",
     "N3": "A model's own loss is divided once, whether it is a sum or a mean: no signature is asked which.",
     "N4": "A validation pass under a model's own mean loss counts every row once, blank ones not at all.",
     "N5": "A validation pass replaces no row by another.",

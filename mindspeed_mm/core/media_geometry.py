@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MediaGeometry:
         return self.temporal_ratio * self.patch[0]
 
     def check(self, size: MediaSize, where: str = "", key: str = "") -> None:
-        """Raise `DataError` that names the nearest sizes when this one cannot be encoded."""
+        """Raise `ConfigError` that names the nearest sizes when this one, which was asked for, cannot be encoded."""
         nearest = self.nearest(size)
         if size == nearest:
             return
@@ -59,7 +59,7 @@ class MediaGeometry:
             rules.append(f"frames must be {self.frame_step}k+1")
         elif size.frames != nearest.frames:
             rules.append("images have one frame")
-        raise DataError(
+        raise ConfigError(
             f"{size} cannot be encoded: {', '.join(rules)}", where=where, key=key, way_out=f"Use {nearest}."
         )
 

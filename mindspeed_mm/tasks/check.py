@@ -98,6 +98,7 @@ def run(
         check.attempt("paths", check.paths, needs="configuration")
         check.attempt("module patterns", check.module_patterns, needs="plugins")
         check.attempt("first samples", check.first_samples, needs="plugins")
+        check.attempt("resume", check.resume, needs="first samples")
         check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
         check.attempt("samples", check.samples, needs="module patterns")
         check.attempt("memory", check.memory, needs=("features", "batch keys"))
@@ -117,6 +118,8 @@ class _Check:
         self.failed = set[str]()
         self.config: ResolvedConfig
         self.model: Any = None
+        self.dataset: Any = None
+        self.batching: dict[str, Any] = {}
         self.batch: Batch = {}
         self.processor: Any = None
 
@@ -275,6 +278,7 @@ class _Check:
             seed=seed,
             dataset_param=arguments.data.dataset_param,
         )
+        self.dataset, self.batching = dataset, loader.batching
         self.batch, self.processor = next(iter(loader))[0], getattr(dataset, "processor", None)
         if validation is not None:
             validation[0]
@@ -290,6 +294,32 @@ class _Check:
                 f"features_dir {folder} is not there yet: the media are checked instead. Run mm extract before mm train"
             )
         return found
+
+    def resume(self) -> None:
+        """What `training.save` or `training.load` holds can be gone on from, by its manifest and the sizes of its
+        files; their content is compared when it is read."""
+        training = self.config.arguments.training
+        if not (training.save or training.load):
+            return
+        from mindspeed_mm.fsdp.train.resume import ResumeOptions, find_resume_point
+
+        by_size = {"verify_checkpoint": "none" if training.verify_checkpoint == "none" else "size"}
+        as_checked = training.model_copy(update=by_size | {"save_async": False})
+        arguments = self.config.arguments.model_copy(update={"training": as_checked})
+        options = ResumeOptions(accept_data_change=self.accepts_data_change)
+        find_resume_point(arguments, options, self._context(), lambda _note: None)
+
+    def _context(self) -> dict[str, Any]:
+        from mindspeed_mm.fsdp.train.introduction import global_batch
+        from mindspeed_mm.fsdp.train.run_context import run_context
+
+        training, parallel = self.config.arguments.training, self.config.arguments.parallel
+        data_ranks = resolve_parallel_sizes(parallel, self.nproc).dp if self.nproc else 0
+        samples = global_batch(training, data_ranks) or None
+        of_step = {"micro_batches_per_step": training.gradient_accumulation_steps * data_ranks}
+        batching = self.batching | (of_step if self.batching else {})
+        context = run_context(self.config, self.dataset, world_size=self.nproc, mesh="", global_batch=samples)
+        return context | {"batching": batching}
 
     def batch_keys(self) -> None:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
@@ -377,18 +407,21 @@ def check_plans(model: Any, arguments: Arguments) -> None:
 
     head = build_head_loss(model, output_head(model), arguments.features)
     if hasattr(model, "_mm_adapter"):
-        from mindspeed_mm.fsdp.train.generator import check_loss_type
+        from mindspeed_mm.fsdp.train.generator import check_loss
 
-        check_loss_type(arguments.features.loss_cfg.loss_type)
+        check_loss(arguments.features.loss_cfg)
     else:
         build_objective(arguments.features.loss_cfg.loss_type, model, head)
     whole_towers = check_towers_plan(model, parallel)
     if parallel.tensor_parallel_size > 1:
+        from mindspeed_mm.fsdp.distributed.encoder_groups import check_tower_sums
         from mindspeed_mm.fsdp.distributed.tensor_parallel import with_adapters
         from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import resolve_tensor_plan
         from mindspeed_mm.fsdp.distributed.tensor_parallel_sequence import sequence_stretches
         from mindspeed_mm.fsdp.distributed.tensor_parallel_sizes import check_split_sizes
 
+        names, key = [name for name, _ in model.named_modules()], "parallel.fsdp_plan.ignored_modules"
+        check_tower_sums(model, whole_towers, resolve_patterns(parallel.fsdp_plan.ignored_modules, names, key=key))
         plan = resolve_tensor_plan(model, parallel.tp_plan).without(whole_towers)
         check_split_sizes(model, plan, parallel.tensor_parallel_size)
         sequence_stretches(model, plan)
@@ -448,7 +481,7 @@ def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes
     features, parallel = arguments.features, arguments.parallel
     copies = balance_copies(features, parallel)
     choose_experts(model, grouped=False, skip_padding=features.skip_moe_pad_tokens)
-    if features.loss_cfg.router_aux_loss_coef:
+    if features.loss_cfg.router_aux_loss_coef and not hasattr(model, "_mm_adapter"):
         RouterLogits(model)
     if not is_spread(parallel):
         return

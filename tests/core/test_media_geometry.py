@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 
 FLUX = MediaGeometry(spatial_ratio=8, temporal_ratio=1, patch=(1, 2, 2), latent_channels=16, is_video=False)
@@ -50,7 +50,7 @@ def test_an_invalid_size_is_told_its_nearest(
     geometry: MediaGeometry, size: MediaSize, nearest: MediaSize, rule: str
 ) -> None:
     assert geometry.nearest(size) == nearest
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(ConfigError) as caught:
         geometry.check(size, where="rows.jsonl:3", key="resolution")
     (problem,) = caught.value.problems
     assert rule in problem.what and problem.what.startswith(str(size))

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+from tests.fsdp.refusals_of_adapters import ADAPTERS
+from tests.fsdp.refusals_of_features import FEATURES, LOSSES, LOW_PRECISION, OPTIMIZERS
 from tests.fsdp.refusals_of_generators import GENERATORS, MEDIA
 from tests.fsdp.refusals_of_plans import PIPELINES, SHARDS, SIZES, TENSORS
+from tests.fsdp.refusals_of_ranks import EXPERTS, LAYERS, SEQUENCES, TOWERS
+from tests.fsdp.refusals_of_resumes import RESUMES, SAMPLES_OF_RUNS
+from tests.fsdp.refusals_of_rows import FILES, ORDERS, SIZES_OF_MEDIA, TURNS
 from tests.fsdp.refusals_of_settings import RUNS, TOOLS
 from tests.helpers.refusal import (
     BASIC,
@@ -277,4 +282,12 @@ MODELS = (
     ),
 )
 
-TABLE = (*KEYS, *FOLDERS, *ROWS, *MODELS, *TOOLS, *RUNS, *GENERATORS, *MEDIA, *SIZES, *PIPELINES, *TENSORS, *SHARDS)
+SHORT_TABLE = (
+    *(*KEYS, *FOLDERS, *ROWS, *MODELS, *TOOLS, *RUNS, *GENERATORS, *MEDIA, *SIZES, *PIPELINES, *TENSORS, *SHARDS),
+    *(*SEQUENCES, *TOWERS, *EXPERTS, *LAYERS, *RESUMES),
+)
+LONG_TABLE = (
+    *(*FEATURES, *LOSSES, *LOW_PRECISION, *OPTIMIZERS, *ADAPTERS),
+    *(*ORDERS, *FILES, *TURNS, *SIZES_OF_MEDIA, *SAMPLES_OF_RUNS),
+)
+"""What only the long tests go through."""

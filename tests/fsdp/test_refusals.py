@@ -12,14 +12,14 @@ import pytest
 
 from mindspeed_mm.fsdp.distributed import pipeline_torch
 from mindspeed_mm.fsdp.models import quantized_linear
-from tests.fsdp.refusals import TABLE
+from tests.fsdp.refusals import LONG_TABLE, SHORT_TABLE
 from tests.helpers.pretended_ranks import first_of
 from tests.helpers.refusal import ENVIRONMENT, LORA, Refusal, make_base, spoiled
 from tests.helpers.runs import mm
 
 pytestmark = pytest.mark.edge("R4")
 
-BY_DATA_CHECK = [row for row in TABLE if row.by_data_check]
+BY_DATA_CHECK = [row for row in SHORT_TABLE if row.by_data_check]
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,12 @@ def words_of(row: Refusal, folder: Path) -> list[str]:
 
 
 def _param(row: Refusal) -> Any:
-    marks = [pytest.mark.xfail(strict=True, reason=row.waits)] if row.waits else []
+    marks = [pytest.mark.slow] if row in LONG_TABLE else []
+    marks += [pytest.mark.xfail(strict=True, reason=row.waits)] if row.waits else []
     return pytest.param(row, marks=marks, id=f"{row.base}: {row.name}")
 
 
-@pytest.mark.parametrize("row", map(_param, TABLE))
+@pytest.mark.parametrize("row", map(_param, (*SHORT_TABLE, *LONG_TABLE)))
 def test_training_and_check_refuse_alike(row: Refusal, base: Callable[[str], Path], tmp_path: Path) -> None:
     """Both refuse, with the exit code, the key and the words of the row."""
     yaml = spoiled(base(row.base), tmp_path / "run", row)

@@ -125,7 +125,7 @@ def check_resumable(
 
     Args:
         manifest_context: Context of the run that saved, out of the manifest.
-        current_context: Context of this run.
+        current_context: Context of this run; `global_batch` is None where the number of ranks is not known.
         accept_data_change: Note a change of the data, or of the order in which they are taken, instead of refusing it.
 
     Returns:
@@ -214,6 +214,8 @@ def _is_updated(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
     """Changes of the batch that are noted, and that are refused."""
+    if now.get("global_batch") is None:  # the number of ranks is not known
+        return [], []
     then, today = before.get("batching"), now.get("batching") or {}
     if then is not None and then != today:  # samples of different sizes: what shares a batch depends on it
         change = Problem(_change(*map(_in_words, (then, today))), key="micro-batches")

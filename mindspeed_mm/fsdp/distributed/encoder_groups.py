@@ -64,15 +64,26 @@ def on_tower_mesh(
     """Units with those of towers cut over `build_tower_mesh`. A tower that is no unit becomes one. Every rank calls it.
 
     Raises:
-        ConfigError: Something trained in a tower is left out of sharding, so that nothing would sum its gradients.
+        ConfigError: As of `check_tower_sums`.
     """
-    touching = [name for name in ignored if any(is_below(name, [t]) or is_below(t, [name]) for t in towers)]
-    if trained := [name for name in touching if any(p.requires_grad for p in model.get_submodule(name).parameters())]:
-        raise unsummed_towers(f"parallel.fsdp_plan.ignored_modules leaves out {', '.join(trained)}")
+    check_tower_sums(model, towers, ignored)
     mesh = build_tower_mesh(state.sizes, state.device_type)
     wrapped = {name for unit in units for name in unit.names}
     missing = [Unit((name,)) for name in towers if name not in wrapped and not is_below(name, ignored)]
     return [replace(unit, mesh=mesh) if is_below(unit.names[0], towers) else unit for unit in (*units, *missing)]
+
+
+def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[str]) -> None:
+    """Raise `ConfigError` when something trained in a tower is left out of sharding: nothing would sum its gradients.
+
+    Args:
+        model: Built.
+        towers: Names of towers that stay whole although the decoder is split.
+        ignored: Names of the modules that sharding leaves out.
+    """
+    touching = [name for name in ignored if any(is_below(name, [t]) or is_below(t, [name]) for t in towers)]
+    if trained := [name for name in touching if any(p.requires_grad for p in model.get_submodule(name).parameters())]:
+        raise unsummed_towers(f"parallel.fsdp_plan.ignored_modules leaves out {', '.join(trained)}")
 
 
 def unsummed_towers(why: str) -> ConfigError:

@@ -216,6 +216,27 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
     Raises:
         ModelFolderError: There are no such files, or they are of other adapters.
     """
+    file, trained, names = _fitting(model, path)
+    entries = read_header(file.weights)
+    copies = first_names(model)
+    with safe_open(file.weights, framework="pt") as reader, torch.no_grad():
+        for own_name, target in _tensors(model).items():
+            name = copies.get(own_name, own_name)
+            if name not in trained:
+                continue
+            entry = entries[names[name]]
+            stored = Stored(names[name], entry.shape, entry.dtype, lambda: reader)
+            for piece, region in local_pieces(target):
+                stored.copy_to(piece, region)
+
+
+def check_adapters(model: nn.Module, path: str | Path) -> None:
+    """Raise `ModelFolderError` when `load_adapters` could not fill the model from these files. Reads headers only."""
+    _fitting(model, path)
+
+
+def _fitting(model: nn.Module, path: str | Path) -> tuple[AdapterFile, dict[str, torch.Tensor], dict[str, str]]:
+    """The file; what is trained; name of the parameter → key in the file. Raises `ModelFolderError`."""
     lora = lora_of(model)
     assert lora is not None, "the model has no adapters"
     file = AdapterFile.find(Path(path))
@@ -233,16 +254,7 @@ def load_adapters(model: nn.Module, path: str | Path) -> None:
                 names.pop(other, None)
     entries = read_header(file.weights)
     _check_same(trained, {name: entries[key].shape for name, key in names.items()}, file.weights)
-    copies = first_names(model)
-    with safe_open(file.weights, framework="pt") as reader, torch.no_grad():
-        for own_name, target in _tensors(model).items():
-            name = copies.get(own_name, own_name)
-            if name not in trained:
-                continue
-            entry = entries[names[name]]
-            stored = Stored(names[name], entry.shape, entry.dtype, lambda: reader)
-            for piece, region in local_pieces(target):
-                stored.copy_to(piece, region)
+    return file, trained, names
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -98,6 +98,35 @@ def _learning_rates_are_in_order(arguments: Arguments) -> Iterator[Problem]:
         )
 
 
+def _stable_part_is_left(arguments: Arguments) -> Iterator[Problem]:
+    training = arguments.training
+    if training.lr_decay_style == "wsd" and training.lr_decay_ratio >= 1.0:
+        yield Problem(
+            "'wsd' decays over the last lr_decay_ratio of all steps: at 1.0 nothing stays stable",
+            key="training.lr_decay_ratio",
+            way_out="Set it to the share of steps that decay, e.g. 0.1.",
+        )
+
+
+def _streams_are_not_counted(arguments: Arguments) -> Iterator[Problem]:
+    """Rows that are streamed have no number until all are read."""
+    for name in ("dataset_param", "val_dataset_param"):
+        basic = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        if getattr(basic, "streaming", False) and not basic.preprocess_on_fly:
+            yield Problem(
+                "rows that are streamed are not known before they come",
+                key=f"data.{name}.basic_parameters.preprocess_on_fly",
+                way_out="Leave it true, or set streaming: false.",
+            )
+    is_streamed = getattr(arguments.data.dataset_param.basic_parameters, "streaming", False)
+    if is_streamed and arguments.training.train_epochs is not None:
+        yield Problem(
+            "rows that are streamed have no number until all are read, so epochs cannot be counted in steps",
+            key="training.train_epochs",
+            way_out="Set training.train_iters instead, or streaming: false.",
+        )
+
+
 def _scaling_plan_is_regex(arguments: Arguments) -> Iterator[Problem]:
     for index, entry in enumerate(arguments.training.lr_scaling_plan):
         try:
@@ -182,6 +211,8 @@ _RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
     _something_is_trained,
     _adapters_have_a_base,
     _learning_rates_are_in_order,
+    _stable_part_is_left,
+    _streams_are_not_counted,
     _scaling_plan_is_regex,
     _weights_have_one_source,
     _pixel_limits_are_in_order,

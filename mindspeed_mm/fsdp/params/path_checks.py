@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
@@ -29,12 +31,22 @@ def check_paths(arguments: Arguments, config: Path | None = None) -> list[MMErro
     if missing_model:  # the processor's folder follows from it: said once
         errors = [error for error in errors if error.problems[0].what != missing_model[0].problems[0].what]
         errors = missing_model + errors
-    if arguments.training.save:
+    for check in _check_outputs(arguments, config):
         try:
-            check_save_folder(Path(arguments.training.save), config)
+            check()
         except MMError as error:
             errors.append(error)
     return errors
+
+
+def _check_outputs(arguments: Arguments, config: Path | None) -> Iterator[Callable[[], None]]:
+    if arguments.training.save:
+        yield partial(check_save_folder, Path(arguments.training.save), config)
+    for name in ("dataset_param", "val_dataset_param"):
+        basic = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        folder = getattr(basic, "cache_dir", None)
+        if folder and not basic.preprocess_on_fly:
+            yield partial(check_writable, Path(folder), f"data.{name}.basic_parameters.cache_dir")
 
 
 def check_save_folder(folder: Path, config: Path | None = None) -> None:
@@ -48,17 +60,20 @@ def check_save_folder(folder: Path, config: Path | None = None) -> None:
         ConfigError: It, or something above it, is a file; or see `check_run_folder`.
         MachineError: The rights to write are missing.
     """
-    standing = check_run_folder(folder, config)
+    check_writable(check_run_folder(folder, config), "training.save")
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Raise `ConfigError` or `MachineError` when a folder that a key names cannot be made or written to. Makes
+    nothing."""
+    standing = folder.expanduser()
     while not standing.exists() and standing != standing.parent:
         standing = standing.parent
     if not standing.is_dir():
-        raise ConfigError(f"'{standing}' is a file, not a folder", key="training.save", way_out="Name another folder.")
+        raise ConfigError(f"'{standing}' is a file, not a folder", key=key, way_out="Name another folder.")
     if not os.access(standing, os.W_OK | os.X_OK):
-        raise MachineError(
-            f"'{standing}' cannot be written to",
-            key="training.save",
-            way_out="Change its rights, or name another folder.",
-        )
+        way_out = "Change its rights, or name another folder."
+        raise MachineError(f"'{standing}' cannot be written to", key=key, way_out=way_out)
 
 
 def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MMError]:

@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.models.diffusion.sampler import Sampler
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.feature_args import LossConfig
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.run_record import RunRecord
 from mindspeed_mm.fsdp.train.sampling import SampleHook, build_sample_hook
@@ -50,9 +51,9 @@ class GeneratorParts:
         """The objective for data sets of features, or of raw media.
 
         Raises:
-            ConfigError: `features.loss_cfg.loss_type` names a loss of language models.
+            ConfigError: `features.loss_cfg` asks for a loss of language models.
         """
-        check_loss_type(self._arguments.features.loss_cfg.loss_type)
+        check_loss(self._arguments.features.loss_cfg)
         sets = [dataset for dataset in datasets if dataset is not None]
         for dataset in sets:
             self.adapter.note_components(getattr(dataset, "noted_components", {}))
@@ -90,8 +91,16 @@ class GeneratorParts:
         )
 
 
-def check_loss_type(loss_type: str | None) -> None:
-    """Raise `ConfigError` for a loss that generators have none of (`features.loss_cfg.loss_type`)."""
+def check_loss(loss: LossConfig) -> None:
+    """Raise `ConfigError` for what generators have none of (`features.loss_cfg`)."""
+    loss_type = loss.loss_type
+    for name in ("router_aux_loss_coef", "z_loss_coef"):
+        if value := getattr(loss, name):
+            raise ConfigError(
+                f"{value:g} is for language models, and the model is a generator",
+                key=f"features.loss_cfg.{name}",
+                way_out="Leave it out: generators learn by flow matching alone.",
+            )
     if loss_type not in (None, "default", "per_sample_loss"):
         raise ConfigError(
             f"'{loss_type}' is a loss of language models, and the model is a generator",

@@ -57,9 +57,9 @@ def _run_folder(save: Path, config: ResolvedConfig, *, is_new: bool) -> str:
     return f"{save.resolve()}" + (f"; {others} other {verb} there and will be left alone" if others else "")
 
 
-def global_batch(training: TrainingArguments, state: ParallelState) -> int:
+def global_batch(training: TrainingArguments, data_ranks: int) -> int:
     """Samples of one optimizer step."""
-    return training.micro_batch_size * training.gradient_accumulation_steps * state.data_size
+    return training.micro_batch_size * training.gradient_accumulation_steps * data_ranks
 
 
 def _model(config: ResolvedConfig, assembled: Assembled) -> str:
@@ -90,7 +90,7 @@ def _batch(training: TrainingArguments, state: ParallelState, most: int | None) 
     shares = f"{state.data_size} ranks × {training.gradient_accumulation_steps} accumulated"
     if most is not None:
         return f"global batch of at most {most:,} tokens × {shares}"
-    return f"global batch {global_batch(training, state)} = {training.micro_batch_size} × {shares}"
+    return f"global batch {global_batch(training, state.data_size)} = {training.micro_batch_size} × {shares}"
 
 
 def _padding(collate_param: CollateParam) -> str:

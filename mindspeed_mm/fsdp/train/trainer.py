@@ -23,10 +23,7 @@ from torch import nn
 
 from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
-from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.run_ownership import mark_run_folder
-from mindspeed_mm.core.version import __version__
-from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_writer
@@ -46,7 +43,7 @@ from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig, resolved_dict
+from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
 from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.adapter_start import adapter_start_hooks
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
@@ -66,6 +63,7 @@ from mindspeed_mm.fsdp.train.profile_hooks import build_profile_hooks
 from mindspeed_mm.fsdp.train.progress import Progress
 from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
 from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
+from mindspeed_mm.fsdp.train.run_context import base_of_adapters, run_context
 from mindspeed_mm.fsdp.train.run_record import RunRecord, trusted_code
 from mindspeed_mm.fsdp.train.speed_hooks import speed_hooks
 from mindspeed_mm.fsdp.train.start_checks import (
@@ -75,7 +73,6 @@ from mindspeed_mm.fsdp.train.start_checks import (
     check_ranks_agree,
     check_rows_of_features,
     check_same_data,
-    fingerprint,
 )
 from mindspeed_mm.fsdp.train.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.summary import SummaryHook
@@ -196,7 +193,7 @@ class Trainer:
             self.progress.note(f"nothing to do: all {total_steps} steps are done")
             return None
         with self._setup("building the model"):
-            weights = resume.weights or self._base_of_adapters()
+            weights = resume.weights or base_of_adapters(self.arguments.training)
             assembled = assemble(
                 self.arguments,
                 self.device,
@@ -440,7 +437,7 @@ class Trainer:
 
     def _hugging_face_saves(self) -> HuggingFaceSaves | None:
         training = self.arguments.training
-        model_folder = self._base_of_adapters() or self.arguments.model.model_name_or_path
+        model_folder = base_of_adapters(self.arguments.training) or self.arguments.model.model_name_or_path
         if training.save_format != "hf" or not training.save or not model_folder:
             return None
         dtype = torch_dtype(training.save_ckpt_dtype)
@@ -465,25 +462,11 @@ class Trainer:
 
     # --- what is said and written ------------------------------------------------------------------------------------
 
-    def _base_of_adapters(self) -> Path | None:
-        """Other weights than those of the model folder, under adapters: no checkpoint of the run holds them."""
-        training = self.arguments.training
-        return told_weights(training.load) if training.lora.enable else None
-
     def _context(self, dataset: Any) -> dict[str, Any]:
         """What a checkpoint's manifest records and a resume compares."""
-        training = self.arguments.training
-        base = self._base_of_adapters() or self.arguments.model.model_name_or_path
-        return {
-            **({"base_weights": base_weights_mark(Path(base))} if training.lora.enable and base else {}),
-            "world_size": self.world_size,
-            "mesh": self.state.describe(),
-            "config": redact(resolved_dict(self.config)),
-            "dataset": fingerprint(dataset),
-            "global_batch": global_batch(training, self.state),
-            "seed": training.seed,
-            "versions": {"mindspeed-mm": __version__, "torch": torch.__version__},
-        }
+        samples = global_batch(self.arguments.training, self.state.data_size)
+        mesh = self.state.describe()
+        return run_context(self.config, dataset, world_size=self.world_size, mesh=mesh, global_batch=samples)
 
     def _facts(self, context: dict[str, Any], engine: TrainEngine) -> dict[str, Any]:
         model_folder = self.arguments.model.model_name_or_path

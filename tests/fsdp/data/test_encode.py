@@ -220,6 +220,20 @@ class TestWeights:
         words = untrained.replace("<|image_pad|>", "")
         assert words == "Be brief.<|im_end|><|vision_start|><|vision_end|>three?<|im_end|>"
 
+    @pytest.mark.edge("N2")
+    def test_a_turn_of_the_user_counts_as_it_says(self, build: Build, processor: Any) -> None:
+        said = turns("one?", "two", "three?", "four")
+        said[2] |= {"weight": 0.5}
+        sample = build({"messages": said}, train_on_prompt=True)[0]
+        half = sample["input_ids"][sample["loss_weights"] == 0.5]
+        assert processor.tokenizer.decode(half) == "three?<|im_end|>"
+        assert set(sample["loss_weights"].tolist()) == {0.5, 1.0}
+        alone = build({"messages": said})[0]
+        assert "loss_weights" not in alone and trained_text(processor.tokenizer, alone) == [
+            "two<|im_end|>",
+            "four<|im_end|>",
+        ]
+
     def test_history_is_masked_whatever_its_weight(self, build: Build, processor: Any) -> None:
         sample = build({"messages": self.ROW["messages"][:4]}, mask_history=True)[0]
         assert trained_text(processor.tokenizer, sample) == ["four<|im_end|>"]

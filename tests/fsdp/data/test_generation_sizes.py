@@ -74,7 +74,7 @@ class TestWhichSizes:
             buckets(**keys)
 
     def test_frames_of_an_image_model(self) -> None:
-        with pytest.raises(DataError, match=r"num_frames  5×512×512 cannot be encoded: .*images have one frame"):
+        with pytest.raises(ConfigError, match=r"num_frames  5×512×512 cannot be encoded: .*images have one frame"):
             buckets(IMAGES, height=512, width=512, num_frames=5)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
-from itertools import pairwise
+import math
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.edge("N10")
 
 FIRST = 2.0**22
 """Of two runs: some steps overflow at first."""
+EPSILON = 0.01
+"""Of Adam: about as large as gradients are, so that an update depends on how large they are."""
 FP16 = ("parallel.fsdp_plan.param_dtype=fp16", f"training.initial_loss_scale={FIRST}", "training.loss_scale_window=2")
 
 
@@ -69,18 +72,20 @@ def test_the_scale_goes_as_in_torch() -> None:
     assert len(seen) > 4
 
 
-def plain_loop(model_folder: Path, steps: list[list[dict[str, Any]]]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """torch's GradScaler, AdamW and clip_grad_norm_ over fp32 weights, whose copies in fp16 compute; the scale of each
-    step, and the weights at the end."""
+def plain_loop(
+    model_folder: Path, steps: list[list[dict[str, Any]]], clip_grad: float
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """torch's GradScaler, AdamW and clip_grad_norm_ (0: none) over fp32 weights, whose copies in fp16 compute; the
+    scale and the gradient norm of each step, and the weights at the end."""
     from transformers import AutoModelForCausalLM
 
     masters = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     half = copy.deepcopy(masters)
     for parameter in half.parameters():
         parameter.data = parameter.data.half()
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3, weight_decay=0.0, eps=EPSILON)
     scaler = torch.amp.GradScaler("cpu", init_scale=FIRST, growth_interval=2)
-    found = []
+    found, norms = [], []
     for batches in steps:
         found.append(scaler.get_scale())
         for master, own in zip(masters.parameters(), half.parameters(), strict=True):
@@ -95,22 +100,29 @@ def plain_loop(model_folder: Path, steps: list[list[dict[str, Any]]]) -> tuple[l
                 master.grad += own.grad.float()
                 own.grad = None
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(masters.parameters(), 0.5)
+        norms.append(float(nn.utils.clip_grad_norm_(masters.parameters(), clip_grad or float("inf"))))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return found, {name: parameter.detach() for name, parameter in masters.named_parameters()}
+    return found, norms, {name: parameter.detach() for name, parameter in masters.named_parameters()}
 
 
-def test_a_run_is_that_of_a_plain_loop(yaml: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clip_grad", [0.5, 0.0])
+def test_a_run_is_that_of_a_plain_loop(yaml: Path, tmp_path: Path, clip_grad: float) -> None:
     steps: list[list[dict[str, Any]]] = []
+    words = (f"training.clip_grad={clip_grad}", f"training.adam_eps={EPSILON}")
     with watched_steps(lambda _, batches: steps.append(copy.deepcopy(list(batches)))):
-        said = train(yaml, tmp_path, *FP16)
-    found, weights = plain_loop(yaml.parent / "model", steps)
+        said = train(yaml, tmp_path, *FP16, *words)
+    found, norms, weights = plain_loop(yaml.parent / "model", steps, clip_grad)
     assert scales(tmp_path) == found
+    own_norms = [line["grad_norm"] for line in lines(tmp_path / "metrics.jsonl")]
+    finite = [math.isfinite(norm) for norm in norms]
+    assert [norm is not None and math.isfinite(norm) for norm in own_norms] == finite
+    assert said.count("gradients overflowed in fp16") == finite.count(False)
+    for own, expected in zip(compress(own_norms, finite), compress(norms, finite), strict=True):
+        assert own == pytest.approx(expected, rel=1e-2)
     falls, grows = ([b / a for a, b in pairwise(found)].count(factor) for factor in (0.5, 2.0))
     assert falls >= 1 and grows >= 1, found
-    assert said.count("gradients overflowed in fp16") == falls
     trained = {name.removeprefix("model."): tensor for name, tensor in tensors(tmp_path).items()}
     for name, expected in weights.items():
         own = next(tensor for key, tensor in trained.items() if key == name or f"model.{key}" == name)

@@ -285,9 +285,14 @@ class SampleEncoder:
         raise self._too_long(length)
 
     def _weights(self, sample: Sample, end: int) -> list[float | None]:
-        """Of the first `end` messages."""
+        """Of the first `end` messages; those of the model alone, unless prompts are trained too."""
         weights = sample.weights[:end]
-        return [*[0.0] * (end - 1), *weights[-1:]] if self._options.mask_history else weights
+        if self._options.mask_history:
+            return [*[0.0] * (end - 1), *weights[-1:]]
+        if self._options.train_on_prompt:
+            return weights
+        roles = [message["role"] for message in sample.messages[:end]]
+        return [weight if role == "assistant" else None for weight, role in zip(weights, roles, strict=True)]
 
     def _length(self, sample: Sample, end: int, expansions: Sequence[Expansion]) -> int:
         """Tokens of the first `end` messages."""

@@ -13,9 +13,10 @@ from typing import Any
 
 import jinja2
 
-from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
+from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Message, Span, TurnFinder
 from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import EMPTY, FORMATS, whisper_format
+from mindspeed_mm.fsdp.params.path_checks import missing_input
 from mindspeed_mm.fsdp.utils.processor import check_chat_template, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 
@@ -169,7 +170,8 @@ def build_template(processor: Any, basic: Any) -> ChatTemplate:
         basic: `basic_parameters`.
 
     Raises:
-        ConfigError: Unknown name or missing file.
+        ConfigError: Unknown name.
+        DataError: The file is missing.
         ModelFolderError: The model's own template is asked for and there is none.
     """
     named = TEMPLATES.get(basic.template) if basic.template else NamedTemplate()
@@ -185,11 +187,11 @@ def build_template(processor: Any, basic: Any) -> ChatTemplate:
 
 def _read_template(path: Path) -> str:
     if not path.is_file():
-        raise ConfigError(f"'{path}' does not exist", key=f"{_BASIC}.chat_template", way_out="Give a jinja file.")
+        raise missing_input(path, f"{_BASIC}.chat_template", DataError)
     try:
         source = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
+        raise DataError(
             f"'{path}' is no text: byte {error.start} is not UTF-8",
             key=f"{_BASIC}.chat_template",
             way_out="Give a jinja file.",

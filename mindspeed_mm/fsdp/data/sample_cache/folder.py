@@ -21,6 +21,7 @@ from mindspeed_mm.core.artifacts import atomic_write_bytes, atomic_write_text, m
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.data.sample_cache.identity import digest_of
 from mindspeed_mm.fsdp.data.sample_cache.segment import ENTRY, SUFFIX, DamagedSegment, read_entries
+from mindspeed_mm.fsdp.params.path_checks import check_writable
 
 CACHE_KEY = "data.dataset_param.basic_parameters.cache_dir"
 _LOOK_EVERY_S = 0.2
@@ -67,8 +68,10 @@ class CacheFolder:
         """Make it.
 
         Raises:
+            ConfigError: It lies below a file.
             MachineError: It cannot be written.
         """
+        check_writable(self.path, CACHE_KEY)
         try:
             make_writable_folder(self.path)
         except MachineError as error:

@@ -223,9 +223,8 @@ def check_request(
     """Raise what can be said of prompts and settings without any weights.
 
     Raises:
-        DataError: The size is not one that the family takes; a prompt has no picture where the pipeline goes on from
-            one, or the other way round.
-        ConfigError: A setting has no effect here.
+        DataError: A prompt has no picture where the pipeline goes on from one, or the other way round.
+        ConfigError: The size is not one that the family takes; a setting has no effect here.
     """
     geometry, pipeline = adapter.geometry, diffusers_class(adapter.pipelines[adapter.task])
     if sampling.height and sampling.width:

@@ -95,9 +95,10 @@ class WanAdapter(DiffusionAdapter):
         ]
 
     def check(self) -> None:
-        """Also refuses Wan2.2's folders of two transformers, and of one that takes a timestep for each token."""
+        """Also refuses Wan2.2's folders: of two transformers, or of one of them, which learns the timesteps on its side
+        of a boundary; and of one that takes a timestep for each token."""
         super().check()
-        for key in ("transformer_2", "expand_timesteps"):
+        for key in ("transformer_2", "boundary_ratio", "expand_timesteps"):
             if self.index.get(key) not in (None, False, [None, None]):
                 raise ModelFolderError(
                     "is set: this is a Wan2.2 pipeline, and 'wan2_1' trains Wan2.1",

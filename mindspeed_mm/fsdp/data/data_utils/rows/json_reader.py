@@ -279,7 +279,7 @@ def parse_row(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"broken JSON: {_reason(error)}", where=where, way_out=REPAIR) from error
     if not isinstance(row, dict):
-        raise DataError(f"the row is a {type(row).__name__}, not an object", where=where, way_out=REPAIR)
+        raise DataError(f"the row is {_KINDS[type(row)]}, not an object", where=where, way_out=REPAIR)
     if b"\\u" in data and _has_lone_surrogate(row):
         found = _LONE_SURROGATE.search(data)
         at = f"byte {found.start()} of the row begins" if found else "the row holds"
@@ -315,4 +315,5 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+_KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null"}
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

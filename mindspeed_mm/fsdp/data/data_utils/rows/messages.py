@@ -99,7 +99,7 @@ def _message(message: Any, row_format: RowFormat, where: str, key: str) -> tuple
     if role == "tool":
         read |= {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
     weight = _weight(message, where, key)
-    return read, weight if read["role"] == "assistant" or weight == 0 else None
+    return read, weight if read["role"] == "assistant" or weight != 1 else None
 
 
 def _tags(message: Row, row_format: RowFormat, where: str, key: str) -> tuple[str, str]:

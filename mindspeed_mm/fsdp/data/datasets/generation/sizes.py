@@ -89,8 +89,7 @@ class Buckets:
         geometry: What the model takes.
 
     Raises:
-        ConfigError: No size is set.
-        DataError: The model cannot take a size; the nearest one is named.
+        ConfigError: No size is set; or the model cannot take one, and the nearest is named.
     """
 
     def __init__(self, settings: SizeSettings, geometry: MediaGeometry) -> None:

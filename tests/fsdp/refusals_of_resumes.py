@@ -1,0 +1,133 @@
+"""Refusals of run folders, of going on, and of samples while training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.fsdp.refusals_of_generators import SAMPLES, SAMPLING
+from tests.fsdp.refusals_of_settings import with_foreign_files, with_old_style_checkpoint
+from tests.helpers.refusal import DATA, LOADER, LORA, Refusal, with_file, with_first_row
+from tests.helpers.runs import train
+
+SAVE = "training.save={folder}/out"
+OTHER_TEXT = with_first_row(
+    messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}], images=[]
+)
+
+
+def with_a_run(afterwards: Callable[[Path], object] = lambda folder: None) -> Callable[[Path], None]:
+    """A run of one step, of which something is changed."""
+
+    def spoil(folder: Path) -> None:
+        train(folder / "run.yaml", folder / "out", "training.train_iters=1")
+        afterwards(folder)
+
+    return spoil
+
+
+def damage(folder: Path) -> None:
+    """The only checkpoint lacks content."""
+    next((folder / "out").glob("iter_*/trainer_state.json")).write_text("[]")
+
+
+RESUMES = (
+    Refusal(
+        "another optimizer",
+        (SAVE, "training.optimizer=muon"),
+        'was "adamw", is "muon"',
+        "training.optimizer",
+        DATA,
+        with_a_run(),
+    ),
+    Refusal("another seed", (SAVE, "training.seed=8"), "was 7, is 8", "training.seed", DATA, with_a_run()),
+    Refusal(
+        "another order",
+        (SAVE, f"{LOADER}.shuffle=false"),
+        "was true, is false",
+        f"{LOADER}.shuffle",
+        DATA,
+        with_a_run(),
+    ),
+    Refusal("other rows", (SAVE,), "say --accept-data-change", "data: ", DATA, with_a_run(OTHER_TEXT)),
+    Refusal(
+        "adapters instead of weights", (SAVE, *LORA), "was false, is true", "training.lora.enable", DATA, with_a_run()
+    ),
+    Refusal("a damaged checkpoint", (SAVE,), "were committed", "", DATA, with_a_run(damage)),
+    Refusal(
+        "a checkpoint of Megatron's",
+        ("training.load={folder}/old",),
+        "is a Megatron-style checkpoint",
+        "training.load",
+        DATA,
+        with_old_style_checkpoint,
+    ),
+    Refusal(
+        "a checkpoint that is pictures",
+        ("training.load={folder}/images",),
+        "is no checkpoint and no model folder",
+        "",
+        DATA,
+    ),
+    Refusal(
+        "weights to go on from that are none",
+        ("training.load={folder}/old", "training.load_format=hf"),
+        "no *.safetensors here",
+        "",
+        DATA,
+        with_old_style_checkpoint,
+    ),
+    Refusal(
+        "a run folder of somebody else",
+        (SAVE,),
+        "is no run folder and holds metrics.jsonl",
+        "training.save",
+        spoil=with_foreign_files,
+    ),
+    Refusal(
+        "a run in a model folder", ("training.save={folder}/model/run",), "lies in a model folder", "training.save"
+    ),
+)
+
+SAMPLES_OF_RUNS = (
+    Refusal(
+        "samples without a run folder",
+        (f"{SAMPLING}.interval=2", f"{SAMPLING}.prompts=[a]"),
+        "there is no run folder to put them in",
+        "training.save",
+        base="flux",
+    ),
+    Refusal("samples without prompts", SAMPLES, "there are no prompts", f"{SAMPLING}.prompts", base="flux"),
+    Refusal(
+        "samples of prompts that are not there",
+        (*SAMPLES, f"{SAMPLING}.prompts_file={{folder}}/none.txt"),
+        "there is no such file",
+        "",
+        DATA,
+        base="flux",
+    ),
+    Refusal(
+        "samples of no prompts",
+        (*SAMPLES, f"{SAMPLING}.prompts_file={{folder}}/p.txt"),
+        "the file is empty",
+        "",
+        DATA,
+        with_file("p.txt", ""),
+        base="flux",
+    ),
+    Refusal(
+        "samples of a size that a VAE cannot make",
+        (*SAMPLES, f"{SAMPLING}.prompts=[a]", f"{SAMPLING}.height=15", f"{SAMPLING}.width=16"),
+        "cannot be encoded",
+        SAMPLING,
+        base="flux",
+    ),
+    Refusal(
+        "samples without a picture to go on from",
+        (*SAMPLES, f"{SAMPLING}.prompts=[a]"),
+        "the prompt has no picture",
+        "image",
+        DATA,
+        base="i2v",
+    ),
+)
