@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
@@ -100,7 +101,7 @@ def _learning_rates_are_in_order(arguments: Arguments) -> Iterator[Problem]:
 
 def _stable_part_is_left(arguments: Arguments) -> Iterator[Problem]:
     training = arguments.training
-    if training.lr_decay_style == "wsd" and training.lr_decay_ratio >= 1.0:
+    if training.lr_decay_style == "wsd" and training.lr_decay_ratio >= 1.0 and not training.lr_warmup_ratio:
         yield Problem(
             "'wsd' decays over the last lr_decay_ratio of all steps: at 1.0 nothing stays stable",
             key="training.lr_decay_ratio",
@@ -111,7 +112,7 @@ def _stable_part_is_left(arguments: Arguments) -> Iterator[Problem]:
 def _streams_are_not_counted(arguments: Arguments) -> Iterator[Problem]:
     """Rows that are streamed have no number until all are read."""
     for name in ("dataset_param", "val_dataset_param"):
-        basic = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        basic: Any = getattr(getattr(arguments.data, name), "basic_parameters", None)
         if getattr(basic, "streaming", False) and not basic.preprocess_on_fly:
             yield Problem(
                 "rows that are streamed are not known before they come",

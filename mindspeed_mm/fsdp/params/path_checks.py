@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
 from mindspeed_mm.core.run_ownership import check_run_folder
@@ -43,7 +44,7 @@ def _check_outputs(arguments: Arguments, config: Path | None) -> Iterator[Callab
     if arguments.training.save:
         yield partial(check_save_folder, Path(arguments.training.save), config)
     for name in ("dataset_param", "val_dataset_param"):
-        basic = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        basic: Any = getattr(getattr(arguments.data, name), "basic_parameters", None)
         folder = getattr(basic, "cache_dir", None)
         if folder and not basic.preprocess_on_fly:
             yield partial(check_writable, Path(folder), f"data.{name}.basic_parameters.cache_dir")

@@ -70,7 +70,7 @@ class TestWhichSizes:
         ],
     )
     def test_sizes_that_the_model_does_not_take(self, keys: dict[str, Any], reason: str) -> None:
-        with pytest.raises(DataError, match=reason):
+        with pytest.raises(ConfigError, match=reason):
             buckets(**keys)
 
     def test_frames_of_an_image_model(self) -> None:
