@@ -172,7 +172,7 @@ LAYERS = (
         "a split layer on a slice of the sequence",
         (f"{TENSOR}=2", f"{SEQUENCE}=['{BLOCKS}.mlp.up_proj']"),
         "cannot run on a slice of the sequence",
-        SEQUENCE,
+        "",
         ranks=2,
     ),
     Refusal(
@@ -198,7 +198,7 @@ LAYERS = (
         "half of the norms on slices",
         (f"{TENSOR}=2", f"{SEQUENCE}=['{BLOCKS}.input_layernorm']"),
         "runs on a slice of the sequence too",
-        SEQUENCE,
+        "",
         ranks=2,
     ),
     Refusal(

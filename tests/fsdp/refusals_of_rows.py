@@ -82,16 +82,6 @@ ORDERS = (
         "whatever they hold, keep no limit",
         f"{LOADER}.max_patches_per_batch",
     ),
-    Refusal(
-        "samples larger than a micro-batch",
-        (f"{BASIC}.packing=true", f"{LOADER}.max_tokens_per_batch=2"),
-        "a micro-batch may hold 2",
-        f"{LOADER}.max_tokens_per_batch",
-        DATA,
-    ),
-    Refusal(
-        "samples longer than the cut", (f"{BASIC}.cutoff_len=4",), "more than cutoff_len 4", f"{BASIC}.cutoff_len", DATA
-    ),
     Refusal("pairs", ("data.dataset_param.attr.ranking=true",), "does not have", "data.dataset_param.attr.ranking"),
     Refusal(
         "a cache in a file",
