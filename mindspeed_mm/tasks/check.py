@@ -98,7 +98,7 @@ def run(
         check.attempt("paths", check.paths, needs="configuration")
         check.attempt("module patterns", check.module_patterns, needs="plugins")
         check.attempt("first samples", check.first_samples, needs="plugins")
-        check.attempt("resume", check.resume, needs="first samples")
+        check.attempt("resume", check.resume, needs=("paths", "first samples"))
         check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
         check.attempt("samples", check.samples, needs="module patterns")
         check.attempt("memory", check.memory, needs=("features", "batch keys"))

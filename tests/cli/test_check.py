@@ -40,12 +40,22 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     import_module("mindspeed_mm.tasks.data.opening")  # it needs the real data modules
     data = ModuleType("mindspeed_mm.fsdp.data")
     data.build_mm_dataset = lambda *_, **__: ([1], given.get("validation"))  # type: ignore[attr-defined]
-    data.build_mm_dataloader = lambda *_, **__: iter([[give(given["batch"])]])  # type: ignore[attr-defined]
+    data.build_mm_dataloader = lambda *_, **__: Loader(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, hub.__name__, hub)
     monkeypatch.setitem(sys.modules, data.__name__, data)
     monkeypatch.setattr(memory_stage, "predict", lambda *_: ([], {}, []))  # it builds the model again
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return given
+
+
+class Loader:
+    """Gives one batch."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given, self.batching = given, dict[str, Any]()
+
+    def __iter__(self) -> Any:
+        return iter([[give(self._given["batch"])]])
 
 
 def give(value: Any) -> Any:
@@ -67,6 +77,7 @@ ALL = [
     "paths",
     "module patterns",
     "first samples",
+    "resume",
     "batch keys",
     "samples",
     "memory",
@@ -115,7 +126,12 @@ def test_all_that_can_be_found_is_found(parts: dict[str, Any], tmp_path: Path) -
         ],
         "first samples": [("rows.json:3", 4)],
     }
-    assert result.skipped == {"batch keys": "module patterns", "samples": "module patterns", "memory": "features"}
+    assert result.skipped == {
+        "resume": "paths",
+        "batch keys": "module patterns",
+        "samples": "module patterns",
+        "memory": "features",
+    }
     assert result.findings[0].problem.where.endswith("run.yaml:3:40")
     assert "'layers.0'" in result.findings[2].problem.way_out
 

@@ -287,7 +287,7 @@ def test_a_bad_folder_is_named(flux: Path, tmp_path: Path, damage: Callable[[Pat
     ("asked", "error", "message"),
     [
         (request(height=15), ConfigError, "--size.*15×16 cannot be encoded.*Use 14×16"),
-        (request(num_frames=5), DataError, "images have one frame"),
+        (request(num_frames=5), ConfigError, "images have one frame"),
         (GenerateRequest(prompts_file=Path("gone.txt")), DataError, "gone.txt.*no such file"),
         (GenerateRequest(("a",), image=Path("gone.png")), DataError, "--image.*'gone.png' not found"),
     ],
