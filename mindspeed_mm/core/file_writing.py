@@ -3,8 +3,9 @@ before is replaced, and nothing is put into a checkpoint or a model folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import UsageError
@@ -71,19 +72,49 @@ def write_page(path: Path, page: str, key: str = "") -> None:
         UsageError: See `check_output_file`.
         MachineError: It cannot be written.
     """
-    target = check_output_file(path, lambda head: PAGE_MARK.encode() in head, key)
+    target = check_output_file(path, _is_page, key)
     make_writable_folder(target.parent)
     atomic_write_text(target, page)
 
 
 def first_line_has(*keys: str) -> IsOurs:
-    """Whether a file begins with a JSON object on one line that has these keys."""
+    """Whether a file begins with a JSON object on one line that has these keys and no others."""
 
     def is_ours(head: bytes) -> bool:
-        try:
-            record = parse_json(head.split(b"\n", 1)[0])
-        except ValueError:
-            return False
-        return isinstance(record, dict) and record.keys() >= set(keys)
+        record = _object_in(head.split(b"\n", 1)[0])
+        return record is not None and record.keys() == set(keys)
 
     return is_ours
+
+
+def is_object_of(keys: Collection[str], optional: Collection[str], part: str, part_keys: Collection[str]) -> IsOurs:
+    """Whether a file is a JSON object with these keys and no others.
+
+    Args:
+        keys: Those that it always has.
+        optional: Those that it may have.
+        part: One of `keys`, whose value is an object.
+        part_keys: The keys of that object, no others.
+    """
+
+    def is_ours(head: bytes) -> bool:
+        record = _object_in(head)
+        if record is None or not set(keys) <= record.keys() <= {*keys, *optional}:
+            return False
+        inner = record[part]
+        return isinstance(inner, dict) and inner.keys() == set(part_keys)
+
+    return is_ours
+
+
+def _object_in(content: bytes) -> dict[str, Any] | None:
+    try:
+        record = parse_json(content)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _is_page(head: bytes) -> bool:
+    start, end, _ = head.partition(b"</head>")
+    return bool(end) and start[:9].lower() == b"<!doctype" and PAGE_MARK.encode() in start

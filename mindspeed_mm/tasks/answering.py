@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.generation import Answer, Generator
 from mindspeed_mm.tasks.questions import Question
 
+_LINE_START = '{"row": '
 QUIET_S = 5.0
 """Work that takes less than this shows no progress."""
 LINE_INTERVAL_S = 10.0
@@ -70,10 +71,12 @@ class AnswerFile:
         atomic_write_text(self.path, "".join(lines))
 
     def _read(self) -> None:
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):  # answers may hold U+2028
             try:
                 record = parse_json(line)
             except ValueError:
+                if not line.startswith(_LINE_START[: len(line)]):
+                    raise self._foreign("it was not written by mm infer") from None
                 continue  # a line that a crash cut short: its question is asked again
             if not isinstance(record, dict) or "row" not in record or "model" not in record:
                 raise self._foreign("it was not written by mm infer")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
-from mindspeed_mm.core.file_writing import check_output_file, first_line_has
+from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
 from mindspeed_mm.tasks.answering import answer_all
 from mindspeed_mm.tasks.asking import rows_view
 from mindspeed_mm.tasks.generation import Answer, load_generator
@@ -20,6 +20,13 @@ from mindspeed_mm.tasks.scoring import Score, is_exact_match, score
 
 RESULTS = "results.json"
 SAMPLES = "samples.jsonl"
+_SAMPLE_KEYS = ("id", "task", "image", "question", "expected", "given", "correct")
+_is_evaluation = is_object_of(
+    ("tasks", "overall", "model", "data", "media_dir", "max_new_tokens", "cut_off", "seconds"),
+    ("lora",),
+    "overall",
+    [field.name for field in fields(Score)],
+)
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,8 @@ def evaluate_answers(answered: list[tuple[Question, Answer]], facts: dict[str, A
 
 def check_evaluation_folder(out: Path) -> None:
     """Raise `UsageError` when a folder holds files of these names that no evaluation wrote."""
-    check_output_file(out / SAMPLES, first_line_has("question", "expected", "given", "correct"), "--out")
+    check_output_file(out / SAMPLES, first_line_has(*_SAMPLE_KEYS), "--out")
     check_output_file(out / RESULTS, _is_evaluation, "--out")
-
-
-def _is_evaluation(head: bytes) -> bool:
-    return b'"tasks"' in head and b'"overall"' in head
 
 
 def write_evaluation(evaluation: Evaluation, out: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, UsageError
-from mindspeed_mm.core.file_writing import check_output_file, first_line_has
+from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
@@ -38,12 +38,18 @@ from mindspeed_mm.tasks.generation import load_model
 from mindspeed_mm.tasks.model_kind import is_generator
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments, with_adapters
 from mindspeed_mm.tasks.peft_loading import load_peft
-from mindspeed_mm.tasks.questions import DEFAULT_TASK
+from mindspeed_mm.tasks.questions import DEFAULT_TASK, text_field
 
 RESULTS = "loss.json"
 ROWS = "loss_rows.jsonl"
 BATCH_SIZE = 8
 _MOST_NAMED = 3
+_is_loss = is_object_of(
+    ("tasks", "overall", "left_out", "model", "data", "seconds"),
+    ("lora", "media_dir", "weights"),
+    "overall",
+    ("loss", "perplexity", "tokens", "rows"),
+)
 _NO_PERPLEXITY = math.log(1e300)
 
 
@@ -151,7 +157,7 @@ def run(request: LossRequest, out: Path | None = None) -> LossEvaluation:
     kind = recognise(request.model)
     run_folder = {"run": request.model, "dcp": request.model.absolute().parent}.get(kind)
     out = out or (run_folder or Path.cwd()) / "eval"
-    check_output_file(out / ROWS, first_line_has("id", "loss", "tokens"), "--out")
+    check_output_file(out / ROWS, first_line_has("id", "task", "loss", "tokens"), "--out")
     check_output_file(out / RESULTS, _is_loss, "--out")
     make_writable_folder(out)
     began = time.monotonic()
@@ -282,11 +288,11 @@ def _evaluation(found: Sequence[RowLoss | RowLeftOut], dataset: Any, facts: dict
     samples, left_out = [], []
     for each in found:
         row = dataset.row(each.index) if hasattr(dataset, "row") else {}
-        name = str(row.get("id", name_of(dataset, each.index)))
+        name = text_field(row, "id", name_of(dataset, each.index))
         if isinstance(each, RowLeftOut):
             left_out.append({"id": name, "reason": each.reason})
             continue
-        task = str(row.get("task", DEFAULT_TASK))
+        task = text_field(row, "task", DEFAULT_TASK)
         by_task[task].append(each)
         samples.append({"id": name, "task": task, "loss": each.total / each.weight, "tokens": each.tokens})
     if not samples:
@@ -309,10 +315,6 @@ def _facts(request: LossRequest, model: Path, lora: Path | None) -> dict[str, An
     media_dir = request.media_dir or request.data.parent
     told = request.data_name or str(request.data.absolute())
     return facts | {"data": told, "media_dir": str(media_dir.absolute())}
-
-
-def _is_loss(head: bytes) -> bool:
-    return b'"tasks"' in head and b'"perplexity"' in head
 
 
 def _write(evaluation: LossEvaluation, out: Path) -> None:

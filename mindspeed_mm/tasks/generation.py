@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.models.experts_choice import fit_experts
 from mindspeed_mm.fsdp.models.model_folder import check_all_loaded
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
@@ -143,6 +144,7 @@ def load_model(folder: Path) -> Any:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
     check_all_loaded(report, folder)
+    fit_experts(model, model.dtype)
     return model
 
 

@@ -14,7 +14,7 @@ from mindspeed_mm.tasks.generation import Answer, load_generator
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 from mindspeed_mm.tasks.questions import ask, read_questions
 
-is_answers = first_line_has("row", "question", "answer", "model")
+is_answers = first_line_has("row", "id", "question", "images", "answer", "finished", "model")
 """Whether a file begins like one that this command wrote."""
 
 

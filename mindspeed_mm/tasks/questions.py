@@ -103,11 +103,17 @@ def _read_question(
     expected = _text_of(answer["content"])
     return Question(
         row=place.row,
-        id=str(row.get("id", place)),
-        task=str(row.get("task", DEFAULT_TASK)),
+        id=text_field(row, "id", str(place)),
+        task=text_field(row, "task", DEFAULT_TASK),
         sample=sample,
         expected=expected if expected or needs_answers else None,
     )
+
+
+def text_field(row: dict[str, Any], name: str, default: str) -> str:
+    """A value of a row as text; one that is null counts as not there."""
+    value = row.get(name)
+    return default if value is None else str(value)
 
 
 def question_of(

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import mindspeed_mm
+from mindspeed_mm.tasks.questions import read_questions
 from tests.helpers.runs import lines, mm, train
-from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
+from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe, make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 pytestmark = pytest.mark.edge("U7")
@@ -41,8 +42,9 @@ def validated(run: Path) -> float:
     return [line["val_loss"] for line in lines(run / "metrics.jsonl") if "val_loss" in line][-1]
 
 
-def plain_losses(model: Any, processor: Any, rows: Path) -> list[tuple[float, int]]:
-    """Of each row the summed cross-entropy of its answer and the end of its turn, and the tokens, by transformers."""
+def plain_losses(model: Any, processor: Any, rows: Path) -> list[tuple[float, int, float]]:
+    """Of each row the summed cross-entropy of its answer and the end of its turn, the tokens, and the weight of the
+    answer, by transformers."""
     from PIL import Image
 
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -61,8 +63,16 @@ def plain_losses(model: Any, processor: Any, rows: Path) -> list[tuple[float, in
         with torch.no_grad():
             logits = model(**whole).logits[0, first - 1 : -1].double()
         targets = whole["input_ids"][0, first:]
-        found.append((-logits.log_softmax(-1)[range(len(targets)), targets].sum().item(), len(targets)))
+        total = -logits.log_softmax(-1)[range(len(targets)), targets].sum().item()
+        found.append((total, len(targets), row["messages"][1].get("weight", 1.0)))
     return found
+
+
+def weigh(path: Path, weights: dict[int, float]) -> None:
+    rows = lines(path)
+    for index, weight in weights.items():
+        rows[index]["messages"][1]["weight"] = weight
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize("sees", [True, False], ids=["pictures", "text"])
@@ -72,19 +82,20 @@ def test_it_is_what_plain_transformers_give_whatever_the_batch(tmp_path: Path, s
     make, auto = (make_tiny_qwen3_vl, AutoModelForImageTextToText) if sees else (make_tiny_qwen3, AutoModelForCausalLM)
     make(tmp_path / "model", dtype=torch.float64, initializer_range=0.4)
     rows = make_rows(tmp_path, count=7, images=(1, 0, 2) if sees else (0,))
+    weigh(rows, {2: 0.375, 5: 2.5})
     processor = (AutoProcessor if sees else AutoTokenizer).from_pretrained(tmp_path / "model")
     model = auto.from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
     plain = plain_losses(model, processor, rows)
-    expected = sum(total for total, _ in plain) / sum(tokens for _, tokens in plain)
+    expected = sum(w * total for total, _, w in plain) / sum(w * tokens for _, tokens, w in plain)
     words = (tmp_path / "model", "--data", rows, "--out", tmp_path / "out", "--batch-size")
     for batch_size in (1, 3):
         found = measured(*words, batch_size)
         assert found["overall"]["loss"] == pytest.approx(expected, rel=1e-12)
         assert found["overall"]["perplexity"] == pytest.approx(math.exp(expected), rel=1e-11)
-        assert (found["overall"]["tokens"], found["overall"]["rows"]) == (sum(n for _, n in plain), 7)
+        assert (found["overall"]["tokens"], found["overall"]["rows"]) == (sum(n for _, n, _ in plain), 7)
         written = lines(tmp_path / "out" / "loss_rows.jsonl")
-        assert [(row["id"], row["tokens"]) for row in written] == [(f"row{i}", n) for i, (_, n) in enumerate(plain)]
-        assert [row["loss"] for row in written] == pytest.approx([total / n for total, n in plain], rel=1e-11)
+        assert [(row["id"], row["tokens"]) for row in written] == [(f"row{i}", n) for i, (_, n, _) in enumerate(plain)]
+        assert [row["loss"] for row in written] == pytest.approx([total / n for total, n, _ in plain], rel=1e-11)
     assert json.loads((tmp_path / "out" / "loss.json").read_text()) == found
 
 
@@ -151,10 +162,57 @@ def test_what_has_no_such_loss_is_refused_by_name(folder: Path, tmp_path: Path) 
         assert said.code == 2 and all(word in said.err for word in words), said.err
 
 
-def test_files_of_others_are_not_written_over(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "loss.json").write_text("MINE")
+OTHERS = {
+    "text": ("loss.json", "MINE"),
+    "text with our words": ("loss.json", 'on "tasks" and "perplexity"'),
+    "results with our words": ("loss.json", '{"tasks": {}, "overall": {"perplexity": 2.0}, "mine": 1}'),
+    "rows with one column more": ("loss_rows.jsonl", '{"id": 1, "task": "a", "loss": 2, "tokens": 3, "mine": 4}\n'),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), OTHERS.values(), ids=OTHERS)
+def test_files_of_others_are_not_written_over(name: str, content: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
     said = mm("evaluate", folder / "model", "--loss", "--data", folder / "rows.jsonl", "--out", tmp_path)
-    assert said.code == 2 and (tmp_path / "loss.json").read_text() == "MINE"
+    assert said.code == 2 and (tmp_path / name).read_text() == content
+    assert name in said.err
+
+
+def test_a_row_whose_loss_is_no_number_ends_it(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_tiny_qwen3(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.nn.init.constant_(model.model.norm.weight, math.nan)
+    model.save_pretrained(tmp_path / "model")
+    rows = make_rows(tmp_path, count=2, images=(0,))
+    said = mm("evaluate", tmp_path / "model", "--loss", "--data", rows, "--out", tmp_path / "out")
+    assert said.code == 4 and "rows.jsonl:1" in said.err and "no number" in said.err and "--batch-size" in said.err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_experts_in_fp64_are_computed_as_a_run_computes_them(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_tiny_qwen3_moe(tmp_path / "model", dtype=torch.float64)
+    rows = make_rows(tmp_path, count=2, images=(0,))
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64, experts_implementation="eager"
+    )
+    plain = plain_losses(model.eval(), AutoTokenizer.from_pretrained(tmp_path / "model"), rows)
+    found = mindspeed_mm.evaluate(tmp_path / "model", rows, loss=True, out=tmp_path / "out")
+    expected = sum(total for total, _, _ in plain) / sum(tokens for _, tokens, _ in plain)
+    assert found.loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_id_or_task_of_null_is_as_if_it_was_not_there(folder: Path, tmp_path: Path) -> None:
+    row = lines(folder / "rows.jsonl")[1] | {"id": None, "task": None}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    measured(folder / "model", "--data", tmp_path / "rows.jsonl", "--out", tmp_path)
+    (written,) = lines(tmp_path / "loss_rows.jsonl")
+    assert (written["id"], written["task"]) == ("rows.jsonl:1", "all")
+    (question,) = read_questions(tmp_path / "rows.jsonl", needs_answers=True)
+    assert (question.id, question.task) == ("rows.jsonl:1", "all")
 
 
 def test_python_measures_the_same(folder: Path) -> None:

@@ -16,7 +16,8 @@ from PIL import Image
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import Place
-from mindspeed_mm.fsdp.data.data_utils.view_files import view_writer
+from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
+from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.tasks.asking import QuestionEncoder
 from mindspeed_mm.tasks.questions import question_of
@@ -192,3 +193,34 @@ def test_training_inference_and_plain_transformers_see_the_same(
         )
         changes = kind == "image" or kind == "video"
         assert bool(difference(case.trained(knows_nothing), case.asked())) == changes
+
+
+def trained_from(base: Path, target: Path, only_template: bool = False, **keys: Any) -> Path:
+    """The folder of a model, or of adapters, that was trained from `base` with these keys."""
+    if only_template:
+        target.mkdir()
+    else:
+        shutil.copytree(base, target)
+    param = DatasetParam.model_validate({"preprocess_parameters": {"model_name_or_path": str(base), **keys}})
+    view_writer(param, base, only_template=only_template)(target)
+    return target
+
+
+def seen_by(folder: Path) -> tuple[bool, bool, bool]:
+    told = with_view(DatasetParam(), folder).preprocess_parameters
+    return told.split_special_tokens, told.use_audio_in_video, told.use_fast_tokenizer
+
+
+def test_a_folder_says_what_its_own_run_trained_with_and_not_what_the_one_before_did(tmp_path: Path) -> None:
+    FAMILIES["qwen3_vl"].build().save_pretrained(tmp_path / "base")
+    defaults = {"split_special_tokens": False, "use_audio_in_video": False, "use_fast_tokenizer": True}
+    others = {name: not value for name, value in defaults.items()}
+    first = trained_from(tmp_path / "base", tmp_path / "first", **others)
+    assert seen_by(first) == (True, True, False)
+    assert seen_by(trained_from(first, tmp_path / "kept")) == (True, True, False)
+    assert seen_by(trained_from(first, tmp_path / "second", **defaults)) == (False, False, True)
+    adapters = trained_from(first, tmp_path / "adapters", only_template=True, **defaults)
+    view_writer(view_of_adapters(adapters), first)(merged := shutil.copytree(first, tmp_path / "merged"))
+    assert seen_by(merged) == (False, False, True)
+    plain = trained_from(tmp_path / "base", tmp_path / "plain", **defaults)
+    assert not (plain / "training_view.json").exists()

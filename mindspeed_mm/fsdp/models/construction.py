@@ -13,6 +13,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.fsdp.models.attention_choice import choose_attention
 from mindspeed_mm.fsdp.models.base_model import BaseModel
+from mindspeed_mm.fsdp.models.experts_choice import fit_experts
 from mindspeed_mm.fsdp.models.host_grids import read_grids_on_host
 from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.model_folder import load_config, native_class, require_folder
@@ -140,8 +141,7 @@ def _construct_transformers(
         model.set_attn_implementation("mm_varlen")
         tell_facts(model)
     read_grids_on_host(model)
-    if options["dtype"] == torch.float64 and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped matrix products have no fp64
+    fit_experts(model, options["dtype"])
     if model.can_generate():
         _set_generation_config(model, require_folder(model_args.model_name_or_path))
     return model

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, fused_experts, use_own_experts
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
+
+
+def fit_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let transformers compute experts one by one where its grouped matrix products do not know the type: fp64.
+
+    Args:
+        model: Of transformers.
+        dtype: That it computes in.
+    """
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
 
 
 def choose_experts(model: nn.Module, *, grouped: bool, skip_padding: bool) -> None:

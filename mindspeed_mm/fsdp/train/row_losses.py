@@ -3,6 +3,7 @@ training, in one process, without a step."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ConfigError, DataError, UsageError
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, UsageError
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
@@ -99,6 +100,7 @@ def row_losses(
 
     Raises:
         DataError: A row is off, and the data set does not say that such rows are left out.
+        ModelFolderError: The loss of a row is infinite or not a number.
     """
     if isinstance(measured.objective, ModelLoss):
         batch_size = 1
@@ -117,9 +119,20 @@ def row_losses(
             batch = completed(collate(list(samples.values())), [name_of(dataset, index) for index in samples])
             totals, weights, tokens = measured.of_batch(batch)
             for index, total, weight, count in zip(samples, totals, weights, tokens, strict=True):
+                _check_is_number(total, name_of(dataset, index))
                 row = RowLoss(index, total, weight, count)
                 found.append(row if row.weight else RowLeftOut(index, "no token of it is trained"))
         yield sorted(found, key=lambda each: each.index)
+
+
+def _check_is_number(total: float, row: str) -> None:
+    if not math.isfinite(total):
+        raise ModelFolderError(
+            f"the model gives a loss that is no number: {total}",
+            where=row,
+            way_out="Try --batch-size 1, for a model that cannot do with padding, or weights of a type with a larger "
+            "range (bf16, fp32). If it stays, look at the row and at the weights.",
+        )
 
 
 def collator_of(dataset: Any, arguments: Arguments) -> Callable[[Sequence[Any]], Batch]:

@@ -134,7 +134,9 @@ def chosen_rows(rows: int, limit: int | None) -> Sequence[int]:
 
 def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:
     """One JSON object a line: index, file, row, kind, what is wrong, and the way out."""
-    target = check_output_file(path, first_line_has("file", "row", "kind"), "--bad-rows")
+    target = check_output_file(
+        path, first_line_has("index", "file", "row", "kind", "what", "key", "way_out"), "--bad-rows"
+    )
     make_writable_folder(target.parent)
     atomic_write_text(target, "".join(json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in bad))
 

@@ -375,6 +375,7 @@ def called(value: Any) -> dict[str, Any]:
         ({"messages": turns([IMAGE | {"image": 3}], "x")}, "message 0.content[0]", "3 is no image"),
         ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": -1}]}, "message 1.weight", "-1"),
         ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": True}]}, "message 1.weight", "T"),
+        ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 1e300}]}, "message 1.weight", "1"),
         ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "train": "no"}]}, "message 1.train", "'no'"),
         ({"messages": [*turns("a"), LONG_CALL | {"thinking": 3}]}, "message 1.thinking", "3 is not text"),
         ({"messages": [*turns("a"), LONG_CALL | {"tool_calls": [{}]}]}, "message 1.tool_calls[0]", "no tool call"),

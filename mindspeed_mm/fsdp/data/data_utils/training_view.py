@@ -87,6 +87,16 @@ def view_of(dataset_param: DatasetParam) -> dict[str, dict[str, Any]]:
     return {name: _given(getattr(dataset_param, name), keys) for name, keys in _SECTIONS.items()}
 
 
+def told_view(dataset_param: DatasetParam) -> dict[str, dict[str, Any]]:
+    """What a trained model's folder says: as `view_of`, with the values that are the defaults, since a folder below it
+    may say something else."""
+    sections = ((name, getattr(dataset_param, name), keys) for name, keys in _SECTIONS.items())
+    return {
+        name: {key: getattr(section, key) for key in keys if getattr(section, key) is not None}
+        for name, section, keys in sections
+    }
+
+
 def _given(section: Any, keys: tuple[str, ...]) -> dict[str, Any]:
     defaults = type(section).model_fields
     return {key: getattr(section, key) for key in keys if getattr(section, key) != defaults[key].default}

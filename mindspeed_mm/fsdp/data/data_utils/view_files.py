@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.data.data_utils.training_view import (
     Override,
     chat_template_of_view,
     processor_settings,
+    told_view,
     view_of,
     with_view,
 )
@@ -60,14 +61,14 @@ def _write_nothing(draft: Path) -> None:
 
 
 def _write(param: DatasetParam, model_folder: Path, only_template: bool, draft: Path) -> None:
-    view = view_of(param)
+    is_given = any(view_of(param).values()) or (model_folder / VIEW_FILE).is_file()
     names_template = param.basic_parameters.template or param.basic_parameters.chat_template
-    if not any(view.values()) and not names_template:
+    if not is_given and not names_template:
         return
     preprocess = param.preprocess_parameters
     processor = load_processor(model_folder, trust_remote_code=preprocess.trust_remote_code)
-    if any(view.values()):
-        (draft / VIEW_FILE).write_text(json.dumps(view, indent=2) + "\n", encoding="utf-8")
+    if is_given:
+        (draft / VIEW_FILE).write_text(json.dumps(told_view(param), indent=2) + "\n", encoding="utf-8")
     if not only_template:
         _write_settings(draft, processor, processor_settings(processor, preprocess))
     if param.basic_parameters.stage != "pretrain":

@@ -6,9 +6,10 @@ spellings (`from`/`value`, `role`/`content`); OpenAI's further fields are read w
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text
@@ -35,6 +36,8 @@ _USUAL_ROLES = {
     _CALL: _CALL,
     "tool_call": _CALL,
 }
+_LARGEST_WEIGHT = float(np.finfo(np.float32).max)
+"""Batches hold weights in fp32."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -178,8 +181,9 @@ def _weight(message: Row, where: str, key: str) -> float:
     """How much a turn counts: 1, or its `weight`; nothing with `train: false` or `mask: true`."""
     weight, train, mask = message.get("weight"), message.get("train", message.get("trainable")), message.get("mask")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if weight is not None and not (is_number and math.isfinite(weight) and weight >= 0):
-        raise DataError(f"weight {short(weight)} is no number from 0", where=where, key=f"{key}.weight", way_out=REPAIR)
+    if weight is not None and not (is_number and 0 <= weight <= _LARGEST_WEIGHT):
+        what = f"weight {short(weight)} is no number from 0 that fp32 has"
+        raise DataError(what, where=where, key=f"{key}.weight", way_out=REPAIR)
     for name, flag in (("train", train), ("mask", mask)):
         if flag not in (None, True, False):  # 0 and 1 count as well
             raise DataError(
