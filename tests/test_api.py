@@ -235,6 +235,40 @@ def test_a_picture_in_memory_is_the_picture_of_its_file(tmp_path: Path) -> None:
         assert loader.load_image(path).tobytes() == loader.load_image(str(tmp_path / name)).tobytes(), name
 
 
+def bad_rows() -> dict[str, dict[str, Any]]:
+    itself: dict[str, Any] = {"id": 1}
+    itself["self"] = itself
+    return {"lone surrogate": {"text": "\ud800"}, "itself": itself, "no number": {"weights": [1.0, float("nan")]}}
+
+
+@pytest.mark.parametrize("row", bad_rows().values(), ids=bad_rows())
+def test_a_row_in_memory_that_no_file_can_hold_is_named(row: dict[str, Any], tmp_path: Path) -> None:
+    from mindspeed_mm.tasks.given_rows import listed_rows, write_rows
+
+    with pytest.raises(mm.MMError, match=r"train rows, row 1 .*cannot be stored"):
+        write_rows(listed_rows([{"id": 0}, row], "train"), tmp_path, "train")
+
+
+def test_cells_of_tables_are_plain_values_and_missing_ones_are_absent(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    import numpy
+
+    from mindspeed_mm.tasks.given_rows import listed_rows, with_ids, write_rows
+
+    missing = {name: type(name, (), {})() for name in ("NAType", "NaTType")}  # as pandas calls them
+    rows = [
+        {"id": numpy.int64(7), "weight": numpy.float32(0.5), "images": numpy.array(["a.png"], dtype=object)},
+        {"id": float("nan"), "weight": numpy.float32("nan"), "counts": numpy.arange(2), **missing},
+    ]
+    table = SimpleNamespace(columns=list(rows[0]), to_dict=lambda orient: rows)
+    stored = write_rows(with_ids(listed_rows(table, "train")), tmp_path, "train")
+    assert [json.loads(line) for line in stored.read_text().splitlines()] == [
+        {"id": 7, "weight": 0.5, "images": ["a.png"]},
+        {"id": "1", "counts": [0, 1]},
+    ]
+
+
 def test_adapters_over_a_model_object_are_not_kept_without_its_weights(config: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 

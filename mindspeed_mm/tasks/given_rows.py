@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mindspeed_mm.core.artifacts import atomic_write_bytes, sha256_file
 from mindspeed_mm.core.errors import UsageError
 
@@ -63,7 +65,7 @@ def with_ids(rows: Any) -> Any:
     """Rows of `listed_rows` that each have an `id`: its own, else its number."""
     if _is_datasets(rows):
         return rows if "id" in rows.column_names else rows.add_column("id", list(map(str, range(len(rows)))))
-    return [{"id": str(index), **row} for index, row in enumerate(rows)]
+    return [row if not _is_missing(row.get("id")) else {**row, "id": str(index)} for index, row in enumerate(rows)]
 
 
 def write_rows(rows: Any, folder: Path, name: str, *, stores_media: bool = True) -> Path:
@@ -84,7 +86,7 @@ def write_rows(rows: Any, folder: Path, name: str, *, stores_media: bool = True)
     if _is_datasets(rows):
         return _write_parquet(rows, folder, name)
     store = _MediaStore(folder / MEDIA if stores_media else None)
-    content = "".join(_line(row, f"{name} rows, row {index}", store) for index, row in enumerate(rows)).encode()
+    content = b"".join(_line(row, f"{name} rows, row {index}", store) for index, row in enumerate(rows))
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
     if not path.exists():
         atomic_write_bytes(path, content)
@@ -104,15 +106,25 @@ def _write_parquet(rows: Any, folder: Path, name: str) -> Path:
         draft.unlink(missing_ok=True)
 
 
-def _line(row: Any, where: str, store: _MediaStore) -> str:
+def _line(row: Any, where: str, store: _MediaStore) -> bytes:
+    """A row as a line of JSON, without the cells that a table says are missing."""
     try:
-        return json.dumps(_plain(row, store), ensure_ascii=False) + "\n"
-    except (TypeError, ValueError, OSError) as error:
+        cells = {name: value for name, value in row.items() if not _is_missing(value)}
+        return json.dumps(_plain(cells, store), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, OSError, RecursionError) as error:
+        reason = "it holds itself, or is nested too deeply" if isinstance(error, RecursionError) else error
         raise UsageError(
-            f"cannot be stored: {error}",
+            f"cannot be stored: {reason}",
             where=where,
             way_out="Rows hold texts, numbers, lists, dicts, paths, PIL images and bytes of media.",
         ) from error
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether it is what stands in a table where nothing is: None, NaN, pandas' NA and NaT."""
+    if type(value).__name__ in ("NoneType", "NAType", "NaTType"):
+        return True
+    return isinstance(value, float | np.floating) and bool(np.isnan(value))
 
 
 def _plain(value: Any, store: _MediaStore) -> Any:
@@ -127,6 +139,8 @@ def _plain(value: Any, store: _MediaStore) -> Any:
         return store.put(value)
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, np.generic | np.ndarray) and value.ndim <= 1:  # more dimensions are pictures and sounds
+        return _plain(value.tolist(), store)
     if is_picture(value):
         return store.put(picture_bytes(value))
     return value
