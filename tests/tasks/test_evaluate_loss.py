@@ -178,6 +178,17 @@ def test_files_of_others_are_not_written_over(name: str, content: str, folder: P
     assert name in said.err
 
 
+def test_answers_do_not_continue_a_text_of_somebody_else(tmp_path: Path) -> None:
+    from mindspeed_mm.tasks.answering import AnswerFile
+
+    (tmp_path / "answers.jsonl").write_text("my notes\nof today\n")
+    with pytest.raises(mindspeed_mm.MMError, match="was not written by mm infer"):
+        AnswerFile(tmp_path / "answers.jsonl", "one")
+    ours = {"row": 1, "answer": "a\u2028b", "model": "one"}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(ours, ensure_ascii=False) + '\n{"row": 2, "ans')
+    assert AnswerFile(tmp_path / "answers.jsonl", "one").records == {1: ours}
+
+
 def test_a_row_whose_loss_is_no_number_ends_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
