@@ -14,15 +14,27 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
-from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.core.errors import MMError, UsageError, told_as
 from mindspeed_mm.core.python_words import problem_for_python, word_for_python
+from mindspeed_mm.tasks.given_arguments import (
+    check_choice,
+    check_counts,
+    check_flags,
+    given_sections,
+    named_by,
+    refuse_unknown,
+    short,
+    wants_resume,
+)
 from mindspeed_mm.tasks.given_rows import named_path
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
     from mindspeed_mm.tasks.check import CheckResult
+    from mindspeed_mm.tasks.evaluate import Evaluation
+    from mindspeed_mm.tasks.evaluate_loss import LossEvaluation
     from mindspeed_mm.tasks.export import Exported
     from mindspeed_mm.tasks.run_view import Run
 
@@ -32,9 +44,9 @@ PathLike = str | os.PathLike[str]
 Config = PathLike | Mapping[str, Any] | None
 """A YAML file, or its sections as a mapping; None: nothing but what the other arguments give."""
 Sections = Mapping[str, Any] | None
+"""Keys of one section of a configuration."""
 
 _IN_MEMORY = "(given in Python)"
-_SEE_INFER = "See help(mm.infer)."
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -71,7 +83,7 @@ def train(
     processor: Any = None,
     callbacks: Sequence[Hook | Callable[[StepResult], object]] = (),
     steps: int | None = None,
-    resume: bool = True,
+    resume: bool | Literal["auto", "never"] = True,
     weights_only: bool = False,
     allow_fresh: bool = False,
     accept_data_change: bool = False,
@@ -94,7 +106,8 @@ def train(
         callbacks: Functions that are called with each step's result (`step`, `loss`, `losses`, `grad_norm`, `lr`,
             `validation` …), and end the run by returning True; or `Hook` objects.
         steps: Stop after this many steps of this start; the schedule stays that of the whole run.
-        resume: Continue from the newest checkpoint in `training.save`; False refuses a folder that has one.
+        resume: Continue from the newest checkpoint in `training.save`; False refuses a folder that has one. "auto" and
+            "never", the words of the command line, mean the same.
         weights_only: Take a checkpoint's weights only and start at step 0.
         allow_fresh: Start from the beginning although no checkpoint there is valid.
         accept_data_change: Continue although the data set has changed.
@@ -105,29 +118,25 @@ def train(
     Raises:
         MMError: Anything that a person can act on. `StoppedAfterSave` after Ctrl-C.
     """
-    _refuse(unknown)
+    refuse_unknown(unknown, train)
+    flags = {"weights_only": weights_only, "allow_fresh": allow_fresh, "accept_data_change": accept_data_change}
+    check_flags(**flags)
+    check_counts(steps=steps)
+    resumes = wants_resume(resume)
     from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
     ensure_torchvision()
-    sections = _sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
-    sections |= _sections(inference=inference)
     module, named = _model(model)
-    words = [sections | named, *overrides]
+    sections = given_sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
+    words = [sections | given_sections(inference=inference) | named, *overrides]
     hooks = _callbacks(callbacks)
     from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
     from mindspeed_mm.tasks.given_objects import with_objects
     from mindspeed_mm.tasks.run_view import RecordsInMemory
     from mindspeed_mm.tasks.train import collecting_later
 
-    options = TrainOptions(
-        steps=steps,
-        resume=resume,
-        weights_only=weights_only,
-        allow_fresh=allow_fresh,
-        accept_data_change=accept_data_change,
-        raises_on_second_interrupt=True,
-    )
-    with ExitStack() as stack, collecting_later():
+    options = TrainOptions(steps=steps, resume=resumes, raises_on_second_interrupt=True, **flags)
+    with ExitStack() as stack, collecting_later(), told_as(named_by(rows=rows, val_rows=val_rows)):
         words, objects = with_objects(_given(config), words, module, (rows, val_rows), processor, stack)
         kept = RecordsInMemory()
         trainer = Trainer(_resolved(_given(config), words), options, hooks, given=objects, trackers=[kept])
@@ -137,24 +146,62 @@ def train(
 
 @_worded
 def check(
-    config: Config = None, *, nproc: int | None = None, overrides: Sequence[str] = (), **sections: Any
+    config: Config = None,
+    *,
+    model: Any = None,
+    data: Sections = None,
+    parallel: Sections = None,
+    training: Sections = None,
+    features: Sections = None,
+    tools: Sections = None,
+    inference: Sections = None,
+    overrides: Sequence[str] = (),
+    rows: Any = None,
+    val_rows: Any = None,
+    nproc: int | None = None,
+    **unknown: Any,
 ) -> CheckResult:
     """What is wrong with a configuration, from its text to its first batch, as `mm check` finds it.
 
     Args:
         config: A YAML file, or a mapping of its sections.
-        nproc: Number of ranks that the plan is checked for.
+        model: Changes to the `model` section; or a model's folder.
+        data: Changes to the `data` section, and so on, as in `train`.
         overrides: `section.key=value`.
-        sections: Changes to sections, as in `train`.
+        rows: Training rows, a file or in memory, as in `train`. Nothing is written to `training.save`.
+        val_rows: Validation rows, of the same kinds.
+        nproc: Number of ranks that the plan is checked for.
 
     Returns:
         `problems` (what, where, key, way out), `warnings`, `memory`, `exit_code`; nothing is raised for what is found.
+
+    Raises:
+        MMError: An argument is none.
     """
+    refuse_unknown(unknown, check)
+    check_counts(nproc=nproc)
+    module, named = _model(model)
+    if module is not None:
+        raise UsageError(
+            "a model object is not checked", key="model", way_out="Give its folder, or train it for a step: steps=1."
+        )
+    sections = given_sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
+    words: list[Any] = [sections | given_sections(inference=inference) | named, *overrides]
+    given, named_as = _given(config), named_by(rows=rows, val_rows=val_rows)
     from mindspeed_mm.tasks import check as task
 
-    _, named = _model(sections.pop("model", None))
-    result = task.run(_given(config), [_sections(**sections) | named, *overrides], nproc=nproc)
-    result.findings = [replace(each, problem=problem_for_python(each.problem)) for each in result.findings]
+    with ExitStack() as stack:
+        if rows is not None or val_rows is not None:
+            from mindspeed_mm.tasks.given_objects import is_data_set, with_objects
+
+            for key, each in (("rows", rows), ("val_rows", val_rows)):
+                if is_data_set(each):
+                    raise UsageError(
+                        "a data set of your own is not checked", key=key, way_out="Train it for a step: steps=1."
+                    )
+            words, _ = with_objects(given, words, None, (rows, val_rows), None, stack, keeps=False)
+        result = task.run(given, words, nproc=nproc)
+    result.findings = [replace(each, problem=problem_for_python(named_as(each.problem))) for each in result.findings]
     return result
 
 
@@ -199,18 +246,16 @@ def infer(
     """
     from mindspeed_mm.tasks.model_kind import is_generator
 
+    check_flags(overwrite=overwrite)
     folder = _path(model)
     adapters = named_path(lora, "lora") if lora is not None else None
-    _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    check_counts(max_new_tokens=max_new_tokens, batch_size=batch_size)
     with TemporaryDirectory(prefix="mm-") as name:
         listed = images if isinstance(images, list | tuple) else [images]
         pictures = tuple(_picture(image, Path(name), number) for number, image in enumerate(listed))
         if is_generator(folder):
             return _draw(folder, prompt, pictures, out, adapters, overwrite, sampling | _given_size(batch_size))
-        if sampling:
-            raise UsageError(
-                "is no argument for a language model", where=str(folder), key=next(iter(sampling)), way_out=_SEE_INFER
-            )
+        refuse_unknown(sampling, infer, "is no argument for a language model")
         from mindspeed_mm.tasks import infer as task
 
         if (prompt is None) == (rows is None):
@@ -240,6 +285,34 @@ def infer(
         return read_jsonl(answers)
 
 
+@overload
+def evaluate(
+    model: Run | PathLike,
+    rows: Any = None,
+    *,
+    loss: Literal[False] = False,
+    out: PathLike | None = None,
+    max_new_tokens: int | None = None,
+    batch_size: int | None = None,
+    lora: PathLike | None = None,
+    config: PathLike | None = None,
+) -> Evaluation: ...
+
+
+@overload
+def evaluate(
+    model: Run | PathLike,
+    rows: Any = None,
+    *,
+    loss: Literal[True],
+    out: PathLike | None = None,
+    max_new_tokens: None = None,
+    batch_size: int | None = None,
+    lora: PathLike | None = None,
+    config: PathLike | None = None,
+) -> LossEvaluation: ...
+
+
 @_worded
 def evaluate(
     model: Run | PathLike,
@@ -251,7 +324,8 @@ def evaluate(
     batch_size: int | None = None,
     lora: PathLike | None = None,
     config: PathLike | None = None,
-) -> Any:
+    **unknown: Any,
+) -> Evaluation | LossEvaluation:
     """Score a model on rows whose answers are known, as `mm evaluate` does.
 
     Args:
@@ -271,7 +345,9 @@ def evaluate(
     Raises:
         MMError: Anything that a person can act on.
     """
-    _check_count(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    refuse_unknown(unknown, evaluate)
+    check_flags(loss=loss)
+    check_counts(max_new_tokens=max_new_tokens, batch_size=batch_size)
     folder, results = _path(model), named_path(out, "out") if out is not None else None
     in_memory = not (rows is None or isinstance(rows, str | os.PathLike))
     shown: dict[str, Any] = {
@@ -299,20 +375,56 @@ def evaluate(
 
 
 @_worded
-def export(run: Run | PathLike, target: PathLike, **options: Any) -> Exported:
+def export(
+    run: Run | PathLike,
+    target: PathLike,
+    *,
+    step: int | None = None,
+    weights: Literal["ema", "model"] | None = None,
+    dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = None,
+    model_folder: PathLike | None = None,
+    merge: bool = False,
+    transformer_only: bool = False,
+    overwrite: bool = False,
+    **unknown: Any,
+) -> Exported:
     """Write a run's newest checkpoint, or a named one, as a folder that transformers, PEFT or diffusers loads.
 
     Args:
         run: A run, its folder, or one checkpoint of it.
         target: The folder to write.
-        options: `step`, `weights`, `dtype`, `merge`, `overwrite` …, as `mm export` has them.
+        step: Which checkpoint of the run; None: the newest good one.
+        weights: "ema": their average; "model": as they were trained; None: the average where the run kept one.
+        dtype: Of the weights; None: as the model that the run started from has them.
+        model_folder: Folder with all but the trained weights; None: the one that the run started from.
+        merge: Of a run that trained adapters: write the whole model, adapters merged.
+        transformer_only: Of a generator: leave encoders and other components out.
+        overwrite: Replace what an earlier export or merge wrote at `target`.
+
+    Returns:
+        What was written: `folder`, `checkpoint`, `step`, `tensors`, `size_bytes`, `weights`, `kind`.
 
     Raises:
         MMError: Anything that a person can act on.
     """
+    refuse_unknown(unknown, export)
+    check_flags(merge=merge, transformer_only=transformer_only, overwrite=overwrite)
+    check_counts(0, step=step)
+    check_choice("weights", weights, ("ema", "model"))
+    check_choice("dtype", dtype, ("bf16", "fp16", "fp32", "fp64"))
     from mindspeed_mm.tasks import export as task
 
-    return task.run(_path(run), named_path(target, "target"), **options)
+    return task.run(
+        _path(run),
+        named_path(target, "target"),
+        step=step,
+        weights=weights,
+        dtype=dtype,
+        model_folder=named_path(model_folder, "model_folder") if model_folder is not None else None,
+        merge=merge,
+        transformer_only=transformer_only,
+        overwrite=overwrite,
+    )
 
 
 @_worded
@@ -336,25 +448,6 @@ def _given(config: Config) -> Path | Mapping[str, Any]:
     return config if isinstance(config, Mapping) else named_path(config, "config")
 
 
-def _sections(**sections: Sections) -> dict[str, Any]:
-    """The sections that were given.
-
-    Raises:
-        UsageError: One is no mapping.
-    """
-    found: dict[str, Any] = {}
-    for name, values in sections.items():
-        if values is not None and not isinstance(values, Mapping):
-            raise UsageError(
-                f"{values!r} is not a section",
-                key=name,
-                way_out=f"A section is a mapping of its keys: {name}={{…}}.",
-            )
-        if values is not None:
-            found[name] = values
-    return found
-
-
 def _callbacks(callbacks: Any) -> Sequence[Any]:
     """Functions and hooks; one alone may be given without a list."""
     from mindspeed_mm.fsdp.train.train_engine import Hook
@@ -363,23 +456,11 @@ def _callbacks(callbacks: Any) -> Sequence[Any]:
     for one in listed:
         if not (isinstance(one, Hook) or callable(one)):
             raise UsageError(
-                f"{one!r} cannot be called", key="callbacks", way_out="Give functions of a step's result, or mm.Hook."
+                f"{short(one)} cannot be called",
+                key="callbacks",
+                way_out="Give functions of a step's result, or mm.Hook.",
             )
     return listed
-
-
-def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for an argument that there is not; a key of the configuration belongs into its section."""
-    from mindspeed_mm.fsdp.params.argument import Arguments
-
-    for name, value in unknown.items():
-        homes = [
-            section
-            for section, field in Arguments.model_fields.items()
-            if name in getattr(field.annotation, "model_fields", {})
-        ]
-        way_out = f"Put it into its section: {homes[0]}={{{name!r}: {value!r}}}." if homes else "See help(mm.train)."
-        raise UsageError("is no argument", key=name, way_out=way_out)
 
 
 def _model(model: Any) -> tuple[Any, dict[str, Any]]:
@@ -428,15 +509,8 @@ def _path(model: Run | PathLike) -> Path:
         raise UsageError(
             "this run kept nothing" if hasattr(model, "records") else f"{type(model).__name__} is no run and no path",
             key="model",
-            way_out="Set training.save to keep checkpoints, or name a folder.",
+            way_out="Set training.save to keep checkpoints, or name a folder; the model that was trained is run.model.",
         ) from error
-
-
-def _check_count(**counts: int | None) -> None:
-    """Raise `UsageError` for a number of things that is none."""
-    for name, count in counts.items():
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise UsageError(f"{count!r} is not a whole number above 0", key=name)
 
 
 # --- pictures and questions ------------------------------------------------------------------------------------------
@@ -482,9 +556,12 @@ def _draw(
     if len(pictures) > 1:
         raise UsageError("a video goes on from one picture", key="images", way_out="Give one.")
     from mindspeed_mm.core.artifacts import read_jsonl
+    from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
     from mindspeed_mm.tasks import generate
 
     prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())
+    known = SamplingArguments.model_fields
+    refuse_unknown({name: value for name, value in settings.items() if name not in known}, infer, also=known)
     checked = _resolved({"inference": {"sampling": settings}}, ()).arguments.inference.sampling
     request = generate.GenerateRequest(
         prompts=prompts,

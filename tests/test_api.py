@@ -168,13 +168,21 @@ def test_a_second_interrupt_raises_and_leaves_the_process_alive(config: dict[str
         ({"rows": [3]}, "", "A row is a dict"),
         ({"rows": [{"messages": object()}]}, "", "Rows hold"),
         ({"model": 3}, "model", "folder"),
+        ({"config": 3}, "config", "name of a file"),
+        ({"resume": "nevr"}, "resume", "resume=False"),
+        ({"resume": 1}, "resume", "resume=True"),
+        ({"weights_only": "no"}, "weights_only", "True or False"),
+        ({"allow_fresh": 1}, "allow_fresh", "True or False"),
+        ({"accept_data_change": "false"}, "accept_data_change", "True or False"),
+        ({"steps": 0}, "steps", ""),
+        ({"callback": print}, "callback", "Did you mean 'callbacks'?"),
     ],
 )
 def test_what_is_refused_says_the_way_out(
     config: dict[str, Any], arguments: dict[str, Any], key: str, way_out: str
 ) -> None:
     with pytest.raises(mm.MMError) as refused:
-        mm.train(config, **arguments)
+        mm.train(**{"config": config} | arguments)
     problem = refused.value.problems[0]
     assert problem.key == key and way_out in problem.way_out and refused.value.exit_code == 2
 
@@ -422,3 +430,93 @@ def test_a_trainer_takes_the_name_of_a_file_and_says_how_rows_are_padded(
 ) -> None:
     assert Trainer(str(folder / "run.yaml"), TrainOptions(dry_run=True)).train() is None
     assert "rows padded to multiples of 1 tokens (no pad_to_multiple_of; device cpu)" in capsys.readouterr().out
+
+
+def test_resume_takes_the_words_of_the_command_line(config: dict[str, Any], tmp_path: Path) -> None:
+    training = {"save": str(tmp_path / "run"), "train_iters": 1}
+    mm.train(config, training=training)
+    mm.train(config, training=training, resume="auto")
+    with pytest.raises(mm.MMError, match="resume=True"):
+        mm.train(config, training=training, resume="never")
+
+
+def test_export_and_the_others_refuse_by_name(folder: Path, tmp_path: Path) -> None:
+    def refused(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+        with pytest.raises(mm.MMError) as caught:
+            function(*args, **kwargs)
+        problem = caught.value.problems[0]
+        assert caught.value.exit_code == 2
+        return problem.key, str(problem)
+
+    target = tmp_path / "out"
+    for arguments in ({"dtype": "int8"}, {"weights": "best"}, {"step": "last"}, {"merge": 1}, {"overwrite": "yes"}):
+        assert refused(mm.export, folder, target, **arguments)[0] == next(iter(arguments))
+    assert "bf16, fp16, fp32, fp64" in refused(mm.export, folder, target, dtype="int8")[1]
+    overwite = [(mm.export, (folder, target)), (mm.infer, (folder / "model", "a question"))]
+    for function, args in overwite:
+        key, said = refused(function, *args, overwite=True)
+        assert key == "overwite" and "Did you mean 'overwrite'?" in said
+    assert "Did you mean 'loss'?" in refused(mm.evaluate, folder / "model", ROWS, los=True)[1]
+    assert "Did you mean 'nproc'?" in refused(mm.check, folder / "run.yaml", nprocs=2)[1]
+    assert "training={'lr': 1}" in refused(mm.check, folder / "run.yaml", lr=1)[1]
+    assert refused(mm.infer, folder / "model", "a question", overwrite="no")[0] == "overwrite"
+    assert refused(mm.evaluate, folder / "model", ROWS, loss="no")[0] == "loss"
+    assert refused(mm.check, folder / "run.yaml", nproc=0)[0] == "nproc"
+    assert not target.exists()
+
+
+def test_rows_in_memory_are_checked_and_nothing_is_written(config: dict[str, Any], tmp_path: Path) -> None:
+    training = {"save": str(tmp_path / "run")}
+    result = mm.check(config, rows=ROWS, val_rows=ROWS[:2], training=training | {"val_interval": 1})
+    assert not result.problems and not (tmp_path / "run").exists()
+    bad = mm.check(config, rows=[ROWS[0] | {"messages": 3}], training=training).problems
+    assert bad and not any("/mm-" in str(problem) for problem in bad)
+
+
+def test_what_cannot_be_checked_is_refused_without_its_values(config: dict[str, Any]) -> None:
+    long = {"training": ROWS * 100}
+    for arguments, key in (({"rows": Counting()}, "rows"), ({"model": Successor()}, "model"), (long, "training")):
+        with pytest.raises(mm.MMError) as refused:
+            mm.check(config, **arguments)
+        assert refused.value.problems[0].key == key and len(str(refused.value)) < 400
+
+
+def test_missing_rows_are_told_by_the_argument_or_key_that_names_them(config: dict[str, Any]) -> None:
+    def key_of(**arguments: Any) -> list[str]:
+        with pytest.raises(mm.MMError) as refused:
+            mm.train(config, **arguments)
+        checked = [problem.key for problem in mm.check(config, **arguments).problems]
+        assert checked == [problem.key for problem in refused.value.problems]
+        return checked
+
+    assert key_of(rows="nope.jsonl") == ["rows"]
+    assert key_of(val_rows="nope.jsonl", training={"val_interval": 1}) == ["val_rows"]
+    basic = "data.dataset_param.basic_parameters"
+    own = [f"{basic}.dataset=nope.jsonl"]
+    assert key_of(overrides=own) == [f"{basic}.dataset"]
+    validation = [f"{basic}.val_dataset=nope.jsonl"]
+    assert key_of(overrides=validation, training={"val_interval": 1}) == [f"{basic}.val_dataset"]
+
+
+def test_what_is_no_folder_is_refused_kindly(config: dict[str, Any]) -> None:
+    for function in (mm.load_run, mm.check):
+        with pytest.raises(mm.MMError, match="int is no path"):
+            function(3)
+    run = mm.train(config)
+    for function in (mm.load_run, mm.infer):
+        with pytest.raises(mm.MMError, match=r"training\.save"):
+            function(run)
+    with pytest.raises(mm.MMError, match=r"run\.model"):
+        mm.infer(run, "a question")
+
+
+def test_the_type_of_an_evaluation_is_told() -> None:
+    import typing
+
+    from mindspeed_mm import api
+
+    told = {
+        inspect.get_annotations(each)["loss"]: inspect.get_annotations(each)["return"]
+        for each in typing.get_overloads(api.evaluate)
+    }
+    assert told == {"Literal[False]": "Evaluation", "Literal[True]": "LossEvaluation"}

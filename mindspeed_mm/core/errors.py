@@ -5,7 +5,8 @@ The command line prints them without a traceback and ends with the exit code of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -71,6 +72,11 @@ class MMError(Exception):
             return str(self.problems[0])
         return "\n".join([self.headline, *(f"  {line}" for line in align(self.problems))])
 
+    def change_problems(self, change: Callable[[Problem], Problem]) -> None:
+        """Tell each problem in other words; the error stays what it is."""
+        self.problems = tuple(map(change, self.problems))
+        self.args = (str(self),)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by attributes: errors cross process borders (data workers, spawned ranks)."""
         return (_rebuild, (type(self), self.headline, self.problems))
@@ -81,6 +87,16 @@ def _rebuild(cls: type[MMError], headline: str, problems: tuple[Problem, ...]) -
     error.headline, error.problems = headline, problems
     Exception.__init__(error, str(error))
     return error
+
+
+@contextmanager
+def told_as(change: Callable[[Problem], Problem]) -> Iterator[None]:
+    """Errors that pass through here tell their problems in other words."""
+    try:
+        yield
+    except MMError as error:
+        error.change_problems(change)
+        raise
 
 
 def align(problems: Sequence[Problem]) -> list[str]:

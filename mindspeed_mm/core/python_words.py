@@ -26,14 +26,14 @@ _CLAUSES = re.compile(r"(?<=[.;:,]) ")
 _OPTION = re.compile(r"(?<![\w.-])--([a-z][a-z-]*[a-z])( auto\b| [A-Z]{3,}\b)?")
 _COMMAND = re.compile(r"\bmm ([a-z]+)\b")
 _PLACE = re.compile(r"--([a-z-]+):\d+")
-_QUESTION = re.compile(r"questions-[0-9a-f]{12}\.jsonl:(\d+)")
+_ROW = re.compile(r"(?:.*/)?(question|train|validation)s?-[0-9a-f]{12}\.jsonl:(\d+)")
+"""A row of a file that rows in memory were written to."""
 
 
 def word_for_python(error: MMError) -> None:
     """Change an error in place: the same problems, with the words of the Python door."""
     error.headline = _sentence(error.headline)
-    error.problems = tuple(map(problem_for_python, error.problems))
-    error.args = (str(error),)
+    error.change_problems(problem_for_python)
 
 
 def problem_for_python(problem: Problem) -> Problem:
@@ -46,11 +46,11 @@ def problem_for_python(problem: Problem) -> Problem:
 
 
 def _place(where: str) -> str:
-    """`--prompt:1` → `prompt`; a row of questions that were in memory is told by its number."""
+    """`--prompt:1` → `prompt`; a row that was in memory is told by its number."""
     prompt = _PLACE.fullmatch(where)
     if prompt is not None:
         return ARGUMENTS.get(prompt[1], where)
-    return _QUESTION.sub(lambda found: f"question rows, row {int(found[1]) - 1}", where)
+    return _ROW.sub(lambda found: f"{found[1]} rows, row {int(found[2]) - 1}", where)
 
 
 def _sentence(text: str) -> str:

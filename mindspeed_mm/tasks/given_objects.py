@@ -27,6 +27,8 @@ def with_objects(
     rows: tuple[Any, Any],
     processor: Any,
     stack: ExitStack,
+    *,
+    keeps: bool = True,
 ) -> tuple[list[Any], GivenObjects]:
     """The overrides that name what was stored of objects, before those that are there, and what stays an object.
 
@@ -37,11 +39,12 @@ def with_objects(
         rows: For training and for validation.
         processor: Of the model object.
         stack: Ends with the run.
+        keeps: Objects are stored in the run's folder; False: in one that goes away with `stack`.
     """
     own_sets = [is_data_set(one) for one in rows if one is not None]
     if any(own_sets) and not all(own_sets):
         raise UsageError("is of another kind than rows", key="val_rows", way_out="Give both as rows, or as data sets.")
-    folder = _folder_for_objects(given, words, stack)
+    folder = _folder_for_objects(given if keeps else {}, words if keeps else (), stack)
     train_set, validation_set = rows if any(own_sets) else (None, None)
     train_file, validation_file = (None, None) if any(own_sets) else _row_paths(rows, folder)
     words = [_row_files(train_file, validation_file, folder), *words]

@@ -25,11 +25,16 @@ def named_path(name: str | os.PathLike[str], key: str) -> Path:
     """The path of a name that was given for `key`.
 
     Raises:
-        UsageError: No file can have it.
+        UsageError: It is no name, or no file can have it.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise UsageError(f"{type(name).__name__} is no path", key=key, way_out="Give the name of a file or folder.")
     if "\0" in str(name):
         raise UsageError(f"{str(name)!r:.200} holds a NUL character", key=key, way_out="No file is called so.")
-    return Path(name)
+    try:
+        return Path(name)
+    except TypeError as error:  # a run without a folder says so
+        raise UsageError(str(error), key=key, way_out="Give the name of a file or folder.") from error
 
 
 def listed_rows(rows: Any, name: str) -> Any:

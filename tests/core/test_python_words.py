@@ -40,6 +40,8 @@ def test_places_and_keys() -> None:
     )
     row = problem_for_python(Problem("x", "questions-0123456789ab.jsonl:3", "--overwrite"))
     assert (row.where, row.key) == ("question rows, row 2", "overwrite")
+    stored = problem_for_python(Problem("x", "/tmp/mm-run-a/rows/train-0123456789ab.jsonl:1"))
+    assert stored.where == "train rows, row 0"
 
 
 def test_an_error_is_changed_as_a_whole_and_stays_what_it_is() -> None:
@@ -55,9 +57,7 @@ def test_what_is_named_can_be_passed() -> None:
         program: click.Command = importlib.import_module(f"mindspeed_mm.cli.{verb}").command
         flags |= {one.opts[0].lstrip("-") for one in program.params if isinstance(one, click.Option) and one.is_flag}
         arguments |= set(inspect.signature(getattr(mm, verb)).parameters)
-    from mindspeed_mm.tasks import export
-
-    arguments |= set(inspect.signature(export.run).parameters) | {"height", "width"}  # of infer's sampling
+    arguments |= {"height", "width"}  # of infer's sampling
     assert set(FLAGS) <= flags
     assert {part for name in ARGUMENTS.values() for part in name.split(", ")} <= arguments
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from typing import Any
 
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, Problem, told_as
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.dataloader.buckets import BucketOrder
@@ -30,6 +32,7 @@ from mindspeed_mm.fsdp.utils.register import data_register
 
 _BASIC = "data.dataset_param.basic_parameters"
 _TYPE = "data.dataset_param.dataset_type"
+_VALIDATION = {f"{_BASIC}.{name}": f"{_BASIC}.val_{name}" for name in ("dataset", "max_samples", "features_dir")}
 _PIXEL_BYTES = 3
 
 
@@ -63,9 +66,12 @@ def build_mm_dataset(
     if own_validation is not None or not ways:
         return train, own_validation
     if val_dataset_param is not None:
-        return train, _build(_read_whole(val_dataset_param), encode_ahead, seed)[0]
+        with told_as(_of_own_section):
+            return train, _build(_read_whole(val_dataset_param), encode_ahead, seed)[0]
     if own_rows is not None:
-        return train, _build(_read_whole(_for_validation(dataset_param)), encode_ahead, seed)[0]
+        param = _read_whole(_for_validation(dataset_param))
+        with told_as(_of_validation):
+            return train, _build(param, encode_ahead, seed)[0]
     return split_dataset(train, rate or 0.0, seed, most=basic.val_max_samples)
 
 
@@ -193,6 +199,15 @@ def _for_validation(dataset_param: DatasetParam) -> DatasetParam:
                 way_out="Set it to where mm extract should put them; or leave val_dataset out and set val_rate.",
             )
     return dataset_param.model_copy(update={"basic_parameters": basic.model_copy(update=own)})
+
+
+def _of_validation(problem: Problem) -> Problem:
+    """A problem of rows for validation, which a data set of their own has read under the keys of any."""
+    return replace(problem, key=_VALIDATION.get(problem.key, problem.key))
+
+
+def _of_own_section(problem: Problem) -> Problem:
+    return replace(problem, key=re.sub(r"^data\.dataset_param\b", "data.val_dataset_param", problem.key))
 
 
 def _features_of(basic: BasicParameters, key: str) -> Any:
