@@ -452,10 +452,10 @@ def test_export_and_the_others_refuse_by_name(folder: Path, tmp_path: Path) -> N
     for arguments in ({"dtype": "int8"}, {"weights": "best"}, {"step": "last"}, {"merge": 1}, {"overwrite": "yes"}):
         assert refused(mm.export, folder, target, **arguments)[0] == next(iter(arguments))
     assert "bf16, fp16, fp32, fp64" in refused(mm.export, folder, target, dtype="int8")[1]
-    overwite = [(mm.export, (folder, target)), (mm.infer, (folder / "model", "a question"))]
-    for function, args in overwite:
-        key, said = refused(function, *args, overwite=True)
-        assert key == "overwite" and "Did you mean 'overwrite'?" in said
+    overwrites = [(mm.export, (folder, target)), (mm.infer, (folder / "model", "a question"))]
+    for function, args in overwrites:
+        key, said = refused(function, *args, overwrites=True)
+        assert key == "overwrites" and "Did you mean 'overwrite'?" in said
     assert "Did you mean 'loss'?" in refused(mm.evaluate, folder / "model", ROWS, los=True)[1]
     assert "Did you mean 'nproc'?" in refused(mm.check, folder / "run.yaml", nprocs=2)[1]
     assert "training={'lr': 1}" in refused(mm.check, folder / "run.yaml", lr=1)[1]
@@ -520,3 +520,9 @@ def test_the_type_of_an_evaluation_is_told() -> None:
         for each in typing.get_overloads(api.evaluate)
     }
     assert told == {"Literal[False]": "Evaluation", "Literal[True]": "LossEvaluation"}
+
+
+@pytest.mark.parametrize("lr", [0, 1e-3])
+def test_a_rate_of_0_is_told(config: dict[str, Any], capsys: pytest.CaptureFixture[str], lr: float) -> None:
+    mm.train(config, training={"lr": lr, "train_iters": 1})
+    assert ("lr     0: nothing will be learned" in capsys.readouterr().out) == (lr == 0)

@@ -150,13 +150,15 @@ def _refuse_occupied(target: Path, overwrite: bool) -> None:
         raise _refused(target, "is a run folder" if is_run(target) else "is a checkpoint")
     if foreign := foreign_entries(target):
         raise _refused(
-            target, f"holds {len(foreign)} files or folders that no mm command wrote there ({_some(foreign)})"
+            target,
+            f"holds {len(foreign)} {'file or folder' if len(foreign) == 1 else 'files or folders'} that no mm "
+            f"command wrote there ({_some(foreign)})",
         )
     if changed := changed_entries(target):
         raise _refused(
             target,
-            f"holds {len(changed)} files that, by their size or date, were changed after an mm command wrote them "
-            f"({_some(changed)})",
+            f"holds {len(changed)} {'file' if len(changed) == 1 else 'files'} that, by size or date, changed after an "
+            f"mm command wrote there ({_some(changed)})",
             "Choose another folder, or delete this one yourself if nothing in it is needed.",
         )
     if not overwrite:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
-from mindspeed_mm.core.errors import ConfigError, DataError, UsageError
+from mindspeed_mm.core.errors import ConfigError, DataError, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.data import build_mm_dataset
@@ -38,7 +38,7 @@ from mindspeed_mm.tasks.generation import load_model
 from mindspeed_mm.tasks.model_kind import is_generator
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments, with_adapters
 from mindspeed_mm.tasks.peft_loading import load_peft
-from mindspeed_mm.tasks.questions import DEFAULT_TASK, text_field
+from mindspeed_mm.tasks.questions import DEFAULT_TASK, text_field, with_way_to_columns
 
 RESULTS = "loss.json"
 ROWS = "loss_rows.jsonl"
@@ -230,7 +230,8 @@ def _rows(request: LossRequest, arguments: Arguments) -> Any:
     if param.basic_parameters.stage == "rm":
         raise ConfigError("preference pairs have no loss of one answer", key="stage", way_out="Give rows of answers.")
     if request.data is not None:
-        return build_mm_dataset(_with_rows(param, request.data, request.media_dir), encode_ahead=False)[0]
+        with told_as(with_way_to_columns):
+            return build_mm_dataset(_with_rows(param, request.data, request.media_dir), encode_ahead=False)[0]
     if param.basic_parameters.dataset is None:
         raise _nothing_named(request)
     if request.media_dir is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Place, Sample
 
@@ -87,11 +88,19 @@ def read_questions(
         try:
             questions.append(_read_question(reader, index, row_format or RowFormat(), needs_answers, media_dir))
         except DataError as error:
-            problems += error.problems
+            problems += map(with_way_to_columns, error.problems)
     if problems:
         headline = f"{path}: {len(problems)} of {len(reader)} rows are bad"
         raise DataError(headline, problems=problems[:SHOWN_PROBLEMS])
     return questions
+
+
+def with_way_to_columns(problem: Problem) -> Problem:
+    """The same problem; where its way out is a key that tells of columns, with the option that names a YAML with it."""
+    if ATTR_KEY not in problem.way_out + problem.key:
+        return problem
+    way_out = f"{problem.way_out} It is a key of a YAML: say --config YAML to name one.".strip()
+    return replace(problem, way_out=way_out)
 
 
 def _read_question(

@@ -54,7 +54,8 @@ def wilson_interval(correct: int, n: int, z: float = Z_95) -> tuple[float, float
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     denominator = 1 + z * z / n
-    return max(0.0, (centre - spread) / denominator), min(1.0, (centre + spread) / denominator)
+    low = (centre - spread) / denominator if correct else 0.0  # rounding would leave a trace of 0 and of 1
+    return max(0.0, low), min(1.0, (centre + spread) / denominator) if correct < n else 1.0
 
 
 def is_exact_match(given: str, expected: str) -> bool:

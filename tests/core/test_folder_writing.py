@@ -80,7 +80,7 @@ def test_only_what_came_through_the_door_is_replaced(way: str, tmp_path: Path) -
     write(target, "new", overwrite=True)
     assert content(target) == NEW
     (target / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"1 files or folders that no mm command wrote there \(notes\.txt\)"):
+    with pytest.raises(UsageError, match=r"1 file or folder that no mm command wrote there \(notes\.txt\)"):
         write(target, "newer", overwrite=True)
     assert content(target) == {**NEW, "notes.txt": "mine"}
     assert names(tmp_path) == ["export"]

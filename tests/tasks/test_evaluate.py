@@ -129,3 +129,16 @@ def test_progress_shows_the_time_left_after_five_seconds(
         now = 100.0 + seconds
         progress.advance(100)
     assert capsys.readouterr().err == "300 of 1,000 answered, 0:26 left\n"
+
+
+def test_nothing_right_is_a_score_from_exactly_0() -> None:
+    for n in range(1, 200):
+        assert score([False] * n).low == 0.0 and score([True] * n).high == 1.0
+
+
+@pytest.mark.parametrize("words", [[], ["--loss"]])
+def test_rows_of_other_columns_lead_to_a_yaml_that_names_them(folder: Path, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "alpaca.jsonl").write_text('{"instruction": "Say red.", "input": "", "output": "red"}\n')
+    said = CliRunner().invoke(command, [str(folder), "--data", str(tmp_path / "alpaca.jsonl"), *words])
+    assert isinstance(said.exception, DataError)
+    assert "data.dataset_param.attr" in str(said.exception) and "--config YAML" in str(said.exception)

@@ -37,6 +37,8 @@ def introduce(
     note(f"model  {_model(config, assembled)}")
     for word, part in _parts(assembled).items():
         note(f"{word:<6} {part}")
+    if config.arguments.training.lr == 0:
+        note("lr     0: nothing will be learned")
     note(f"loss   {engine.objective.describe()}")
     note(f"data   {loader.describe()}, {_batch(config.arguments.training, state, loader.most_tokens)}")
     if hasattr(loader.dataset, "build_collator"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 from mindspeed_mm.fsdp.data.dataloader import worker_pool
@@ -351,3 +352,32 @@ def test_options_reach_the_loader(make_rows: Callable[..., Path], param: Callabl
     assert data._workers == WorkerOptions(
         num_workers=3, prefetch_factor=4, pin_memory=data._workers.pin_memory, timeout_s=7
     )
+
+
+@pytest.mark.parametrize("what", ["a process", "the slots"])
+def test_workers_that_a_machine_has_no_room_for_are_told_by_their_key(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    started: list[Any] = []
+    start = multiprocessing.context.ForkProcess.start
+
+    def start_one(process: Any) -> None:
+        if started:
+            full()
+        started.append(process)
+        start(process)
+
+    if what == "the slots":
+        monkeypatch.setattr(worker_pool, "SharedSlots", full)
+    else:
+        monkeypatch.setattr(multiprocessing.context.ForkProcess, "start", start_one)
+    with pytest.raises(MachineError, match="Cannot allocate memory") as refused:
+        next(iter(loader(Numbers(20), 4)))
+    (problem,) = refused.value.problems
+    assert problem.key == "data.dataloader_param.num_workers" and "Lower it, for example to" in problem.way_out
+    for process in started:
+        process.join(10)
+        assert not process.is_alive()

@@ -322,3 +322,10 @@ def test_written_out_with_origins_it_reads_back_the_same(load: Any, tmp_path: Pa
     again = load_config(copy)
     assert again.arguments == config.arguments
     assert resolved_dict(again) == resolved_dict(config)
+
+
+def test_two_ends_of_a_run_are_warned_of_only_where_both_were_given(load: Any) -> None:
+    (warning,) = load("training: {train_iters: 5, train_epochs: 2}\n").warnings
+    assert "training.train_iters  training.train_epochs is given too, and wins" in warning
+    for given in ("train_iters: 5", "train_epochs: 2", "train_iters: 5, train_epochs: null"):
+        assert not load(f"training: {{{given}}}\n").warnings

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES, SharedSlots
 from mindspeed_mm.fsdp.data.dataloader.worker_memory import WorkerMemory
@@ -55,9 +56,9 @@ class WorkerPool:
     def __init__(self, maker: BatchMaker, seed: int, options: WorkerOptions) -> None:
         self._maker, self._options, self._seed = maker, options, seed
         self._forks = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
-        self.slots = (
-            SharedSlots(options.num_workers * options.prefetch_factor + 1, options.slot_bytes) if self._forks else None
-        )
+        count = options.num_workers * options.prefetch_factor + 1
+        with self._telling_of_failed_starts():
+            self.slots = SharedSlots(count, options.slot_bytes) if self._forks else None
         maker.slots = self.slots
         self._under_way: deque[Request] = deque()
         self._iterator: Any = None
@@ -111,9 +112,27 @@ class WorkerPool:
             multiprocessing_context="fork" if self._forks else None,
             generator=torch.Generator().manual_seed(self._seed % 2**63),  # the global one is the model's
         )
-        iterator = iter(loader)
+        with self._telling_of_failed_starts():
+            iterator = iter(loader)
         _leave_the_watch_to_us(iterator)
         return iterator
+
+    @contextmanager
+    def _telling_of_failed_starts(self) -> Iterator[None]:
+        """A machine without room for the workers is told with the key that asks for them; those started are ended."""
+        before = set(multiprocessing.active_children())
+        try:
+            yield
+        except OSError as error:
+            for worker in set(multiprocessing.active_children()) - before:
+                worker.kill()
+            count = self._options.num_workers
+            fewer = min(count // 2, os.cpu_count() or 1)
+            raise MachineError(
+                f"{count} worker processes cannot be started: {error.strerror or error}",
+                key="data.dataloader_param.num_workers",
+                way_out=f"Lower it, for example to {fewer}; 0 prepares batches in the training process.",
+            ) from error
 
     def _next(self) -> Delivery | None:
         started = time.monotonic()
