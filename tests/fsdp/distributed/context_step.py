@@ -171,12 +171,20 @@ def collate_any(samples: Sequence[Sample], config: Any) -> dict[str, Any]:
         return collate(samples, config)
     length = max(len(sample["ids"]) for sample in samples)
     rows = {key: torch.full((len(samples), length), fill) for key, fill in (("ids", 0), ("shift_labels", -100))}
+    weights = torch.zeros(len(samples), length)
     mask = torch.zeros(len(samples), length, dtype=torch.long)
     for row, sample in enumerate(samples):
         for key, whole in rows.items():
             whole[row, : len(sample["ids"])] = sample[key]
         mask[row, : len(sample["ids"])] = 1
-    return {"input_ids": rows["ids"], "shift_labels": rows["shift_labels"], "attention_mask": mask}
+        weights[row, : len(sample["ids"])] = weights_of(len(sample["ids"]))
+    batch = {"input_ids": rows["ids"], "shift_labels": rows["shift_labels"], "attention_mask": mask}
+    return batch | {"loss_weights": weights}
+
+
+def weights_of(length: int) -> torch.Tensor:
+    """(length,): tokens count differently."""
+    return (torch.arange(length) % 4 + 1) / 4
 
 
 def pack(samples: Sequence[Sample], config: Any) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def pack(samples: Sequence[Sample], config: Any) -> dict[str, Any]:
     row: dict[str, Any] = {
         "input_ids": torch.cat([sample["ids"] for sample in samples])[None],
         "shift_labels": torch.cat([sample["shift_labels"] for sample in samples])[None],
-        "loss_weights": torch.cat([(torch.arange(length) % 4 + 1) / 4 for length in lengths])[None],
+        "loss_weights": torch.cat([weights_of(length) for length in lengths])[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,

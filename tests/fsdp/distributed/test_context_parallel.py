@@ -145,7 +145,7 @@ def label_lost(context: ContextParallel) -> AbstractContextManager[Any]:
 
     def thinned(self: ContextParallel, batch: Any) -> Any:
         own = real(self, batch)
-        return own | {"_rows": own["_rows"][1:], "_targets": own["_targets"][1:]}
+        return own | {name: own[name][1:] for name in ("_rows", "_targets", "_weights")}
 
     return mock.patch.object(ContextParallel, "split", thinned)
 
