@@ -94,7 +94,7 @@ def test_generators(
     assert found["causal"] == found["full"]
     # Six a weight and token is what blocks cost at least; attention comes on top.
     assert found["full"]["forward"] + found["full"]["backward"] > 5 * found["parameters"] * tokens * 0.5
-    assert run(["flops", str(folder), "--image-size", "100x100"]) == 4
+    assert run(["flops", str(folder), "--image-size", "100x100"]) == 2
     assert run(["flops", str(folder)]) == 2
 
 

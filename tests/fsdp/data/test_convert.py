@@ -168,9 +168,8 @@ def test_system_prompts_and_alpaca_inputs() -> None:
 def test_a_turn_may_count_more_or_less(fields: dict[str, Any], weight: float) -> None:
     row = {"messages": turns("a", "b", "c", "d")}
     row["messages"][1] |= fields
-    row["messages"][2] |= fields  # the user's turns are not the model's to learn, but may be taken out
-    taken_out = 0 if weight == 0 else None
-    assert convert(row).weights == [None, weight, taken_out, 1]
+    row["messages"][2] |= fields  # the user's turns count where prompts are trained too
+    assert convert(row).weights == [None, weight, None if weight == 1 else weight, 1]
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------

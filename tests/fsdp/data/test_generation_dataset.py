@@ -156,7 +156,7 @@ class TestRaw:
         assert shapes == {(9, 32, 48), (5, 32, 48), (1, 32, 48)}
 
     def test_sizes_are_checked_at_start(self, pictures: Path, param: Callable[..., DatasetParam], wan: Path) -> None:
-        with pytest.raises(DataError, match=r"num_frames  80×32×48 .* Use 81×32×48"):
+        with pytest.raises(ConfigError, match=r"num_frames  80×32×48 .* Use 81×32×48"):
             build_mm_dataset(param(pictures, wan, {"height": 32, "width": 48, "num_frames": 80}))
         with pytest.raises(ConfigError, match="there is no size to bring the media to"):
             build_mm_dataset(param(pictures, sizes={}))

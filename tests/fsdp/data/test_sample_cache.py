@@ -245,7 +245,7 @@ class TestReuse:
 
     def test_a_file_for_a_folder_is_named(self, tmp_path: Path, make_rows: Rows, param: Param) -> None:
         (tmp_path / "taken").write_text("")
-        with pytest.raises(MachineError, match=r"cache_dir"):
+        with pytest.raises(ConfigError, match=r"cache_dir"):
             cached(param(make_rows(2), cache_dir=str(tmp_path / "taken")))
 
     def test_a_data_set_without_rows_is_refused(self, param: Param) -> None:

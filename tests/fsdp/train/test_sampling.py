@@ -185,7 +185,7 @@ def test_what_cannot_be_shown_does_not_end_the_training(
     [
         (False, [], ConfigError, r"training.save.*no run folder"),
         (True, ["training.sampling.prompts=[]"], ConfigError, r"training.sampling.prompts.*no prompts"),
-        (True, ["training.sampling.height=15"], DataError, r"training.sampling.*15×16.*Use 16×16"),
+        (True, ["training.sampling.height=15"], ConfigError, r"training.sampling.*15×16.*Use 16×16"),
         (True, ["training.sampling.prompts_file=gone.txt"], DataError, r"gone.txt.*no such file"),
     ],
 )  # fmt: skip
