@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, shutdown_distributed
+from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, shutdown_distributed
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
 from mindspeed_mm.fsdp.loss.objectives import Objective, build_objective
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
-from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
+from mindspeed_mm.fsdp.train.step.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import build_schedule
 from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device

@@ -24,26 +24,26 @@ from benchmarks.accelerator_engine import leave  # noqa: E402
 from benchmarks.accelerator_operators import OPERATORS  # noqa: E402
 from benchmarks.accelerator_parity import PLANTED, full_precision, on_host  # noqa: E402
 from mindspeed_mm.core.batch import Batch  # noqa: E402
-from mindspeed_mm.fsdp.distributed.context_parallel import apply_to_decoder  # noqa: E402
-from mindspeed_mm.fsdp.distributed.expert_parallel_collectives import ExpertRanks  # noqa: E402
-from mindspeed_mm.fsdp.distributed.expert_parallel_dispatch import AllGather, AllToAll  # noqa: E402
-from mindspeed_mm.fsdp.distributed.launch import initialize_distributed  # noqa: E402
+from mindspeed_mm.fsdp.distributed.context.apply import apply_to_decoder  # noqa: E402
+from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks  # noqa: E402
+from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll  # noqa: E402
+from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed  # noqa: E402
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state, init_parallel_state  # noqa: E402
-from mindspeed_mm.fsdp.distributed.pipeline_parallel import split_into_stages  # noqa: E402
-from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel  # noqa: E402
-from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks  # noqa: E402
-from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy  # noqa: E402
+from mindspeed_mm.fsdp.distributed.pipeline.apply import split_into_stages  # noqa: E402
+from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel  # noqa: E402
+from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks  # noqa: E402
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import vocabulary_cross_entropy  # noqa: E402
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier  # noqa: E402
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss  # noqa: E402
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy  # noqa: E402
-from mindspeed_mm.fsdp.models.spec import resolve_spec  # noqa: E402
+from mindspeed_mm.fsdp.models.structure.spec import resolve_spec  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare  # noqa: E402
 from mindspeed_mm.fsdp.ops.experts import fused_experts, use_own_experts  # noqa: E402
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments, TpPlan  # noqa: E402
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes  # noqa: E402
-from mindspeed_mm.fsdp.train.pipeline_forward_backward import PipelineForwardBackward  # noqa: E402
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes  # noqa: E402
+from mindspeed_mm.fsdp.train.step.pipeline import PipelineForwardBackward  # noqa: E402
 from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device  # noqa: E402
 
 Results = dict[str, torch.Tensor]

@@ -42,7 +42,7 @@ def write_model(folder: Path) -> None:
 
 def load(folder: Path, kind: str) -> Any:
     """The model with adapters and weights."""
-    from mindspeed_mm.fsdp.models.lora import apply_lora, initialize_lora
+    from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora
     from mindspeed_mm.fsdp.models.modelhub import ModelHub
     from mindspeed_mm.fsdp.params.lora_args import LoraArguments
     from mindspeed_mm.fsdp.params.model_args import ModelArguments

@@ -21,7 +21,7 @@ from benchmarks.communication_formula import Plan, Step, bytes_sent
 from benchmarks.figures import Figure
 from benchmarks.ranks import run_ranks
 from mindspeed_mm.fsdp.params.loader import load_config
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 CONVENTION = (

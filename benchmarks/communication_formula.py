@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
 COUNT_BYTES = 8
 """Of a whole number: how many rows there are, which expert is meant."""

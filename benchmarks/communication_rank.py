@@ -23,7 +23,7 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks.communication_cases import CASES, MODELS, ROWS_A_STEP, Case  # noqa: E402
 from benchmarks.communication_count import WireCount  # noqa: E402
 from benchmarks.communication_formula import Decoder  # noqa: E402
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes  # noqa: E402
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes  # noqa: E402
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins  # noqa: E402
 from mindspeed_mm.fsdp.train.trainer import Trainer  # noqa: E402
 

@@ -33,7 +33,7 @@ from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.tools.memory_tracker import MemoryTracker
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.memory_forecast import forecast
+from mindspeed_mm.fsdp.train.memory.forecast import forecast
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 GIB = 2**20

@@ -64,10 +64,10 @@ def ours(folder: Path) -> None:
     """As `mm train` loads: build on meta, shard, stream into the shards."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (not to be counted: the plain way has it too)
 
-    from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, shutdown_distributed
+    from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, shutdown_distributed
     from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
     from mindspeed_mm.fsdp.params.argument import Arguments
-    from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+    from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
     from mindspeed_mm.fsdp.train.assemble import assemble
 
     arguments = Arguments.model_validate({"model": {"model_name_or_path": str(folder)}})

@@ -19,7 +19,7 @@ from benchmarks import communication_rank
 from benchmarks.communication_cases import Case
 from benchmarks.plans_cases import FLOORS, MEASURED_STEPS, PLANS, SHAPES, TOKENS_A_ROW, WARM_UP_STEPS
 from benchmarks.rounds import WILD, Rounds
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from mindspeed_mm.core.errors import MMError, UsageError, told_as
 from mindspeed_mm.core.python_words import problem_for_python, word_for_python
-from mindspeed_mm.tasks.given_arguments import (
+from mindspeed_mm.tasks.given.arguments import (
     check_choice,
     check_counts,
     check_flags,
@@ -28,15 +28,15 @@ from mindspeed_mm.tasks.given_arguments import (
     short,
     wants_resume,
 )
-from mindspeed_mm.tasks.given_rows import named_path
+from mindspeed_mm.tasks.given.rows import named_path
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
-    from mindspeed_mm.tasks.check import CheckResult
-    from mindspeed_mm.tasks.evaluate import Evaluation
-    from mindspeed_mm.tasks.evaluate_loss import LossEvaluation
-    from mindspeed_mm.tasks.export import Exported
-    from mindspeed_mm.tasks.run_view import Run
+    from mindspeed_mm.tasks.check.check import CheckResult
+    from mindspeed_mm.tasks.evaluate.evaluate import Evaluation
+    from mindspeed_mm.tasks.evaluate.loss import LossEvaluation
+    from mindspeed_mm.tasks.export.export import Exported
+    from mindspeed_mm.tasks.given.run_view import Run
 
 __all__ = ["MMError", "check", "evaluate", "export", "infer", "load_run", "train"]
 
@@ -131,8 +131,8 @@ def train(
     words = [sections | given_sections(inference=inference) | named, *overrides]
     hooks = _callbacks(callbacks)
     from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-    from mindspeed_mm.tasks.given_objects import with_objects
-    from mindspeed_mm.tasks.run_view import RecordsInMemory
+    from mindspeed_mm.tasks.given.objects import with_objects
+    from mindspeed_mm.tasks.given.run_view import RecordsInMemory
     from mindspeed_mm.tasks.train import collecting_later
 
     options = TrainOptions(steps=steps, resume=resumes, raises_on_second_interrupt=True, **flags)
@@ -188,11 +188,11 @@ def check(
     sections = given_sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
     words: list[Any] = [sections | given_sections(inference=inference) | named, *overrides]
     given, named_as = _given(config), named_by(rows=rows, val_rows=val_rows)
-    from mindspeed_mm.tasks import check as task
+    from mindspeed_mm.tasks.check import check as task
 
     with ExitStack() as stack:
         if rows is not None or val_rows is not None:
-            from mindspeed_mm.tasks.given_objects import is_data_set, with_objects
+            from mindspeed_mm.tasks.given.objects import is_data_set, with_objects
 
             for key, each in (("rows", rows), ("val_rows", val_rows)):
                 if is_data_set(each):
@@ -256,7 +256,7 @@ def infer(
         if is_generator(folder):
             return _draw(folder, prompt, pictures, out, adapters, overwrite, sampling | _given_size(batch_size))
         refuse_unknown(sampling, infer, "is no argument for a language model")
-        from mindspeed_mm.tasks import infer as task
+        from mindspeed_mm.tasks.answer import infer as task
 
         if (prompt is None) == (rows is None):
             raise UsageError("give either a prompt or rows", key="prompt")
@@ -359,7 +359,7 @@ def evaluate(
     with TemporaryDirectory(prefix="mm-") as name:
         data = _question_file(rows, Path(name)) if rows is not None else None
         if loss:
-            from mindspeed_mm.tasks import evaluate_loss
+            from mindspeed_mm.tasks.evaluate import loss as evaluate_loss
 
             if max_new_tokens is not None:
                 raise UsageError("nothing is generated with loss=True", key="max_new_tokens", way_out="Leave it out.")
@@ -367,7 +367,7 @@ def evaluate(
             return evaluate_loss.run(evaluate_loss.LossRequest(folder, data, batch_size=size, **shown), results)
         if data is None:
             raise UsageError("there are no rows", key="rows", way_out="Give a file or a list of them.")
-        from mindspeed_mm.tasks import evaluate as task
+        from mindspeed_mm.tasks.evaluate import evaluate as task
 
         return task.run(
             folder, data, out=results, max_new_tokens=max_new_tokens or 512, batch_size=batch_size or 64, **shown
@@ -412,7 +412,7 @@ def export(
     check_counts(0, step=step)
     check_choice("weights", weights, ("ema", "model"))
     check_choice("dtype", dtype, ("bf16", "fp16", "fp32", "fp64"))
-    from mindspeed_mm.tasks import export as task
+    from mindspeed_mm.tasks.export import export as task
 
     return task.run(
         _path(run),
@@ -434,7 +434,7 @@ def load_run(folder: PathLike) -> Run:
     Raises:
         DataError: It is no run folder.
     """
-    from mindspeed_mm.tasks.run_view import load_run as read
+    from mindspeed_mm.tasks.given.run_view import load_run as read
 
     return read(named_path(folder, "folder"))
 
@@ -493,7 +493,7 @@ def _resolved(given: Path | Mapping[str, Any], words: Sequence[Any]) -> Any:
 
 def _run_of(save: str | None, records: Sequence[dict[str, Any]], model: Any) -> Run:
     """The run as its folder has it, else as this process does."""
-    from mindspeed_mm.tasks.run_view import Run
+    from mindspeed_mm.tasks.given.run_view import Run
 
     if save is None:
         return Run(None, records, model=model)
@@ -520,7 +520,7 @@ def _picture(image: Any, folder: Path, number: int) -> Path:
     """The file of a picture; one that is in memory is stored."""
     if isinstance(image, str | os.PathLike):
         return named_path(image, "images")
-    from mindspeed_mm.tasks.given_rows import is_picture, picture_bytes
+    from mindspeed_mm.tasks.given.rows import is_picture, picture_bytes
 
     if not is_picture(image):
         raise UsageError(f"{type(image).__name__} is no picture", key="images", way_out="Give paths or PIL images.")
@@ -532,7 +532,7 @@ def _picture(image: Any, folder: Path, number: int) -> Path:
 def _question_file(rows: Any, folder: Path) -> Path:
     if isinstance(rows, str | os.PathLike):
         return named_path(rows, "rows")
-    from mindspeed_mm.tasks.given_rows import listed_rows, with_ids, write_rows
+    from mindspeed_mm.tasks.given.rows import listed_rows, with_ids, write_rows
 
     return write_rows(with_ids(listed_rows(rows, "question")), folder, "questions", stores_media=False)
 
@@ -557,7 +557,7 @@ def _draw(
         raise UsageError("a video goes on from one picture", key="images", way_out="Give one.")
     from mindspeed_mm.core.artifacts import read_jsonl
     from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-    from mindspeed_mm.tasks import generate
+    from mindspeed_mm.tasks.draw import generate
 
     prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())
     known = SamplingArguments.model_fields

@@ -204,7 +204,7 @@ def test_a_run_without_a_folder_cannot_be_asked(config: dict[str, Any]) -> None:
 
 
 def test_the_best_checkpoint_is_the_one_with_the_lowest_validation_loss(tmp_path: Path) -> None:
-    from mindspeed_mm.tasks.run_view import Run
+    from mindspeed_mm.tasks.given.run_view import Run
 
     for step in (2, 4, 6):
         (tmp_path / f"iter_{step:07d}").mkdir()
@@ -228,7 +228,7 @@ def test_a_picture_in_memory_is_the_picture_of_its_file(tmp_path: Path) -> None:
     from PIL import Image
 
     from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-    from mindspeed_mm.tasks.given_rows import write_rows
+    from mindspeed_mm.tasks.given.rows import write_rows
 
     pixels = numpy.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=numpy.uint8)
     turned = Image.Exif()
@@ -251,7 +251,7 @@ def bad_rows() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("row", bad_rows().values(), ids=bad_rows())
 def test_a_row_in_memory_that_no_file_can_hold_is_named(row: dict[str, Any], tmp_path: Path) -> None:
-    from mindspeed_mm.tasks.given_rows import listed_rows, write_rows
+    from mindspeed_mm.tasks.given.rows import listed_rows, write_rows
 
     with pytest.raises(mm.MMError, match=r"train rows, row 1 .*cannot be stored"):
         write_rows(listed_rows([{"id": 0}, row], "train"), tmp_path, "train")
@@ -262,7 +262,7 @@ def test_cells_of_tables_are_plain_values_and_missing_ones_are_absent(tmp_path: 
 
     import numpy
 
-    from mindspeed_mm.tasks.given_rows import listed_rows, with_ids, write_rows
+    from mindspeed_mm.tasks.given.rows import listed_rows, with_ids, write_rows
 
     missing = {name: type(name, (), {})() for name in ("NAType", "NaTType")}  # as pandas calls them
     rows = [
@@ -322,7 +322,7 @@ def test_validation_by_a_data_set_of_the_callers_own(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
-    from mindspeed_mm.tasks.run_view import Run
+    from mindspeed_mm.tasks.given.run_view import Run
 
     for step in (2, 4):
         (tmp_path / f"iter_{step:07d}").mkdir()

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from benchmarks.communication import table_of
 from benchmarks.communication_formula import example
 from mindspeed_mm.fsdp.params.loader import load_config
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")

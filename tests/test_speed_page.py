@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.cli.main import run
-from mindspeed_mm.fsdp.train.progress import HEADER
+from mindspeed_mm.fsdp.train.run.progress import HEADER
 from tests.helpers.runs import lines
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run

@@ -26,7 +26,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
 from mindspeed_mm.core.errors import MMError
 
 if TYPE_CHECKING:
-    from mindspeed_mm.tasks.evaluate import Evaluation
+    from mindspeed_mm.tasks.evaluate.evaluate import Evaluation
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -109,7 +109,7 @@ class Quickstart:
 
     def export(self) -> None:
         """A Hugging Face folder from the newest checkpoint."""
-        from mindspeed_mm.tasks import export
+        from mindspeed_mm.tasks.export import export
 
         say(f"mm export {self.run_folder} {self.folder / 'hf'} --overwrite")
         exported = export.run(self.run_folder, self.folder / "hf", overwrite=True)
@@ -117,7 +117,7 @@ class Quickstart:
 
     def evaluate(self) -> Evaluation:
         """Answers to all held-out questions, from the exported folder."""
-        from mindspeed_mm.tasks import evaluate
+        from mindspeed_mm.tasks.evaluate import evaluate
 
         out = self.run_folder / "eval"
         say(f"mm evaluate {self.folder / 'hf'} --data {self.test_rows} --out {out} --max-new-tokens {MAX_NEW_TOKENS}")
@@ -128,8 +128,8 @@ class Quickstart:
     def compare_with_transformers(self) -> None:
         """The exported folder must say the same, token for token, without this project's code."""
         from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-        from mindspeed_mm.tasks.generation import load_generator
-        from mindspeed_mm.tasks.questions import read_questions
+        from mindspeed_mm.tasks.answer.generation import load_generator
+        from mindspeed_mm.tasks.answer.questions import read_questions
 
         questions = read_questions(self.test_rows, needs_answers=True)[:COMPARED_ROWS]
         batches = load_generator(self.folder / "hf").answer(
@@ -144,7 +144,7 @@ class Quickstart:
 
     def report(self) -> None:
         """One HTML page."""
-        from mindspeed_mm.tasks import report
+        from mindspeed_mm.tasks.report import report
 
         say(f"mm report {self.run_folder}")
         print(report.run([self.run_folder]))

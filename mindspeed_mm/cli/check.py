@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mindspeed_mm.core.errors import align
-from mindspeed_mm.tasks import check as task
+from mindspeed_mm.tasks.check import check as task
 
 EXAMPLES = """
 \b

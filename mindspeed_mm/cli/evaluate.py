@@ -68,7 +68,7 @@ def command(
         return
     if data is None:
         raise UsageError("no rows are named", key="--data", way_out="Name a file of rows: --data test.jsonl.")
-    from mindspeed_mm.tasks import evaluate  # torch: the help does without
+    from mindspeed_mm.tasks.evaluate import evaluate  # torch: the help does without
 
     result = evaluate.run(
         model,
@@ -100,7 +100,7 @@ def _measure_loss(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from mindspeed_mm.tasks import evaluate_loss
+    from mindspeed_mm.tasks.evaluate import loss as evaluate_loss
 
     request = evaluate_loss.LossRequest(
         model, data, media_dir, batch_size or evaluate_loss.BATCH_SIZE, lora=lora, config=config

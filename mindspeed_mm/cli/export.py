@@ -63,7 +63,7 @@ def command(
     tokenizer and processor; of a generator a whole folder for diffusers; of a run that trained adapters a folder of
     adapters for PEFT or for a diffusers pipeline. It appears when it is complete.
     """
-    from mindspeed_mm.tasks import export  # torch: not for --help
+    from mindspeed_mm.tasks.export import export  # torch: not for --help
 
     exported = export.run(
         run,

@@ -52,8 +52,9 @@ def command(
     code 75. Rows that cannot be used are skipped and listed in skipped.jsonl; more than a tenth of them are an error,
     unless max_bad_fraction says otherwise.
     """
-    from mindspeed_mm.fsdp.train.launched import starts_ranks
-    from mindspeed_mm.tasks import extract, train  # torch: the help does without
+    from mindspeed_mm.fsdp.train.run.launched import starts_ranks
+    from mindspeed_mm.tasks import train  # torch: the help does without
+    from mindspeed_mm.tasks.extract import extract  # torch: the help does without
 
     if starts_ranks(nproc):
         given = {"--out": out, "--batch-size": batch_size, "--dtype": dtype, "--verify": verify}

@@ -131,8 +131,9 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
     if len(options["images"]) > 1:
         raise UsageError("a video goes on from one picture", key="--image", way_out="Give one.")
     settings = {name: options[name] for name in SETTINGS if options[name] is not None} | read_size(options["size"])
-    from mindspeed_mm.fsdp.train.launched import starts_ranks
-    from mindspeed_mm.tasks import generate, train  # torch: the help does without
+    from mindspeed_mm.fsdp.train.run.launched import starts_ranks
+    from mindspeed_mm.tasks import train  # torch: the help does without
+    from mindspeed_mm.tasks.draw import generate  # torch: the help does without
 
     if starts_ranks(options["nproc"]):
         return generate.run_ranks(options["nproc"], ["infer", *words_of(context)])
@@ -201,7 +202,7 @@ def answer(model: Path, options: dict[str, Any]) -> None:
         raise UsageError(
             "--image goes with --prompt", key="--image", way_out="Name the pictures in the rows of --data."
         )
-    from mindspeed_mm.tasks import infer  # torch: the help does without
+    from mindspeed_mm.tasks.answer import infer  # torch: the help does without
 
     longest = options["max_new_tokens"]
     if data is None:

@@ -54,7 +54,7 @@ def command(
     whole. A RUN alone is merged with what it started from.
     """
     from mindspeed_mm.fsdp.utils.register import import_plugin
-    from mindspeed_mm.tasks import merge  # torch: not for --help
+    from mindspeed_mm.tasks.export import merge  # torch: not for --help
 
     import_plugin(plugins, key="--plugin")
     merged = merge.run(base, adapters, out, scales=scales, dtype=dtype, overwrite=overwrite)

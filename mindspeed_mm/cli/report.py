@@ -24,7 +24,7 @@ def command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
 
     Several runs are drawn into the same charts.
     """
-    from mindspeed_mm.tasks import report  # matplotlib and pillow: the help does without
+    from mindspeed_mm.tasks.report import report  # matplotlib and pillow: the help does without
 
     written = report.run(runs, out)
     click.echo(json.dumps({"report": str(written)}) if as_json else str(written))

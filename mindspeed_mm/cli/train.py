@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.train.launched import starts_ranks
+from mindspeed_mm.fsdp.train.run.launched import starts_ranks
 from mindspeed_mm.tasks import train
 
 EXAMPLES = """

@@ -125,7 +125,7 @@ def _counted(
     target: Path, overrides: Sequence[str], *, lora: bool, recompute: str | None
 ) -> tuple[nn.Module, FlopCount | None]:
     from mindspeed_mm.fsdp.train.assemble import build_model
-    from mindspeed_mm.fsdp.train.utilisation import count_step
+    from mindspeed_mm.fsdp.train.run.utilisation import count_step
 
     arguments = _arguments(target, overrides)
     changes: dict[str, Any] = {}

@@ -13,14 +13,14 @@ from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import TRANSFORMER
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
-from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, AdapterFile
+from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.tasks import export
-from mindspeed_mm.tasks.export_source import noted_model
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.export.source import noted_model
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
 EXPORTED = "exported"

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ExitCode, MMError
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: 
     """
     # A wrong YAML is answered once, here, not by every rank.
     config = load_with_plugins(config_path, overrides)
-    from mindspeed_mm.fsdp.train.start_checks import check_config
-    from mindspeed_mm.tasks.launcher import launch
+    from mindspeed_mm.fsdp.train.run.start_checks import check_config
+    from mindspeed_mm.tasks.launch.launcher import launch
 
     check_config(config)
     return launch(nproc, ["train", str(config_path), *overrides, *options], config.arguments.training.save)
@@ -83,7 +83,7 @@ def tell_launcher(error: Exception) -> bool:
     folder = LaunchFolder.of_this_rank()
     if folder is None:
         return False
-    from mindspeed_mm.fsdp.train.failures import has_lost_peers
+    from mindspeed_mm.fsdp.train.run.failures import has_lost_peers
 
     launcher_prints = isinstance(error, MMError) and os.environ.get("MM_TRACEBACK") != "1"
     code = int(error.exit_code if isinstance(error, MMError) else ExitCode.BUG)

@@ -16,8 +16,8 @@ from benchmarks import communication
 from benchmarks.communication_cases import CASES, DENSE, MODELS
 from benchmarks.communication_formula import QWEN3_8B, Decoder, Plan, Step, bytes_sent
 from benchmarks.communication_rank import STEPS, TOKENS_A_ROW, count, make
-from mindspeed_mm.fsdp.distributed import tensor_parallel_collectives
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.distributed.tensor import collectives as tensor_parallel_collectives
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from tests.helpers.distributed import run_ranks
 
 ONE = ParallelSizes(world=1, pp=1, dp_replicate=1, dp_shard=1, ring=1, ulysses=1, tp=1, edp=1, efsdp=1, ep=1)

@@ -15,7 +15,8 @@ from torch import nn
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
-from mindspeed_mm.tasks import check, memory_stage
+from mindspeed_mm.tasks.check import check
+from mindspeed_mm.tasks.check import memory as memory_stage
 from tests.helpers.tiny_run import make_tiny_run
 from tests.tasks.extraction_run import make_run
 

@@ -9,7 +9,7 @@ import pytest
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.trainer import Trainer
-from mindspeed_mm.tasks import check
+from mindspeed_mm.tasks.check import check
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 

@@ -75,7 +75,7 @@ def test_sigterm_ends_with_75_and_the_same_command_goes_on(prepared: Path, tmp_p
     out = tmp_path / "out"
 
     def work() -> None:
-        from mindspeed_mm.tasks.extraction import BatchEncoder
+        from mindspeed_mm.tasks.extract.batches import BatchEncoder
 
         real = BatchEncoder.__call__
 

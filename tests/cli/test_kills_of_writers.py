@@ -14,7 +14,7 @@ from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.checkpoint.manifest import read_manifest, verify_files
-from mindspeed_mm.tasks import export, merge
+from mindspeed_mm.tasks.export import export, merge
 from tests.fsdp.checkpoint import small_run
 from tests.helpers.adapters import adapted_model
 from tests.helpers.distributed import alone

@@ -21,20 +21,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from mindspeed_mm.core.version import __version__
-from mindspeed_mm.fsdp.distributed.launcher_life import LAUNCHER_VARIABLE
-from mindspeed_mm.fsdp.train import launched
-from mindspeed_mm.fsdp.train.launched import (
+from mindspeed_mm.fsdp.distributed.job.launcher_life import LAUNCHER_VARIABLE
+from mindspeed_mm.fsdp.train.run import launched
+from mindspeed_mm.fsdp.train.run.launched import (
     FOLDER_VARIABLE,
     LaunchFolder,
     correct_ending,
     how_to_go_on,
     starts_ranks,
 )
-from mindspeed_mm.fsdp.train.stop_signal import StopSignal
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.tasks import agent, launcher, rank_start
-from mindspeed_mm.tasks.agent import told_meeting_place
-from mindspeed_mm.tasks.launcher import _last_words
+from mindspeed_mm.tasks.launch import agent, launcher, rank_start
+from mindspeed_mm.tasks.launch.agent import told_meeting_place
+from mindspeed_mm.tasks.launch.launcher import _last_words
 from tests.helpers.distributed import run_ranks
 from tests.helpers.processes import ranks_of, wait_until_gone
 from tests.helpers.runs import differing, mm, newest, tensors, train

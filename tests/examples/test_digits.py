@@ -15,7 +15,7 @@ import torch
 
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.utils.processor import load_processor
-from mindspeed_mm.tasks.questions import read_questions
+from mindspeed_mm.tasks.answer.questions import read_questions
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 

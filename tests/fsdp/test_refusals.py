@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.fsdp.distributed import pipeline_torch
-from mindspeed_mm.fsdp.models import quantized_linear
+from mindspeed_mm.fsdp.distributed.pipeline import schedules as pipeline_torch
+from mindspeed_mm.fsdp.models.behaviour import quantized_linear
 from tests.fsdp.refusals import LONG_TABLE, SHORT_TABLE
 from tests.helpers.pretended_ranks import first_of
 from tests.helpers.refusal import ENVIRONMENT, LORA, Refusal, make_base, spoiled

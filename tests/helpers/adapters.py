@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.fsdp.models.lora import apply_lora, initialize_lora, lora_of
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora, lora_of
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments

@@ -9,7 +9,7 @@ from unittest import mock
 
 from mindspeed_mm.fsdp.loss import objectives
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.verify import faults
 

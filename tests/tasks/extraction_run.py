@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from ruamel.yaml import YAML
 
-from mindspeed_mm.tasks import extract
-from mindspeed_mm.tasks.extraction_set import ExtractOutcome
+from mindspeed_mm.tasks.extract import extract
+from mindspeed_mm.tasks.extract.feature_set import ExtractOutcome
 from tests.helpers.tiny_generator_run import generator_config, make_pictures
 from tests.helpers.tiny_generators import make_tiny_flux
 

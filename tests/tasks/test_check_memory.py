@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from mindspeed_mm.cli.check import command
 from mindspeed_mm.fsdp.utils import device
-from mindspeed_mm.tasks import check
+from mindspeed_mm.tasks.check import check
 from tests.helpers.tiny_run import make_tiny_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

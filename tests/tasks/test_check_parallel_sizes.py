@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.tasks import check
+from mindspeed_mm.tasks.check import check
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run

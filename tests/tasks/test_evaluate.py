@@ -14,11 +14,11 @@ from scipy.stats import binomtest
 from mindspeed_mm.cli.evaluate import command
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.tasks import evaluate
-from mindspeed_mm.tasks.answering import AnswerProgress
-from mindspeed_mm.tasks.generation import load_generator
-from mindspeed_mm.tasks.questions import read_questions
-from mindspeed_mm.tasks.scoring import is_exact_match, score, wilson_interval
+from mindspeed_mm.tasks.answer.answering import AnswerProgress
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.questions import read_questions
+from mindspeed_mm.tasks.evaluate import evaluate
+from mindspeed_mm.tasks.evaluate.scoring import is_exact_match, score, wilson_interval
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 TOKENS = 4
@@ -123,7 +123,7 @@ def test_progress_shows_the_time_left_after_five_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("mindspeed_mm.tasks.answering.time.monotonic", lambda: now)
+    monkeypatch.setattr("mindspeed_mm.tasks.answer.answering.time.monotonic", lambda: now)
     progress = AnswerProgress(1000)
     for seconds in (2, 4, 11, 12):
         now = 100.0 + seconds

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mindspeed_mm
-from mindspeed_mm.tasks.questions import read_questions
+from mindspeed_mm.tasks.answer.questions import read_questions
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe, make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_rows, make_tiny_run
@@ -179,7 +179,7 @@ def test_files_of_others_are_not_written_over(name: str, content: str, folder: P
 
 
 def test_answers_do_not_continue_a_text_of_somebody_else(tmp_path: Path) -> None:
-    from mindspeed_mm.tasks.answering import AnswerFile
+    from mindspeed_mm.tasks.answer.answering import AnswerFile
 
     (tmp_path / "answers.jsonl").write_text("my notes\nof today\n")
     with pytest.raises(mindspeed_mm.MMError, match="was not written by mm infer"):

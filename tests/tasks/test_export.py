@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-from mindspeed_mm.tasks import export
+from mindspeed_mm.tasks.export import export
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 prepare_for_transformers()

@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.tasks import export
+from mindspeed_mm.tasks.export import export
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.tasks.test_export import make_run
 

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-from mindspeed_mm.tasks import export
+from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_source import resolve_model
 from tests.helpers.adapters import denoised
 from tests.helpers.tiny_generator_run import make_tiny_generator_run

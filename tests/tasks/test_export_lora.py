@@ -18,11 +18,12 @@ from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
 from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
-from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS
-from mindspeed_mm.fsdp.models.lora_names import LoraReport
+from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS
+from mindspeed_mm.fsdp.models.lora.names import LoraReport
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-from mindspeed_mm.tasks import export, export_contents
+from mindspeed_mm.tasks.export import contents as export_contents
+from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_source import resolve_model
 from tests.helpers.adapters import adapted_model, denoised, logits
 from tests.helpers.tiny_generators import make_tiny_flux

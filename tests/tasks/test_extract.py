@@ -31,9 +31,9 @@ from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.stop_signal import StopSignal
-from mindspeed_mm.tasks import extract
-from mindspeed_mm.tasks.extraction import BatchEncoder, plan_batches
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.tasks.extract import extract
+from mindspeed_mm.tasks.extract.batches import BatchEncoder, plan_batches
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines
 from tests.helpers.tiny_generator_run import generator_config, make_tiny_generator_run
@@ -258,7 +258,7 @@ def no_encoders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("encoders are loaded although nothing is to be encoded")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mindspeed_mm.tasks.extraction_set.load_encoders", refuse)
+        patch.setattr("mindspeed_mm.tasks.extract.feature_set.load_encoders", refuse)
         yield
 
 
@@ -433,7 +433,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
 def test_too_little_room_is_seen_before_the_work(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mindspeed_mm.tasks.extraction_limits.free_bytes", lambda path: 100)
+    monkeypatch.setattr("mindspeed_mm.tasks.extract.limits.free_bytes", lambda path: 100)
     with pytest.raises(MachineError, match=r"the latents alone take .* are free"):
         run(prepared / "run.yaml", out=tmp_path / "out")
 
@@ -441,6 +441,6 @@ def test_too_little_room_is_seen_before_the_work(
 def test_too_little_room_for_all_is_warned_of(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mindspeed_mm.tasks.extraction_limits.free_bytes", lambda path: 20_000)
+    monkeypatch.setattr("mindspeed_mm.tasks.extract.limits.free_bytes", lambda path: 20_000)
     run(prepared / "run.yaml", out=tmp_path / "out")
     assert "warning: " in capsys.readouterr().out

@@ -17,9 +17,10 @@ from mindspeed_mm.cli.infer import command
 from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padded_rows
-from mindspeed_mm.tasks import asking, infer, model_source
-from mindspeed_mm.tasks.generation import Answer, Generator, load_generator
-from mindspeed_mm.tasks.questions import Question, ask, read_questions
+from mindspeed_mm.tasks import model_source
+from mindspeed_mm.tasks.answer import asking, infer
+from mindspeed_mm.tasks.answer.generation import Answer, Generator, load_generator
+from mindspeed_mm.tasks.answer.questions import Question, ask, read_questions
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
 TOKENS = 6

@@ -19,14 +19,15 @@ from PIL import Image
 from mindspeed_mm.cli import infer as cli
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError, ModelFolderError, StoppedAfterSave, UsageError
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
-from mindspeed_mm.fsdp.models.diffusion.prompts import Prompt
-from mindspeed_mm.fsdp.models.diffusion.sampler import SampleOrder, Sampler
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-from mindspeed_mm.fsdp.train.stop_signal import StopSignal
-from mindspeed_mm.tasks import export, generate
-from mindspeed_mm.tasks.generate import GenerateRequest
+from mindspeed_mm.fsdp.sampling.prompts import Prompt
+from mindspeed_mm.fsdp.sampling.sampler import SampleOrder, Sampler
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.tasks.draw import generate
+from mindspeed_mm.tasks.draw.generate import GenerateRequest
+from mindspeed_mm.tasks.draw.sample_folder import SampleFolder
+from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_kind import is_generator
-from mindspeed_mm.tasks.sample_folder import SampleFolder
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_generator_run import make_tiny_generator_run

@@ -16,10 +16,10 @@ from torch import nn
 from mindspeed_mm.cli.merge import command
 from mindspeed_mm.core.errors import MMError, ModelFolderError, UsageError
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
-from mindspeed_mm.fsdp.models import lora_merge
+from mindspeed_mm.fsdp.models.lora import merge as lora_merge
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-from mindspeed_mm.tasks import merge
-from mindspeed_mm.tasks.generation import load_generator
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.export import merge
 from mindspeed_mm.tasks.model_source import ModelSource, with_adapters
 from tests.helpers.adapters import adapted_model, denoised, logits, move_trained
 from tests.helpers.tiny_generators import make_tiny_flux

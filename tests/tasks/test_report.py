@@ -14,10 +14,10 @@ from PIL import Image
 
 from mindspeed_mm.cli.report import command
 from mindspeed_mm.core.errors import DataError, UsageError
-from mindspeed_mm.tasks import report
-from mindspeed_mm.tasks.report_charts import smoothed, thinned
-from mindspeed_mm.tasks.report_data import choose_samples, read_run, without_secrets
-from mindspeed_mm.tasks.scoring import score
+from mindspeed_mm.tasks.evaluate.scoring import score
+from mindspeed_mm.tasks.report import report
+from mindspeed_mm.tasks.report.charts import smoothed, thinned
+from mindspeed_mm.tasks.report.data import choose_samples, read_run, without_secrets
 
 
 def step_record(step: int, **fields: Any) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from PIL import Image
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.utils.media_files import write_media
-from mindspeed_mm.tasks import report, report_samples
-from mindspeed_mm.tasks.report_media import MOST_FRAMES, load, show
-from mindspeed_mm.tasks.report_samples import Round, read_rounds, sample_grid, spread
-from mindspeed_mm.tasks.scoring import score
+from mindspeed_mm.tasks.evaluate.scoring import score
+from mindspeed_mm.tasks.report import report
+from mindspeed_mm.tasks.report import samples as report_samples
+from mindspeed_mm.tasks.report.media import MOST_FRAMES, load, show
+from mindspeed_mm.tasks.report.samples import Round, read_rounds, sample_grid, spread
 from tests.tasks.test_report import Page, external
 
 
@@ -163,5 +164,5 @@ def test_judges_and_their_findings(run: Path) -> None:
 
 
 def test_the_report_needs_no_torch() -> None:
-    program = "import sys, mindspeed_mm.tasks.report; sys.exit('torch' in sys.modules)"
+    program = "import sys, mindspeed_mm.tasks.report.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from mindspeed_mm.tasks import evaluate, export, infer
 from mindspeed_mm.tasks import train as training
-from mindspeed_mm.tasks.asking import QuestionEncoder, rows_view
+from mindspeed_mm.tasks.answer import infer
+from mindspeed_mm.tasks.answer.asking import QuestionEncoder, rows_view
+from mindspeed_mm.tasks.evaluate import evaluate
+from mindspeed_mm.tasks.export import export
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model
 from tests.fsdp.data.conftest import picture
 from tests.helpers.tiny_models import make_tiny_qwen3_vl

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.fsdp.params.checks import PATTERN_KEYS
+from mindspeed_mm.fsdp.params.rules.all import PATTERN_KEYS
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.verify.model import fitting
 from tests.helpers.tiny_run import make_tiny_run

@@ -11,7 +11,8 @@ import yaml
 
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-from mindspeed_mm.tasks import check, train
+from mindspeed_mm.tasks import train
+from mindspeed_mm.tasks.check import check
 from tests.fsdp.data.conftest import conversation, write_jsonl
 from tests.helpers.tiny_processors import MEL_BINS, build_processor
 from tests.helpers.tiny_run import tiny_config

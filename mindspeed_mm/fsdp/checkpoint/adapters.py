@@ -13,18 +13,18 @@ from torch import nn
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.fsdp.checkpoint.hf import live_tensors
 from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, drafted_folder, write_weights
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.tree import tied_names
-from mindspeed_mm.fsdp.models.lora_files import (
+from mindspeed_mm.fsdp.models.lora.files import (
     DIFFUSERS_PREFIX,
     DIFFUSERS_WEIGHTS,
     PEFT_CONFIG,
     PEFT_PREFIX,
     PEFT_WEIGHTS,
 )
-from mindspeed_mm.fsdp.models.lora_names import INITIAL, adapter_weight, initial_weights, lora_of
-from mindspeed_mm.fsdp.models.lora_settings import diffusers_metadata, file_key, peft_settings
-from mindspeed_mm.fsdp.models.share import whole_of
+from mindspeed_mm.fsdp.models.lora.names import INITIAL, adapter_weight, initial_weights, lora_of
+from mindspeed_mm.fsdp.models.lora.settings import diffusers_metadata, file_key, peft_settings
+from mindspeed_mm.fsdp.models.structure.share import whole_of
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 
 def save_adapters(

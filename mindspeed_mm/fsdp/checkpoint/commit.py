@@ -21,9 +21,9 @@ from mindspeed_mm.core.artifacts import atomic_write_text, free_bytes, fsync_pat
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.manifest import FileRecord, Manifest, verify_files
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.storage import Tree, write_tree
 from mindspeed_mm.fsdp.checkpoint.tree import tree_bytes
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 SPACE_MARGIN = 1.2
 

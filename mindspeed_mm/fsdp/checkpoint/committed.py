@@ -17,8 +17,8 @@ from mindspeed_mm.fsdp.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
 from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, drafted_folder, write_weights
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import INDEX
-from mindspeed_mm.fsdp.models.model_folder import check_links
+from mindspeed_mm.fsdp.models.loading.folder import check_links
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 STEM = "diffusion_pytorch_model"
 """Of the files that diffusers looks for."""

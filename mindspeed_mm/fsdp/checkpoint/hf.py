@@ -23,11 +23,11 @@ from mindspeed_mm.fsdp.checkpoint.hf_folder import (
     drafted_folder,
     write_weights,
 )
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
-from mindspeed_mm.fsdp.models.local_shard import whole_tensor
-from mindspeed_mm.fsdp.models.share import Share, share_of, whole_of
+from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor
+from mindspeed_mm.fsdp.models.structure.share import Share, share_of, whole_of
 from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
 _ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}

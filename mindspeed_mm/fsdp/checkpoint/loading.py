@@ -17,7 +17,6 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.storage import Tree, read_tree
 from mindspeed_mm.fsdp.checkpoint.tree import (
     EMA,
@@ -32,11 +31,12 @@ from mindspeed_mm.fsdp.checkpoint.tree import (
     tied_names,
     trained_parameters,
 )
-from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight
-from mindspeed_mm.fsdp.models.share import first_names, whole_of
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
+from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.optimizer.build import kind_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.optimizer.state_room import state_room
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 RESTORE = "Restore the checkpoint from a copy, or name an older one in training.load."
 WEIGHTS_ONLY = "Say --weights-only to take the weights and start with a fresh optimizer."

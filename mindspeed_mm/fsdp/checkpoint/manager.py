@@ -16,7 +16,6 @@ from mindspeed_mm.fsdp.checkpoint import committed, layout
 from mindspeed_mm.fsdp.checkpoint.commit import Contents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_rng, load_state, load_tensors
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.retention import prune
 from mindspeed_mm.fsdp.checkpoint.storage import Tree
 from mindspeed_mm.fsdp.checkpoint.tree import (
@@ -30,11 +29,12 @@ from mindspeed_mm.fsdp.checkpoint.tree import (
     snapshot,
     tied_names,
 )
-from mindspeed_mm.fsdp.models.share import whole_of
+from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.optimizer.build import kind_of
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 __all__ = ["CheckpointManager", "CommittedCheckpoint"]
 

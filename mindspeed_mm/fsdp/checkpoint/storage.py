@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mindspeed_mm.core.errors import CheckpointError, MMError
 from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import BROKEN, MetadataReader
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 Tree = dict[str, dict[str, torch.Tensor]]
 """`{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor}, "ema": {name: tensor}}`, the last with

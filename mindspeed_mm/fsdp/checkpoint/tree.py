@@ -9,8 +9,8 @@ from torch import nn
 
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.fsdp.checkpoint.storage import Tree
-from mindspeed_mm.fsdp.models.lora_names import lora_of
-from mindspeed_mm.fsdp.models.share import first_names
+from mindspeed_mm.fsdp.models.lora.names import lora_of
+from mindspeed_mm.fsdp.models.structure.share import first_names
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.utils.device import synchronize
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 DATA_AXES = ("pp", "dp", "cp", "tp")

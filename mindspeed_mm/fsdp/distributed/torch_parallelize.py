@@ -12,18 +12,19 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
-from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, apply_context_parallel
-from mindspeed_mm.fsdp.distributed.encoder_groups import on_tower_mesh, unsummed_towers
-from mindspeed_mm.fsdp.distributed.encoder_media import MediaSharing, share_media
-from mindspeed_mm.fsdp.distributed.expert_parallel import apply_expert_parallel, shard_experts
-from mindspeed_mm.fsdp.distributed.expert_parallel_plan import (
+from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel, apply_context_parallel
+from mindspeed_mm.fsdp.distributed.expert.apply import apply_expert_parallel, shard_experts
+from mindspeed_mm.fsdp.distributed.expert.plan import (
     ExpertPlan,
     check_inside,
     is_spread,
     padding_warnings,
     undivided,
 )
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
+from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
+from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline, check_units
+from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
     Unit,
     build_expert_options,
     holds_wrapped,
@@ -35,15 +36,14 @@ from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
     shard_units,
     sum_gradients,
 )
-from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
-from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, check_units
-from mindspeed_mm.fsdp.distributed.pipeline_stage import StageModule
-from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel
-from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
-from mindspeed_mm.fsdp.models.quantized_linear import check_sharded_bytes
-from mindspeed_mm.fsdp.models.share import own_names, whole_of
-from mindspeed_mm.fsdp.params.encoder_sizes import EncoderSizes, resolve_encoder_sizes
+from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
+from mindspeed_mm.fsdp.distributed.tensor.plan import TensorPlan
+from mindspeed_mm.fsdp.distributed.towers.groups import on_tower_mesh, unsummed_towers
+from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing, share_media
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import check_sharded_bytes
+from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
+from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes, resolve_encoder_sizes
 
 __all__ = ["ParallelApplier", "set_gradient_sync"]
 

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.features.memory.selection import select_modules
 from mindspeed_mm.fsdp.features.memory.skipped_kernels import apply_kept_results, check_skipped_kernels
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import check_compile, compile_blocks
-from mindspeed_mm.fsdp.models.share import own_names, whole_of
+from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from mindspeed_mm.fsdp.features.memory.host_copies import HostCopies
+from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 
 
 class _Saved(NamedTuple):

@@ -17,22 +17,22 @@ from torch import nn
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.patterns import resolve_patterns
-from mindspeed_mm.fsdp.models import multi_token
-from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementation
-from mindspeed_mm.fsdp.models.construction import (
+from mindspeed_mm.fsdp.models.behaviour import multi_token
+from mindspeed_mm.fsdp.models.behaviour.attention import resolve_attn_implementation
+from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, is_generator, transformer_weights
+from mindspeed_mm.fsdp.models.loading.construction import (
     construct,
     is_transformers,
     override_config,
     resolve_class,
     set_dtypes,
 )
-from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, is_generator, transformer_weights
-from mindspeed_mm.fsdp.models.initialization import initialize
-from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight
-from mindspeed_mm.fsdp.models.materialize import materialize
-from mindspeed_mm.fsdp.models.model_folder import folder_warnings, require_folder
-from mindspeed_mm.fsdp.models.spec import find_blocks
-from mindspeed_mm.fsdp.models.weight_loading import LoadReport, stream_weights
+from mindspeed_mm.fsdp.models.loading.folder import folder_warnings, require_folder
+from mindspeed_mm.fsdp.models.loading.initialization import initialize
+from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.loading.stream import LoadReport, stream_weights
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:

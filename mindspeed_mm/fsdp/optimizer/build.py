@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from mindspeed_mm.fsdp.models.share import first_names
+from mindspeed_mm.fsdp.models.structure.share import first_names
 from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offload_gradients
 from mindspeed_mm.fsdp.optimizer.groups import parameter_groups

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.models.share import holders_of
+from mindspeed_mm.fsdp.models.structure.share import holders_of
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments
 
 

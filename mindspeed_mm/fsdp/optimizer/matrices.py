@@ -7,8 +7,8 @@ from collections.abc import Collection
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight
-from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 
 _GATE_AND_UP = "gate_up_proj"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.fsdp.models.local_shard import local_pieces
+from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded, own_gradient
 from mindspeed_mm.fsdp.optimizer.matrix_exchange import Cut, cut_of, mesh_device, shared_work

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.params.config_text import read_config_text
-from mindspeed_mm.fsdp.params.yaml_parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml_tree import plain
+from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.tree import plain
 
 _ENGINE = Path(__file__).resolve().parents[1]
 

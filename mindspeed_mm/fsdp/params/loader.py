@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
-from mindspeed_mm.fsdp.params.checks import check_cross_section
-from mindspeed_mm.fsdp.params.config_text import read_config_text
-from mindspeed_mm.fsdp.params.key_renames import Notes, settle_keys
-from mindspeed_mm.fsdp.params.memory_checks import memory_notes
-from mindspeed_mm.fsdp.params.origins import Origin, dump_with_origins, leaves
-from mindspeed_mm.fsdp.params.overrides import (
+from mindspeed_mm.fsdp.params.rules.all import check_cross_section
+from mindspeed_mm.fsdp.params.rules.memory import memory_notes
+from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
+from mindspeed_mm.fsdp.params.yaml.key_renames import Notes, settle_keys
+from mindspeed_mm.fsdp.params.yaml.origins import Origin, dump_with_origins, leaves
+from mindspeed_mm.fsdp.params.yaml.overrides import (
     ARGUMENTS,
     COMMAND_LINE,
     CONFIGURATION,
@@ -30,12 +30,12 @@ from mindspeed_mm.fsdp.params.overrides import (
     put_over,
     to_plain,
 )
-from mindspeed_mm.fsdp.params.paths import derive_processor_folder, locate_paths
-from mindspeed_mm.fsdp.params.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
-from mindspeed_mm.fsdp.params.unknown_keys import judge_keys
-from mindspeed_mm.fsdp.params.value_messages import problems_of
-from mindspeed_mm.fsdp.params.yaml_parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml_tree import Node, Place, as_node, clone, find, place_of, plain, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.paths import derive_processor_folder, locate_paths
+from mindspeed_mm.fsdp.params.yaml.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
+from mindspeed_mm.fsdp.params.yaml.tree import Node, Place, as_node, clone, find, place_of, plain, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml.unknown_keys import judge_keys
+from mindspeed_mm.fsdp.params.yaml.value_messages import problems_of
 
 __all__ = [
     "Given",

@@ -13,10 +13,10 @@ from pydantic.fields import FieldInfo
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.key_renames import ALIASES, MEANINGLESS
+from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES
 from mindspeed_mm.fsdp.params.schema_walk import places_of_name, section_of, walk_fields
-from mindspeed_mm.fsdp.params.unbuilt import BUILT_VALUES
 from mindspeed_mm.fsdp.params.value_types import show
+from mindspeed_mm.fsdp.params.yaml.key_renames import ALIASES, MEANINGLESS
 
 _TYPE_NAMES = {
     bool: "true or false",

@@ -15,32 +15,32 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
-from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, context_problems, find_decoder
-from mindspeed_mm.fsdp.distributed.encoder_media import MediaSharing
-from mindspeed_mm.fsdp.distributed.expert_parallel_plan import ExpertPlan, balance_copies
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import expect_views
-from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
+from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel, context_problems, find_decoder
+from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, balance_copies
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
-from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline, check_units, split_into_stages
-from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import split_vocabulary
-from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import TensorPlan
+from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline, check_units, split_into_stages
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import expect_views
+from mindspeed_mm.fsdp.distributed.tensor.plan import TensorPlan
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
+from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
+from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.speed.apply_speed import apply_speed
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.router_aux import leave_router_loss_to_us
-from mindspeed_mm.fsdp.models.attention_choice import attention_name
-from mindspeed_mm.fsdp.models.experts_choice import choose_experts
-from mindspeed_mm.fsdp.models.lora import LoraReport, apply_lora, initialize_lora, lora_of
-from mindspeed_mm.fsdp.models.materialize import materialize
+from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
+from mindspeed_mm.fsdp.models.behaviour.experts import choose_experts
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.lora.apply import LoraReport, apply_lora, initialize_lora, lora_of
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
-from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
-from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
+from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.models.vocabulary import check_processor
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.train.utilisation import Utilisation
+from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
-from mindspeed_mm.fsdp.models.diffusion.sampler import Sampler
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
-from mindspeed_mm.fsdp.train.progress import Progress
-from mindspeed_mm.fsdp.train.run_record import RunRecord
-from mindspeed_mm.fsdp.train.sampling import SampleHook, build_sample_hook
+from mindspeed_mm.fsdp.sampling.sampler import Sampler
+from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
+from mindspeed_mm.fsdp.train.run.progress import Progress
+from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 

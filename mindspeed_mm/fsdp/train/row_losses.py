@@ -20,25 +20,25 @@ from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, U
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.data.data_utils.sample import NothingTrainedError
 from mindspeed_mm.fsdp.data.dataloader.completion import completed
 from mindspeed_mm.fsdp.data.dataloader.faults import Policy, name_of
-from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, resolve_launch
+from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, resolve_launch
 from mindspeed_mm.fsdp.distributed.parallel_state import init_parallel_state
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss, Objective, TokenCrossEntropy, build_objective
-from mindspeed_mm.fsdp.models.lora import take_from_base
-from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.models.lora.apply import take_from_base
+from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import assemble
 from mindspeed_mm.fsdp.train.train_engine import move
 from mindspeed_mm.fsdp.train.trainer import leave, numerics
 from mindspeed_mm.fsdp.utils.device import set_local_device
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DivergedError, MMError
 from mindspeed_mm.fsdp.data.dataloader.preload import moved
-from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel
-from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
-from mindspeed_mm.fsdp.distributed.pipeline_parallel import Pipeline
+from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
+from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
+from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.ops.host_values import carry_host_values
 from mindspeed_mm.fsdp.ops.mask_facts import carry_facts
@@ -32,10 +32,10 @@ from mindspeed_mm.fsdp.optimizer.groups import set_lr
 from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.fsdp.train.failures import Autopsy, explained_out_of_memory, sample_ids, shortened
-from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward
-from mindspeed_mm.fsdp.train.stop_signal import StopSignal
-from mindspeed_mm.fsdp.train.tally import Tally
+from mindspeed_mm.fsdp.train.run.failures import Autopsy, explained_out_of_memory, sample_ids, shortened
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward
+from mindspeed_mm.fsdp.train.step.tally import Tally
 from mindspeed_mm.fsdp.utils import ranges
 from mindspeed_mm.fsdp.utils.ranges import named
 

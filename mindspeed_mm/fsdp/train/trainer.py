@@ -27,16 +27,16 @@ from mindspeed_mm.core.run_ownership import mark_run_folder
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_writer
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import gathered_before
-from mindspeed_mm.fsdp.distributed.launch import (
+from mindspeed_mm.fsdp.distributed.job.launch import (
     gather_hosts,
     initialize_distributed,
     resolve_launch,
     shutdown_distributed,
 )
+from mindspeed_mm.fsdp.distributed.job.watchdog import Watchdog
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
-from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
@@ -44,29 +44,33 @@ from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
-from mindspeed_mm.fsdp.train.adapter_start import adapter_start_hooks
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.failures import PeersLost, ending_of, explained, has_lost_peers
-from mindspeed_mm.fsdp.train.forward_backward import ForwardBackward, PlainForwardBackward, PregatheredForwardBackward
 from mindspeed_mm.fsdp.train.generator import GeneratorParts
-from mindspeed_mm.fsdp.train.hf_saves import HuggingFaceSaves
-from mindspeed_mm.fsdp.train.hooks import CallbackHook, CheckpointHook, DataHook, GarbageCollectionHook, ValidationHook
-from mindspeed_mm.fsdp.train.introduction import global_batch, introduce
-from mindspeed_mm.fsdp.train.launched import LaunchFolder, tell_of_hang
-from mindspeed_mm.fsdp.train.log_hook import LogHook
-from mindspeed_mm.fsdp.train.memory_advice import memory_report
-from mindspeed_mm.fsdp.train.objective import build_language_objective
-from mindspeed_mm.fsdp.train.pipeline_forward_backward import PipelineForwardBackward
-from mindspeed_mm.fsdp.train.profile_hooks import build_profile_hooks
-from mindspeed_mm.fsdp.train.progress import Progress
-from mindspeed_mm.fsdp.train.random_state import restore_rng, seed_everything
-from mindspeed_mm.fsdp.train.resume import ResumeOptions, ResumePoint, find_resume_point
-from mindspeed_mm.fsdp.train.run_context import base_of_adapters, run_context
-from mindspeed_mm.fsdp.train.run_record import RunRecord, trusted_code
-from mindspeed_mm.fsdp.train.speed_hooks import speed_hooks
-from mindspeed_mm.fsdp.train.start_checks import (
+from mindspeed_mm.fsdp.train.hooks.adapter_start import adapter_start_hooks
+from mindspeed_mm.fsdp.train.hooks.hooks import (
+    CallbackHook,
+    CheckpointHook,
+    DataHook,
+    GarbageCollectionHook,
+    ValidationHook,
+)
+from mindspeed_mm.fsdp.train.hooks.log import LogHook
+from mindspeed_mm.fsdp.train.hooks.profile import build_profile_hooks
+from mindspeed_mm.fsdp.train.hooks.speed import speed_hooks
+from mindspeed_mm.fsdp.train.hooks.trackers import Tracker, Trackers
+from mindspeed_mm.fsdp.train.memory.advice import memory_report
+from mindspeed_mm.fsdp.train.run.context import base_of_adapters, run_context
+from mindspeed_mm.fsdp.train.run.failures import PeersLost, ending_of, explained, has_lost_peers
+from mindspeed_mm.fsdp.train.run.hf_saves import HuggingFaceSaves
+from mindspeed_mm.fsdp.train.run.introduction import global_batch, introduce
+from mindspeed_mm.fsdp.train.run.launched import LaunchFolder, tell_of_hang
+from mindspeed_mm.fsdp.train.run.progress import Progress
+from mindspeed_mm.fsdp.train.run.random_state import restore_rng, seed_everything
+from mindspeed_mm.fsdp.train.run.record import RunRecord, trusted_code
+from mindspeed_mm.fsdp.train.run.resume import ResumeOptions, ResumePoint, find_resume_point
+from mindspeed_mm.fsdp.train.run.start_checks import (
     check_config,
     check_device,
     check_encoders,
@@ -74,9 +78,15 @@ from mindspeed_mm.fsdp.train.start_checks import (
     check_rows_of_features,
     check_same_data,
 )
-from mindspeed_mm.fsdp.train.stop_signal import StopSignal
-from mindspeed_mm.fsdp.train.summary import SummaryHook
-from mindspeed_mm.fsdp.train.trackers import Tracker, Trackers
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.fsdp.train.run.summary import SummaryHook
+from mindspeed_mm.fsdp.train.step.forward_backward import (
+    ForwardBackward,
+    PlainForwardBackward,
+    PregatheredForwardBackward,
+)
+from mindspeed_mm.fsdp.train.step.objective import build_language_objective
+from mindspeed_mm.fsdp.train.step.pipeline import PipelineForwardBackward
 from mindspeed_mm.fsdp.train.train_engine import Hook, Phase, StepResult, TrainEngine, without_limit
 from mindspeed_mm.fsdp.utils.device import (
     allow_short_fp32,

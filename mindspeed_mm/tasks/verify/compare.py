@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from mindspeed_mm.fsdp.train.step_record import StepRecord
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord
 
 SCALE_FLOOR = 1e-3
 """Deviations of tensors smaller than this are measured against it: nothing can be said about noise."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ _INHERITED = object()
 
 def _dropped_all_reduce() -> Any:
     from mindspeed_mm.fsdp.distributed import torch_parallelize
-    from mindspeed_mm.fsdp.distributed.fully_shard_parallel import fsdp_modules, sum_gradients
+    from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules, sum_gradients
 
     def sum_without_copies(model: Any) -> None:
         sum_gradients(model)
@@ -119,7 +119,7 @@ def _averaged_gradients() -> Any:
 
 
 def _wrong_divisor() -> Any:
-    from mindspeed_mm.fsdp.train.tally import Tally
+    from mindspeed_mm.fsdp.train.step.tally import Tally
 
     summed = Tally.summed_over
 
@@ -130,7 +130,7 @@ def _wrong_divisor() -> Any:
 
 
 def _averaged_micro_batches() -> Any:
-    from mindspeed_mm.fsdp.train.forward_backward import PlainForwardBackward
+    from mindspeed_mm.fsdp.train.step.forward_backward import PlainForwardBackward
 
     plain = PlainForwardBackward.__call__
 
@@ -157,13 +157,13 @@ def _local_clip_norm() -> Any:
 
 
 def _missing_norm_sum() -> Any:
-    from mindspeed_mm.fsdp.distributed import tensor_parallel_forward
+    from mindspeed_mm.fsdp.distributed.tensor import forward as tensor_parallel_forward
 
     return swapped(tensor_parallel_forward, "sum_gradient", lambda parameter, ranks: parameter)
 
 
 def _dropped_tensor_sum() -> Any:
-    from mindspeed_mm.fsdp.distributed import tensor_parallel_forward
+    from mindspeed_mm.fsdp.distributed.tensor import forward as tensor_parallel_forward
 
     return swapped(tensor_parallel_forward, "sum_over_ranks", lambda tensor, ranks: tensor)
 
@@ -232,7 +232,7 @@ def _packed_leak() -> Any:
 
 
 def _lost_optimizer_state() -> Any:
-    from mindspeed_mm.fsdp.train.resume import ResumePoint
+    from mindspeed_mm.fsdp.train.run.resume import ResumePoint
 
     load = ResumePoint.load
 

@@ -18,10 +18,10 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import read_json
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.checks import PATTERN_KEYS
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.params.rules.all import PATTERN_KEYS
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
-from mindspeed_mm.tasks.check import check_plans
+from mindspeed_mm.tasks.check.check import check_plans
 from mindspeed_mm.tasks.verify.setup import change_line
 from mindspeed_mm.tasks.verify.shrink import Room, Shrunk, shrink, without_dropout
 

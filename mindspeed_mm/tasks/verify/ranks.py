@@ -202,7 +202,7 @@ def _run(place: _Place, function: str, job: Any, tell: Tell) -> Any:
 
 
 def _lost_peers(error: Exception) -> bool:
-    from mindspeed_mm.fsdp.train.failures import has_lost_peers
+    from mindspeed_mm.fsdp.train.run.failures import has_lost_peers
 
     return has_lost_peers(error)
 

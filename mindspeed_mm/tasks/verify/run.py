@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.core.errors import ConfigError, DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import check_packed_rows
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.models.packed_rows import check_packed_rows
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import packs_rows
-from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.fsdp.utils.register import import_plugin

@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DataArguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.tools_args import ToolsArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.params.value_types import Section

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from mindspeed_mm.core.errors import ConfigError, ExitCode
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.checks import unbuilt_features
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
-from mindspeed_mm.fsdp.params.path_checks import check_paths
+from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
+from mindspeed_mm.fsdp.params.rules.path import check_paths
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.model_kind import is_generator
 from mindspeed_mm.tasks.verify.faults import PlannedRun, check_fault, find_fault

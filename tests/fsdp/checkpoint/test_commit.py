@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint import commit, layout, manager, retention
 from mindspeed_mm.fsdp.checkpoint.manifest import FORMAT_VERSION, read_manifest, verify_files
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 from tests.fsdp.checkpoint import small_run
 from tests.fsdp.checkpoint.small_run import CONTEXT, build, differing, everything, saved_run
 from tests.helpers.distributed import _context as warm_server

@@ -14,9 +14,9 @@ from mindspeed_mm.fsdp.checkpoint import commit
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.diffusion_args import EmaArguments
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 from tests.fsdp.checkpoint.small_run import build, differing, everything, manager, train_step
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import full

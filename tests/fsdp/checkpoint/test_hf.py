@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, save_hf
 from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, config_dtype, copy_assets, plan_shards
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.fsdp.checkpoint import small_run
 from tests.helpers.distributed import run_ranks

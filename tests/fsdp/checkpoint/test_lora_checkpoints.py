@@ -17,13 +17,13 @@ from mindspeed_mm.core.errors import CheckpointError, ConfigError
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
-from mindspeed_mm.fsdp.checkpoint.ranks import Ranks
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
-from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, lora_of
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-from mindspeed_mm.tasks import export
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.tasks.export import export
 from tests.fsdp.checkpoint.small_run import differing, everything
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps

@@ -25,20 +25,20 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from mindspeed_mm.fsdp.distributed.context_parallel import ContextParallel, apply_context_parallel
+from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel, apply_context_parallel
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
-from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel
-from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import split_vocabulary
+from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
-from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
-from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.optimizer.clip_grad import grad_norm
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.fsdp.distributed.training_step import Sample, collate, make_samples
 from tests.helpers.parity import StepRecord, record_step
 

@@ -17,22 +17,22 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import set_gradient_sync
-from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, destroy_parallel_state, init_parallel_state
-from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel, vocabulary_ranks
-from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import set_gradient_sync
+from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel, vocabulary_ranks
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import vocabulary_cross_entropy
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
+from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead, labelled_rows
-from mindspeed_mm.fsdp.models.lora import apply_lora, initialize_lora
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.models.spec import ModelSpec, resolve_spec
+from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.fsdp.distributed.training_step import (
     ADAMW,
     IMAGES,
@@ -122,7 +122,7 @@ def make_tiny_qwen3_moe(folder: Path) -> Path:
 
 def fill_adapters(model: nn.Module) -> None:
     """B starts at zero, where a lost part of A's gradient would not be seen."""
-    from mindspeed_mm.fsdp.models.local_shard import local_pieces
+    from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():

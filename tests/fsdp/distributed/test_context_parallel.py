@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError
-from mindspeed_mm.fsdp.distributed import context_parallel
-from mindspeed_mm.fsdp.distributed.context_parallel import (
+from mindspeed_mm.fsdp.distributed.context import apply as context_parallel
+from mindspeed_mm.fsdp.distributed.context.apply import (
     ContextParallel,
     apply_to_decoder,
     context_problems,
     split_rows,
     take_share,
 )
-from mindspeed_mm.fsdp.distributed.context_parallel_towers import SpreadPatches
+from mindspeed_mm.fsdp.distributed.context.towers import SpreadPatches
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.ops.context_attention import gathered

@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.distributed.context_parallel import apply_context_parallel
-from mindspeed_mm.fsdp.distributed.context_parallel_generators import SpreadSample, apply_to_generator
+from mindspeed_mm.fsdp.distributed.context.apply import apply_context_parallel
+from mindspeed_mm.fsdp.distributed.context.generators import SpreadSample, apply_to_generator
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
-from mindspeed_mm.fsdp.models.attention_choice import set_attention_backend
+from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare, _Gathered
 from mindspeed_mm.fsdp.optimizer.clip_grad import grad_norm
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, StepRecord, compare_steps, record_step
 from tests.helpers.tiny_generators import (

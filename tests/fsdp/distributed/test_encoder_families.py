@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.distributed.encoder_media import share_media
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
-from mindspeed_mm.fsdp.params.encoder_sizes import resolve_encoder_sizes
+from mindspeed_mm.fsdp.distributed.towers.media import share_media
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.encoder import resolve_encoder_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.distributed import run_ranks
 
 SMALL = {"depth": 2, "num_heads": 2, "in_channels": 3, "patch_size": 4, "spatial_merge_size": 2,

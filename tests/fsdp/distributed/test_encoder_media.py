@@ -11,14 +11,14 @@ from torch import nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed.encoder_groups import on_tower_mesh, sharing_ranks
-from mindspeed_mm.fsdp.distributed.encoder_media import check_towers, widths_of
-from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import resolve_tensor_plan
+from mindspeed_mm.fsdp.distributed.tensor.plan import resolve_tensor_plan
+from mindspeed_mm.fsdp.distributed.towers.groups import on_tower_mesh, sharing_ranks
+from mindspeed_mm.fsdp.distributed.towers.media import check_towers, widths_of
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.encoder_sizes import EncoderSizes, resolve_encoder_sizes
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments, TpPlan
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
-from mindspeed_mm.tasks.check import check_plans
+from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes, resolve_encoder_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
+from mindspeed_mm.tasks.check.check import check_plans
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_mm.fsdp.distributed.encoder_travel import (
+from mindspeed_mm.fsdp.distributed.towers.travel import (
     Leg,
     Media,
     Trip,
@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.distributed.encoder_travel import (
     gradient_legs,
     pixel_legs,
 )
-from mindspeed_mm.fsdp.params.encoder_sizes import EncoderSizes
+from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes
 from tests.helpers.distributed import run_ranks
 
 LAYOUTS = [

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed.expert_parallel_plan import (
+from mindspeed_mm.fsdp.distributed.expert.plan import (
     balance_copies,
     check_expert_plan,
     check_inside,
@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state,
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 from tests.helpers.distributed import run_ranks
 
 WIDTH, EXPERTS, CHOICES = 8, 4, 2
@@ -315,7 +315,7 @@ def test_what_cannot_run_is_refused(options: dict[str, Any], message: str) -> No
 def test_options_of_accelerators_say_what_is_missing(
     device: str, package: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = "mindspeed_mm.fsdp.distributed.expert_parallel_plan"
+    where = "mindspeed_mm.fsdp.distributed.expert.plan"
     monkeypatch.setattr(f"{where}.get_device_type", lambda: device)
     monkeypatch.setattr(f"{where}.importlib.util.find_spec", lambda name: package)
     with pytest.raises(ConfigError, match=message):

@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.checkpoint.tree import optimizer_tensors
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import assemble
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from tests.helpers.distributed import run_ranks

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import fsdp_modules
-from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
-from mindspeed_mm.fsdp.models.towers import find_towers
+from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
+from mindspeed_mm.fsdp.models.structure.towers import find_towers
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.parity import full
 

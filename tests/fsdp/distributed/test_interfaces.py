@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from mindspeed_mm.fsdp.distributed import interfaces, launch
-from mindspeed_mm.fsdp.distributed.interfaces import Interface, interface_to
-from mindspeed_mm.fsdp.distributed.launch import LaunchInfo
+from mindspeed_mm.fsdp.distributed.job import interfaces, launch
+from mindspeed_mm.fsdp.distributed.job.interfaces import Interface, interface_to
+from mindspeed_mm.fsdp.distributed.job.launch import LaunchInfo
 from tests.helpers.two_hosts import two_hosts
 
-ASK = "from mindspeed_mm.fsdp.distributed.interfaces import interface_to as ask; print(ask({!r}))"
+ASK = "from mindspeed_mm.fsdp.distributed.job.interfaces import interface_to as ask; print(ask({!r}))"
 
 
 def test_the_loopback_leads_nowhere(monkeypatch: pytest.MonkeyPatch):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.distributed import launch
-from mindspeed_mm.fsdp.distributed.launch import (
+from mindspeed_mm.fsdp.distributed.job import launch
+from mindspeed_mm.fsdp.distributed.job.launch import (
     LaunchInfo,
     first_host,
     initialize_distributed,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mindspeed_mm.fsdp.distributed.launcher_life import LAUNCHER_VARIABLE, follow_launcher, launcher_of_this_rank
+from mindspeed_mm.fsdp.distributed.job.launcher_life import LAUNCHER_VARIABLE, follow_launcher, launcher_of_this_rank
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import (
     get_parallel_state,
     init_parallel_state,
 )
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from tests.helpers.distributed import run_ranks
 
 AXES = ("dp", "cp", "ulysses", "ring", "tp", "pp", "edp", "efsdp", "ep")

@@ -10,11 +10,11 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed.pipeline_cut import Exit, cut_to_rank, stage_of
-from mindspeed_mm.fsdp.distributed.pipeline_parallel import check_units
-from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan, even_borders, plan_stages
-from mindspeed_mm.fsdp.models.cut_points import CutPoints, find_cut_points
-from mindspeed_mm.fsdp.models.share import Elsewhere
+from mindspeed_mm.fsdp.distributed.pipeline.apply import check_units
+from mindspeed_mm.fsdp.distributed.pipeline.cut import Exit, cut_to_rank, stage_of
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, even_borders, plan_stages
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints, find_cut_points
+from mindspeed_mm.fsdp.models.structure.share import Elsewhere
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3_vl

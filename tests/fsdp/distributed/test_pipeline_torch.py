@@ -15,7 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.torch_version import TorchVersion
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.distributed.pipeline_torch import OwnShapes, check_schedule, is_schedule_right
+from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, check_schedule, is_schedule_right
 
 BASE = inspect.getsource(stage._PipelineStageBase)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import fsdp_modules, set_gradient_sync
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules, set_gradient_sync
 from tests.fsdp.distributed.training_step import IMAGES, SAMPLES, Variant, reference_steps, train_steps
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, StepRecord, compare_steps

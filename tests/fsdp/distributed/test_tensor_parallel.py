@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindspeed_mm.fsdp.distributed import tensor_parallel_forward, tensor_parallel_sequence
-from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import pad_tokens
+from mindspeed_mm.fsdp.distributed.tensor import forward as tensor_parallel_forward
+from mindspeed_mm.fsdp.distributed.tensor import sequence as tensor_parallel_sequence
+from mindspeed_mm.fsdp.distributed.tensor.collectives import pad_tokens
 from tests.fsdp.distributed.tensor_parallel_step import (
     NORMS,
     SAMPLES,

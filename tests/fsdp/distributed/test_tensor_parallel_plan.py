@@ -15,16 +15,16 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
-from mindspeed_mm.fsdp.distributed.tensor_parallel import apply_tensor_parallel, vocabulary_ranks
-from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks
-from mindspeed_mm.fsdp.distributed.tensor_parallel_loss import vocabulary_cross_entropy
-from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import Rule, Style, own_plan, resolve_tensor_plan
-from mindspeed_mm.fsdp.distributed.tensor_parallel_sequence import sequence_stretches
-from mindspeed_mm.fsdp.distributed.tensor_parallel_sizes import (
+from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel, vocabulary_ranks
+from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
+from mindspeed_mm.fsdp.distributed.tensor.plan import Rule, Style, own_plan, resolve_tensor_plan
+from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_stretches
+from mindspeed_mm.fsdp.distributed.tensor.sizes import (
     check_split_sizes,
     check_tensor_parallel_size,
     tensor_parallel_problems,
 )
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import vocabulary_cross_entropy
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan

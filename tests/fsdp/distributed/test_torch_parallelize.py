@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed import fully_shard_parallel
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
+from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.sharding import fully_shard as fully_shard_parallel
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
     Unit,
     build_offload_policy,
     build_precision_policy,
@@ -25,10 +26,9 @@ from mindspeed_mm.fsdp.distributed.fully_shard_parallel import (
     set_gradient_sync,
     set_prefetch,
 )
-from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.distributed import run_ranks
 
 

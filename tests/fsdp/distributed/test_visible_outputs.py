@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import plan_units, shard_units
-from mindspeed_mm.fsdp.distributed.launch import initialize_distributed, shutdown_distributed
-from mindspeed_mm.fsdp.distributed.visible_outputs import hides_tensors
+from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, shutdown_distributed
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import plan_units, shard_units
+from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import hides_tensors
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 
 

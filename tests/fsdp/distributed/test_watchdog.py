@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ExitCode
-from mindspeed_mm.fsdp.distributed import watchdog as watchdog_module
-from mindspeed_mm.fsdp.distributed.watchdog import SILENT, UNKNOWN, Watchdog
+from mindspeed_mm.fsdp.distributed.job import watchdog as watchdog_module
+from mindspeed_mm.fsdp.distributed.job.watchdog import SILENT, UNKNOWN, Watchdog
 from tests.helpers.distributed import RanksFailed, run_ranks
 
 

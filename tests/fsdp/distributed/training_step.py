@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import set_gradient_sync
-from mindspeed_mm.fsdp.distributed.idle_towers import IdleTowers
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import set_gradient_sync
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
+from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
 from mindspeed_mm.fsdp.optimizer.clip_grad import clip_grads_, grad_norm
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.helpers.parity import StepRecord, record_step, record_weights
 from tests.helpers.tiny_models import MERGE_SIZE, PATCH_SIZE
 

@@ -15,10 +15,11 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
-from mindspeed_mm.fsdp.features.memory import activation_offload, host_copies
+from mindspeed_mm.fsdp.features.memory import activation_offload
 from mindspeed_mm.fsdp.features.memory.activation_offload import OffloadedForward, Ticket, offload_activations
-from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
+from mindspeed_mm.fsdp.utils import host_copies
 from tests.fsdp.features.dropout_models import KINDS, Step, build, differing, loss_and_gradients
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 

@@ -16,10 +16,10 @@ from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state,
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.memory import chunk_mbs
-from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.fsdp.features.dropout_models import Step, full, kept_bytes
 from tests.helpers.distributed import run_ranks
 from tests.helpers.plan_matrix import in_fp64

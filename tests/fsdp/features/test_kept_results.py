@@ -20,8 +20,8 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.memory import kept_results
 from mindspeed_mm.fsdp.features.memory.kept_results import ATTENTION, SELECTIVE, is_kept
-from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
-from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from tests.fsdp.features.dropout_models import KINDS, build, differing, kept_bytes, loss_and_gradients

@@ -17,10 +17,10 @@ from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state,
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.memory import recompute
-from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from tests.fsdp.features.dropout_models import KINDS, build, differing, kept_bytes, loss_and_gradients
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_tiny_qwen3_vl

@@ -13,7 +13,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
 from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, find_steps_behind
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
-from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.features.memory.host_copies import HostCopies
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens
 from mindspeed_mm.fsdp.loss.router_aux import (
@@ -23,6 +22,7 @@ from mindspeed_mm.fsdp.loss.router_aux import (
     leave_router_loss_to_us,
 )
 from mindspeed_mm.fsdp.loss.saved_on_host import SavedOnHost
+from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 prepare_for_transformers()

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.models import attention_choice
-from mindspeed_mm.fsdp.models.attention_choice import attention_name, check_attention_trains, choose_attention
+from mindspeed_mm.fsdp.models.behaviour import attention as attention_choice
+from mindspeed_mm.fsdp.models.behaviour.attention import attention_name, check_attention_trains, choose_attention
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.checks import check_cross_section
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from tests.helpers.tiny_models import make_tiny_qwen3
 
 BF16 = torch.bfloat16

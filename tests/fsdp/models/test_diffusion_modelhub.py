@@ -15,9 +15,9 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError, MMError, ModelFolderError
 from mindspeed_mm.core.patterns import resolve_patterns
-from mindspeed_mm.fsdp.models.attention_choice import attention_name
+from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.fsdp.models import kernel_choice
-from mindspeed_mm.fsdp.models.kernel_choice import KERNELS, choose_kernels
+from mindspeed_mm.fsdp.models.behaviour import kernels as kernel_choice
+from mindspeed_mm.fsdp.models.behaviour.kernels import KERNELS, choose_kernels
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from tests.helpers.packed_families import FAMILIES
 

@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.models import lora_names, weight_loading
-from mindspeed_mm.fsdp.models.lora import apply_lora, initialize_lora, lora_of
-from mindspeed_mm.fsdp.models.lora_names import adapter_weight, base_name, is_adapter_weight
+from mindspeed_mm.fsdp.models.loading import stream as weight_loading
+from mindspeed_mm.fsdp.models.lora import names as lora_names
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora, lora_of
+from mindspeed_mm.fsdp.models.lora.names import adapter_weight, base_name, is_adapter_weight
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.models.lora_calibration import calibration
-from mindspeed_mm.fsdp.models.lora_first_values import adapted_layers
-from mindspeed_mm.fsdp.models.lora_names import ADAPTER
+from mindspeed_mm.fsdp.models.lora.calibration import calibration
+from mindspeed_mm.fsdp.models.lora.first_values import adapted_layers
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from tests.helpers.adapters import adapted_model, logits
 
 

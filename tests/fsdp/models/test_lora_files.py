@@ -16,7 +16,7 @@ from torch import nn
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
-from mindspeed_mm.fsdp.models.lora_files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS, load_adapters
+from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS, load_adapters
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.helpers.adapters import adapted_model, denoised, logits
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.models.lora import apply_lora, initialize_lora
-from mindspeed_mm.fsdp.models.lora_first_values import adapted_layers
-from mindspeed_mm.fsdp.models.lora_names import ADAPTER, base_name
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora
+from mindspeed_mm.fsdp.models.lora.first_values import adapted_layers
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER, base_name
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments

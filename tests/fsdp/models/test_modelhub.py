@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 
 from mindspeed_mm.checkpoint.keymap import Concat, KeyMap, Rule
 from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
-from mindspeed_mm.fsdp.models.attention_choice import resolve_attn_implementation
 from mindspeed_mm.fsdp.models.base_model import BaseModel
-from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
-from mindspeed_mm.fsdp.models.model_folder import code_hash
+from mindspeed_mm.fsdp.models.behaviour.attention import resolve_attn_implementation
+from mindspeed_mm.fsdp.models.loading.folder import code_hash
+from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.register import model_register

@@ -19,7 +19,7 @@ from transformers import (
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
-from mindspeed_mm.tasks import check
+from mindspeed_mm.tasks.check import check
 from tests.helpers.tiny_omni import make_tiny_omni, make_tiny_omni_run
 
 pytestmark = pytest.mark.edge("R14")

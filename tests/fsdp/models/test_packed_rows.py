@@ -22,8 +22,8 @@ from mindspeed_mm.fsdp.data.data_utils.positions import (
     as_whole_numbers,
     find_rope_index,
 )
-from mindspeed_mm.fsdp.models import packed_rows, segmented_mixer
-from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.behaviour import packed_rows, segmented_mixer
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.tasks.verify.precision import keeping_double

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.models.quantized_linear import Packing, QuantizedForward, packings_of, quantize_linears
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import Packing, QuantizedForward, packings_of, quantize_linears
 from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 from tests.helpers.adapters import adapted_model, logits
 
@@ -31,7 +31,7 @@ def test_nf4_is_torchaos() -> None:
 
 def test_nf4_by_its_definition() -> None:
     """QLoRA, appendix E: the nearest of sixteen quantiles, times the largest number of the block."""
-    from mindspeed_mm.fsdp.models.quantized_linear import _NF4
+    from mindspeed_mm.fsdp.models.behaviour.quantized_linear import _NF4
 
     table, blocks = torch.tensor(_NF4), WEIGHT.view(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)

@@ -18,8 +18,9 @@ from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError, MMEr
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.models.diffusion.components import load_component, load_encoders
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.diffusion.prompts import Prompt, empty_note, prompts_of, read_prompts
-from mindspeed_mm.fsdp.models.diffusion.sampler import (
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of, read_prompts
+from mindspeed_mm.fsdp.sampling.sampler import (
     SampleOrder,
     Sampler,
     computing_in,
@@ -27,7 +28,6 @@ from mindspeed_mm.fsdp.models.diffusion.sampler import (
     evaluating,
     plan_batches,
 )
-from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
 
 CPU = torch.device("cpu")

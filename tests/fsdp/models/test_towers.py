@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from mindspeed_mm.fsdp.models.towers import find_towers, flat_tensors
+from mindspeed_mm.fsdp.models.structure.towers import find_towers, flat_tensors
 from tests.helpers.llava_next import LLAVA_NEXT
 from tests.helpers.packed_families import FAMILIES
 from tests.helpers.packed_more_families import MORE

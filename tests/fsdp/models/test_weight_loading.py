@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.fsdp.models.local_shard import local_pieces, local_tensor
-from mindspeed_mm.fsdp.models.materialize import materialize
+from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces, local_tensor
+from mindspeed_mm.fsdp.models.loading.materialize import materialize
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from tests.helpers.distributed import run_ranks
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ModelFolderError
-from mindspeed_mm.fsdp.models import weight_source
+from mindspeed_mm.fsdp.models.loading import source as weight_source
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
 from tests.helpers.plan_matrix import EP, FP64, GPIPE, PP, TP, in_fp64

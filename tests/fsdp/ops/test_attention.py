@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.ops import attention
 from mindspeed_mm.fsdp.ops.attention import AttentionError, register_attention, varlen_attention, varlen_mask
 from tests.helpers.parity import ParityError, compare_steps, record_step

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.checks import check_cross_section, unbuilt_features
+from mindspeed_mm.fsdp.params.rules.all import check_cross_section, unbuilt_features
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import pytest
 
 import mindspeed_mm
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES, unbuilt_features
 from mindspeed_mm.fsdp.params.schema_walk import section_of, walk_fields
-from mindspeed_mm.fsdp.params.unbuilt import BUILT_VALUES, unbuilt_features
 from mindspeed_mm.fsdp.params.value_types import Section
 
 PACKAGE = Path(mindspeed_mm.__file__).parent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.checks import check_cross_section
+from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 
 FIXED, DYNAMIC = "features.enable_chunk_loss", "features.enable_dynamic_chunk_loss"
 TYPE, Z_LOSS = "features.loss_cfg.loss_type", "features.loss_cfg.z_loss_coef"

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 
 
 def sizes(world: int, **keys: Any) -> ParallelSizes:

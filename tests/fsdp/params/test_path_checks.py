@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.path_checks import check_paths, check_save_folder
+from mindspeed_mm.fsdp.params.rules.path import check_paths, check_save_folder
 
 
 def test_a_missing_model_folder_is_one_error_although_the_processor_follows_from_it(tmp_path: Path) -> None:

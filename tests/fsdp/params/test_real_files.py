@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_mm.fsdp.features.speed.low_precision import check_plan
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config
-from mindspeed_mm.fsdp.params.unbuilt import unbuilt_features
+from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
 
 FILES = Path(__file__).parent / "files"
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES, value_at
 from mindspeed_mm.fsdp.params.schema import json_schema, reference
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
-from mindspeed_mm.fsdp.params.unbuilt import BUILT_VALUES, value_at
 
 DEFAULTS: dict[str, Any] = {
     "data_parallel_size": None,

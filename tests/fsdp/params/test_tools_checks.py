@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.checks import check_cross_section
+from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.params.yaml_parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml_tree import find, place_of, plain
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.tree import find, place_of, plain
 
 
 def value_of(text: str) -> Any:

@@ -16,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.models.behaviour.multi_token import attach_multi_token
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.lora_experts import adapt_experts
-from mindspeed_mm.fsdp.models.lora_names import ADAPTER
-from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
-from mindspeed_mm.fsdp.models.multi_token import attach_multi_token
+from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.lora.experts import adapt_experts
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.fsdp.tools.flops_tool.count import Flops
 from mindspeed_mm.fsdp.tools.flops_tool.products import CHUNK, Reader, delta_sizes
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.fsdp.models.quantized_linear import can_shard_bytes
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import can_shard_bytes
 from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, Ledger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.memory_forecast import forecast
-from mindspeed_mm.tasks import check
+from mindspeed_mm.fsdp.train.memory.forecast import forecast
+from mindspeed_mm.tasks.check import check
 from tests.helpers.distributed import run_ranks
 from tests.helpers.measured_memory import StepMemory, make_long_rows, measured
 from tests.helpers.tiny_generator_run import make_tiny_generator_run

@@ -17,9 +17,10 @@ import torch
 from PIL import Image
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.distributed import encoder_media, torch_parallelize
-from mindspeed_mm.fsdp.distributed.encoder_travel import Leg, Media, feature_legs
-from mindspeed_mm.fsdp.params.encoder_sizes import EncoderSizes
+from mindspeed_mm.fsdp.distributed import torch_parallelize
+from mindspeed_mm.fsdp.distributed.towers import media as encoder_media
+from mindspeed_mm.fsdp.distributed.towers.travel import Leg, Media, feature_legs
+from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, StepRecord, compare_steps

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from tests.fsdp.train.test_encoder_layout_parity import float_unless_double, make_media_run
 from tests.helpers.distributed import run_ranks

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from mindspeed_mm.fsdp.distributed import expert_parallel_dispatch, torch_parallelize
+from mindspeed_mm.fsdp.distributed import torch_parallelize
+from mindspeed_mm.fsdp.distributed.expert import dispatch as expert_parallel_dispatch
 from mindspeed_mm.fsdp.loss import router_aux
 from mindspeed_mm.fsdp.ops import experts
 from tests.helpers.distributed import run_ranks

@@ -22,7 +22,7 @@ from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
-from mindspeed_mm.fsdp.train import run_record
+from mindspeed_mm.fsdp.train.run import record as run_record
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.utils import device
 from tests.helpers.runs import differing, kinds, lines, losses, mm, newest, tensors, train, watched_steps

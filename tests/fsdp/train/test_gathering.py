@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import gathered_before
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.train import trainer
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
-from mindspeed_mm.fsdp.models.lora_names import is_adapter_weight, lora_of
-from mindspeed_mm.fsdp.models.quantized_linear import can_shard_bytes
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import can_shard_bytes
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, lora_of
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-from mindspeed_mm.tasks import export
+from mindspeed_mm.tasks.export import export
 from tests.fsdp.checkpoint.small_run import differing, everything
 from tests.helpers.adapters import adapted_model, logits
 from tests.helpers.distributed import run_ranks

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.train import memory_advice
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.memory import advice as memory_advice
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from tests.helpers.measured_memory import make_long_rows

@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from mindspeed_mm.fsdp.distributed import tensor_parallel, tensor_parallel_forward, torch_parallelize
-from mindspeed_mm.fsdp.distributed.tensor_parallel_collectives import TensorRanks
+from mindspeed_mm.fsdp.distributed import torch_parallelize
+from mindspeed_mm.fsdp.distributed.tensor import apply as tensor_parallel
+from mindspeed_mm.fsdp.distributed.tensor import forward as tensor_parallel_forward
+from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
 from tests.fsdp.distributed.tensor_parallel_step import make_tiny_qwen3_moe
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, StepRecord, compare_steps

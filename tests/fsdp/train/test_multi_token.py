@@ -18,7 +18,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.loss import multi_token
-from mindspeed_mm.fsdp.models.multi_token import MultiTokenHeads
+from mindspeed_mm.fsdp.models.behaviour.multi_token import MultiTokenHeads
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import FAMILIES as TINY

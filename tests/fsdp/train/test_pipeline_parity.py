@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.step_record import StepRecord, StepRecorder
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from tests.helpers import tiny_models
 from tests.helpers.distributed import run_ranks
@@ -179,8 +179,8 @@ def references(
 
 def planted(fault: str) -> object:
     """The fault as a patch of the one function that it would be a bug in."""
-    from mindspeed_mm.fsdp.distributed.pipeline_ends import TiedEnds
-    from mindspeed_mm.fsdp.distributed.pipeline_stage import StageModule
+    from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
+    from mindspeed_mm.fsdp.distributed.pipeline.tied_ends import TiedEnds
     from mindspeed_mm.fsdp.train import train_engine
 
     if fault == "norm of one stage":

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.train.run_record import trusted_code
+from mindspeed_mm.fsdp.train.run.record import trusted_code
 from mindspeed_mm.fsdp.utils.register import Registry
 from mindspeed_mm.tasks.train import load_with_plugins
 

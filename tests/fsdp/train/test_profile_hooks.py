@@ -20,8 +20,8 @@ from mindspeed_mm.fsdp.tools.memory_profiler import MemoryProfiler
 from mindspeed_mm.fsdp.tools.recorder import Recorder, Window
 from mindspeed_mm.fsdp.tools.trace_analysis import analyse
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.profile_hooks import DynamicProfileHook, build_profile_hooks
-from mindspeed_mm.fsdp.train.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.hooks.profile import DynamicProfileHook, build_profile_hooks
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from tests.helpers.distributed import run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.train.start_checks import check_same_data
+from mindspeed_mm.fsdp.train.run.start_checks import check_same_data
 from tests.helpers.distributed import run_ranks
 
 

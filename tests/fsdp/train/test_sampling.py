@@ -16,12 +16,12 @@ from PIL import Image
 
 from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.models.diffusion.sampler import Sampler, plan_batches
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-from mindspeed_mm.fsdp.train import sampling as sampling_module
+from mindspeed_mm.fsdp.sampling.sampler import Sampler, plan_batches
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.random_state import capture_rng
-from mindspeed_mm.fsdp.train.sampling import SampleHook, build_sample_hook, check_sampling
+from mindspeed_mm.fsdp.train.hooks import sampling as sampling_module
+from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook, check_sampling
+from mindspeed_mm.fsdp.train.run.random_state import capture_rng
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from tests.helpers.distributed import run_ranks

@@ -7,7 +7,7 @@ import torch
 
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.train.tally import Tally
+from mindspeed_mm.fsdp.train.step.tally import Tally
 from mindspeed_mm.fsdp.train.trainer import build_schedule
 
 

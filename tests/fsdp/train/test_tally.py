@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.fsdp.train.tally import Tally
+from mindspeed_mm.fsdp.train.step.tally import Tally
 
 
 def tally(**counts: float) -> Tally:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.train import trackers
-from mindspeed_mm.fsdp.train.trackers import TrackedRun, Tracker, Trackers, check_trackers
+from mindspeed_mm.fsdp.train.hooks import trackers
+from mindspeed_mm.fsdp.train.hooks.trackers import TrackedRun, Tracker, Trackers, check_trackers
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run
 

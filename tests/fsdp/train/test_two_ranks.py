@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_mm.fsdp.distributed.watchdog import Watchdog
+from mindspeed_mm.fsdp.distributed.job.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from tests.helpers.distributed import RanksFailed, run_ranks

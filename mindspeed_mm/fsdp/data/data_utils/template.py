@@ -16,7 +16,7 @@ import jinja2
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import Message, Span, TurnFinder
 from mindspeed_mm.fsdp.data.data_utils.rendering.templates_builtin import EMPTY, FORMATS, whisper_format
-from mindspeed_mm.fsdp.params.path_checks import missing_input
+from mindspeed_mm.fsdp.params.rules.path import missing_input
 from mindspeed_mm.fsdp.utils.processor import check_chat_template, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
 

@@ -21,7 +21,7 @@ from mindspeed_mm.core.artifacts import atomic_write_bytes, atomic_write_text, m
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.data.sample_cache.identity import digest_of
 from mindspeed_mm.fsdp.data.sample_cache.segment import ENTRY, SUFFIX, DamagedSegment, read_entries
-from mindspeed_mm.fsdp.params.path_checks import check_writable
+from mindspeed_mm.fsdp.params.rules.path import check_writable
 
 CACHE_KEY = "data.dataset_param.basic_parameters.cache_dir"
 _LOOK_EVERY_S = 0.2

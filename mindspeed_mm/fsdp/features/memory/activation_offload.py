@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mindspeed_mm.fsdp.features.memory.host_copies import HostCopies
 from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 
 SMALLEST_BYTES = 16 * 1024
 """Of a storage that is worth a copy."""

@@ -8,8 +8,8 @@ from torch import nn
 
 from mindspeed_mm.fsdp.features.speed.fused_kernels import apply_fused_kernels, fused_kernels_of
 from mindspeed_mm.fsdp.features.speed.low_precision import apply_low_precision, low_precision_of
-from mindspeed_mm.fsdp.models.attention_choice import check_attention_trains
-from mindspeed_mm.fsdp.models.kernel_choice import choose_kernels
+from mindspeed_mm.fsdp.models.behaviour.attention import check_attention_trains
+from mindspeed_mm.fsdp.models.behaviour.kernels import choose_kernels
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.models.share import own_names, whole_of
+from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.ops.graph_borders import draw_graph_borders
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
 from mindspeed_mm.fsdp.utils.device import get_device_type

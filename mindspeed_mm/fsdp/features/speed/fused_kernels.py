@@ -17,7 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.features.speed.fused_operators import KEY, FusedOperators, fused_operators
-from mindspeed_mm.fsdp.models.rebinding import called_globals, global_of, rebind_globals
+from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers' attention layers call."""

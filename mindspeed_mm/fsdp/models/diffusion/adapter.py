@@ -22,7 +22,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.models.cut_points import CutPoints
+from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 

@@ -12,12 +12,12 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.models.attention_choice import set_attention_backend
+from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter, is_diffusion_folder
-from mindspeed_mm.fsdp.models.meta_build import parameters_on_meta
-from mindspeed_mm.fsdp.models.model_folder import check_links, read_config, require_folder
+from mindspeed_mm.fsdp.models.loading.folder import check_links, read_config, require_folder
+from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.params.cards import model_modules
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.register import model_register

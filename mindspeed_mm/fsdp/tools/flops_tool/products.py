@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from mindspeed_mm.fsdp.models.multi_token import NAME as FURTHER_TOKENS
+from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKENS
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.sequences import Sequences, blocks_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import Mask, Unit

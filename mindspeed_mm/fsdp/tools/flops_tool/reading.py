@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from mindspeed_mm.fsdp.models.spec import resolve_spec
+from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount, Work
 from mindspeed_mm.fsdp.tools.flops_tool.gradients import Differentiation
 from mindspeed_mm.fsdp.tools.flops_tool.products import Product, Reader

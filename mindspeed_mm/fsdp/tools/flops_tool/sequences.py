@@ -13,9 +13,9 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.patterns import compile_pattern
-from mindspeed_mm.fsdp.models.construction import is_transformers
-from mindspeed_mm.fsdp.models.multi_token import NAME as FURTHER_TOKENS
-from mindspeed_mm.fsdp.models.towers import find_towers
+from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKENS
+from mindspeed_mm.fsdp.models.loading.construction import is_transformers
+from mindspeed_mm.fsdp.models.structure.towers import find_towers
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.audio import SoundLengths
 from mindspeed_mm.fsdp.tools.flops_tool.vision import vision_lengths

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan
-from mindspeed_mm.fsdp.models.spec import ModelSpec
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
+from mindspeed_mm.fsdp.models.structure.spec import ModelSpec
 from mindspeed_mm.fsdp.optimizer.matrices import matrices
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.tools.memory_model.approximation import NOTE, linear_activations
 from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUnit
 from mindspeed_mm.fsdp.tools.memory_model.ledger import (

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.patterns import resolve_patterns
-from mindspeed_mm.fsdp.distributed.expert_parallel_plan import cut_dim, expert_modules, is_spread, undivided
-from mindspeed_mm.fsdp.distributed.fully_shard_parallel import build_precision_policy, is_below, plan_units
-from mindspeed_mm.fsdp.distributed.pipeline_plan import StagePlan, plan_stages
-from mindspeed_mm.fsdp.distributed.tensor_parallel_plan import CUT_DIMS, TensorPlan, resolve_tensor_plan
+from mindspeed_mm.fsdp.distributed.expert.plan import cut_dim, expert_modules, is_spread, undivided
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, plan_stages
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import build_precision_policy, is_below, plan_units
+from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, TensorPlan, resolve_tensor_plan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import changes_nothing_on_one_rank
-from mindspeed_mm.fsdp.models.cut_points import find_cut_points
-from mindspeed_mm.fsdp.models.spec import ModelSpec
+from mindspeed_mm.fsdp.models.structure.cut_points import find_cut_points
+from mindspeed_mm.fsdp.models.structure.spec import ModelSpec
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
-from mindspeed_mm.fsdp.params.parallel_sizes import ParallelSizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
 FP32_BYTES = 4
 

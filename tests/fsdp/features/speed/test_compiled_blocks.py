@@ -14,8 +14,8 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.speed import compiled_blocks
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import GraphCount, modules_to_compile
-from mindspeed_mm.fsdp.models.packed_rows import apply_packed_rows
-from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan, FeatureArguments
 from tests.helpers.distributed import run_ranks

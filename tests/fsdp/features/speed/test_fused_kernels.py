@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.features.speed.fused_kernels import (
     plain_rotary,
 )
 from mindspeed_mm.fsdp.features.speed.fused_operators import FusedOperators
-from mindspeed_mm.fsdp.models.spec import find_blocks
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
 from tests.helpers.tiny_models import make_tiny_qwen3
 

@@ -14,7 +14,7 @@ from mindspeed_mm.core.errors import MachineError, MMError
 from mindspeed_mm.fsdp.features.speed import low_precision
 from mindspeed_mm.fsdp.features.speed.low_precision import apply_low_precision, linear_names, low_precision_of
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.checks import check_cross_section
+from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps

@@ -1,0 +1,253 @@
+"""Context parallelism: one sequence is spread over the ranks of ring × ulysses.
+
+Every rank of a context group reads the same batch. The model gets it whole, so that media are placed and positions are
+counted as ever; a hook in front of the decoder (or of a generator's blocks) takes this rank's tokens, and attention
+alone communicates. Gradients of parameters are parts, which FSDP's sum over the same ranks makes whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError, Problem
+from mindspeed_mm.fsdp.distributed.context.generators import apply_to_generator
+from mindspeed_mm.fsdp.distributed.context.towers import apply_to_tower
+from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.ops.attention import is_right_padded
+from mindspeed_mm.fsdp.ops.context_attention.language import register_context_attention
+from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
+from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout
+from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
+
+_KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Of a packed row. The layout knows them; a tower that was handed them would cut its own tokens by them."""
+_BY_ROW = ("_targets", "_weights")
+"""What an objective prepares for each of its `_rows`."""
+_WHOLE = ("_labelled_samples", "_weight_sum")
+"""What it prepares of the whole batch."""
+_FILLS = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "labels": -100,
+    "shift_labels": -100,
+    "position_ids": 0,
+    "mm_token_type_ids": 0,
+    "token_type_ids": 0,
+}
+"""Batch keys along the sequence, with what padding is there."""
+_DECODER_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "visual_pos_masks": 1, "position_ids": -1}
+"""Inputs of a decoder along the sequence, with its dimension."""
+
+
+class ContextParallel:
+    """What the training step must know of a spread sequence.
+
+    Denominators are counted on the whole batch, before `split`, and summed over the data ranks alone: all ranks of a
+    context group count the same.
+
+    Args:
+        groups: Who shares a sequence.
+        replicates_loss: Every rank of a context group computes the loss of the whole sequence (generators), not of its
+            own tokens.
+    """
+
+    def __init__(self, groups: ContextGroups, *, replicates_loss: bool) -> None:
+        self.groups = groups
+        self.replicates_loss = replicates_loss
+
+    def split(self, batch: Batch) -> Batch:
+        """A prepared micro-batch, still on the host, with what this rank needs to work on its share: `mm_context`, to
+        be passed to the model, and labels of its own tokens.
+
+        Raises:
+            DataError: Rows are padded on another side than the right.
+        """
+        if self.replicates_loss:
+            return batch | {CONTEXT_KEY: self.groups}
+        return split_rows(batch, self.groups)
+
+    def sum_losses(self, losses: Tensor) -> Tensor:
+        """Losses of this rank's share, in place, as those of the whole sequence."""
+        if not self.replicates_loss:
+            dist.all_reduce(losses, group=self.groups.everyone)
+        return losses
+
+
+def apply_context_parallel(
+    model: nn.Module, state: ParallelState, towers: Collection[str] = ()
+) -> ContextParallel | None:
+    """Prepare a model for spread sequences, in place; call it before sharding. None where nothing is spread.
+
+    Args:
+        model: Built, not sharded; parameters on meta or real. A language model of transformers, with or without
+            towers, or a generator that bears its adapter.
+        state: Its ring and ulysses axes.
+        towers: Names of towers. Their patches are spread too where the tower's shape is known; any other is computed
+            whole on every rank.
+
+    Raises:
+        ConfigError: The model's attention cannot be spread, or its class brings no interface to it.
+    """
+    if not state.is_cp_enable():
+        return None
+    groups = groups_of(state)
+    if getattr(model, "_mm_adapter", None) is not None:
+        apply_to_generator(model, groups)
+        return ContextParallel(groups, replicates_loss=True)
+    apply_to_decoder(model)
+    for name in towers:
+        apply_to_tower(model.get_submodule(name))
+    return ContextParallel(groups, replicates_loss=False)
+
+
+def groups_of(state: ParallelState) -> ContextGroups:
+    """The context groups of this rank."""
+    return ContextGroups(
+        state.get_ring_group() if state.is_ring_enable() else None,
+        state.get_ulysses_group() if state.is_ulysses_enable() else None,
+        state.get_cp_group(),
+    )
+
+
+def apply_to_decoder(model: nn.Module) -> None:
+    """Let the decoder of a language model work on a share when the call brings one."""
+    decoder = find_decoder(model)
+    if problems := context_problems(decoder.config):
+        raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)
+    name = register_context_attention()
+    decoder.set_attn_implementation(name)  # type: ignore[operator]
+    decoder.register_forward_pre_hook(take_share, with_kwargs=True)
+
+
+def find_decoder(model: nn.Module) -> Any:
+    """The module that takes token embeddings through the layers.
+
+    Raises:
+        ConfigError: The model does not name one, or its attention is not behind transformers' interface.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    if isinstance(decoder, nn.Module) and getattr(decoder, "_supports_attention_backend", False):
+        return decoder
+    raise ConfigError(
+        f"{type(model).__name__} has no decoder whose attention can be exchanged",
+        key=_KEYS,
+        way_out="Set both sizes to 1: the model class must name its decoder (get_decoder) and call transformers' "
+        "attention interface (_supports_attention_backend).",
+    )
+
+
+def context_problems(config: Any) -> list[Problem]:
+    """What in a decoder's configuration a spread sequence cannot do. Pure; it needs attributes only."""
+    problems = []
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if others := kinds - {"full_attention", "sliding_attention"}:
+        problems.append(f"layers of type {', '.join(sorted(others))}: only softmax attention goes over ranks")
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        problems.append(f"attention_dropout is {dropout}: it would be drawn differently on each rank")
+    if (chunk := getattr(config, "attention_chunk_size", None)) is not None:
+        problems.append(f"attention_chunk_size is {chunk}: attention across ranks has no chunks")
+    return [Problem(what, key=_KEYS, way_out="Set both sizes to 1.") for what in problems]
+
+
+def split_rows(batch: Batch, groups: ContextGroups) -> Batch:
+    """A batch of text with its share: labels of own tokens, borders in the layout instead of beside it."""
+    labels = batch["shift_labels"]
+    mask = batch.get("attention_mask")
+    if mask is not None and not is_right_padded(mask):
+        raise DataError(
+            "rows are not padded on the right, and a spread sequence has no mask",
+            where=", ".join(map(str, batch.get("sample_ids", ()))),
+            key="attention_mask",
+            way_out="Pad on the right, or pack.",
+        )
+    share = ContextShare(groups, _layout_of(batch, groups))
+    length = labels.shape[1]
+    if share.layout.leaves_ranks_empty:
+        batch = lengthened(batch, 2 * groups.ring_size * groups.ulysses_size)
+        share = ContextShare(groups, _layout_of(batch, groups))
+    kept = {key: value for key, value in batch.items() if key not in _BORDERS}
+    own = {"shift_labels": share.take(batch["shift_labels"], 1), CONTEXT_KEY: share}
+    return kept | own | own_rows(batch, share, length)
+
+
+def _layout_of(batch: Batch, groups: ContextGroups) -> SequenceLayout:
+    length = batch["shift_labels"].shape[1]
+    borders = batch["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in batch else None
+    return build_layout(length, groups.ring_size, groups.ulysses_size, borders=borders, balanced=True)
+
+
+def lengthened(batch: Batch, by: int) -> Batch:
+    """Rows with so many tokens of padding behind them, in a packed row as one more document: models of transformers
+    cannot do with none. Nobody reads what comes of them."""
+    longer = batch | {key: F.pad(batch[key], (0, by), value=fill) for key, fill in _FILLS.items() if key in batch}
+    if "cu_seq_lens_q" in batch:
+        borders = batch["cu_seq_lens_q"]
+        longer["cu_seq_lens_q"] = torch.cat([borders, borders[-1:] + by])
+        longer["pad_tokens"] = batch.get("pad_tokens", 0) + by
+    return longer
+
+
+def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
+    """What an objective prepared for labelled tokens, of the own ones, numbered among the own tokens.
+
+    Args:
+        batch: Prepared.
+        share: Of this rank.
+        length: Tokens of a row when it was prepared.
+    """
+    unknown = [key for key in batch if key.startswith("_") and key not in ("_rows", *_BY_ROW, *_WHOLE)]
+    if unknown:
+        raise MMError(f"an objective prepared {', '.join(unknown)}, which nobody can say how to cut", key=_KEYS)
+    if "_rows" not in batch:
+        return {}
+    own = len(share.positions)
+    place = torch.full((share.layout.length,), -1).index_copy(0, share.positions, torch.arange(own))
+    row, token = batch["_rows"] // length, place[batch["_rows"] % length]
+    is_own = token >= 0
+    by_row = {key: batch[key][is_own] for key in _BY_ROW if key in batch}
+    return by_row | {"_rows": (row * own + token)[is_own]}
+
+
+def take_share(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Hook in front of a decoder: its inputs along the sequence become those of own tokens.
+
+    Raises:
+        ConfigError: The model made a mask of its own, or passes inputs by position.
+    """
+    share = kwargs.get(CONTEXT_KEY)
+    if share is None:
+        return None
+    mask = kwargs.get("attention_mask")
+    if args or isinstance(mask, dict) or (mask is not None and mask.dim() != 2):
+        what = "passes inputs by position" if args else "makes attention masks of its own"
+        raise ConfigError(
+            f"the model in front of {type(decoder).__name__} {what}", key=_KEYS, way_out="Set both sizes to 1."
+        )
+    tokens = kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
+    # A mask in its last form, and empty: transformers makes none, nor looks for documents in positions, which would
+    # wait for the device and fails where a rank has no token.
+    own = {**kwargs, "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=tokens.device)}
+    if own.get("position_ids") is None:
+        own["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    own |= {key: share.take(own[key], dim) for key, dim in _DECODER_TOKENS.items() if own.get(key) is not None}
+    if own.get("deepstack_visual_embeds") is not None:
+        rows = own_media_rows(kwargs["visual_pos_masks"], share)
+        own["deepstack_visual_embeds"] = [level.index_select(0, rows) for level in own["deepstack_visual_embeds"]]
+    return args, own
+
+
+def own_media_rows(visual_BL: Tensor, share: ContextShare) -> Tensor:
+    """Numbers, among all media tokens of a batch, of those that this rank holds. With none, no row is taken, but the
+    features stay in the graph: a rank that left them out would leave others waiting in the backward pass."""
+    numbers = visual_BL.flatten().cumsum(0).view_as(visual_BL) - 1
+    return share.take(numbers, 1)[share.take(visual_BL, 1)]

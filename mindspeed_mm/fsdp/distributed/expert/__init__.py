@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of a mixture over several ranks."""

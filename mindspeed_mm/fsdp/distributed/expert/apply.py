@@ -1,0 +1,108 @@
+"""Applies expert parallelism to a model in place: expert parameters become DTensors cut on dim 0 over the axis `ep`,
+and each expert module sends tokens to the ranks that hold their experts.
+
+After tensor parallelism, before context parallelism, recompute and `fully_shard`; on meta or with values. No parameter
+is renamed or reshaped: initialisation, loading, checkpoints and export see the full tensors. An expert's gradient is
+the sum over the tokens of its `ep` group, which dispatch brings together, and over `efsdp` and `edp`, which sharding
+sums: complete, and counted once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks
+from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, BalancedAllToAll, OwnForward
+from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim, resolve_expert_plan
+from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.ops.experts import ExpertsForward, use_own_experts
+from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
+from mindspeed_mm.fsdp.params.parallel_args import EpPlan, ParallelArguments
+
+
+def apply_expert_parallel(
+    model: nn.Module,
+    parallel: ParallelArguments,
+    state: ParallelState,
+    *,
+    copies: int = 0,
+) -> ExpertPlan:
+    """Spread the experts of a model. Every rank calls it.
+
+    Args:
+        model: Built, not recomputed, not sharded.
+        parallel: The `parallel` section.
+        state: Its expert mesh.
+        copies: Copies of busy experts that a rank may hold (`features.enable_ep_balance`); 0: none.
+
+    Returns:
+        What was done, for the log and for `shard_experts`.
+
+    Raises:
+        ConfigError: The plan does not fit the model or the machine.
+    """
+    plan = resolve_expert_plan(model, parallel, state.sizes, copies)
+    ranks = ExpertRanks(state.get_ep_device_mesh())
+    for name in plan.modules:
+        module = model.get_submodule(name)
+        _cut_experts(module, ranks)
+        if hasattr(module, "ep_forward"):
+            module.forward = own_forward(module, ranks, parallel.ep_plan)
+        else:
+            before: ExpertsForward | None = getattr(module, "_mm_experts", None)
+            real_tokens = before.real_tokens if before is not None else None
+            use_own_experts(module, _dispatcher(plan, ranks, real_tokens))
+    return plan
+
+
+def shard_experts(model: nn.Module, plan: ExpertPlan, state: ParallelState, **options: Any) -> None:
+    """Wrap each expert module on the expert mesh; call it before the blocks around them are wrapped.
+
+    Args:
+        model: After `apply_expert_parallel`.
+        plan: What that returned.
+        state: Its expert mesh.
+        options: Of `fully_shard`: precision, resharding, offload.
+    """
+    mesh = state.expert_mesh["edp", "efsdp"] if state.is_edp_enable() else state.get_efsdp_device_mesh()
+    sizes = state.sizes
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        dim = cut_dim(parameter.shape, sizes.ep, sizes.efsdp)
+        assert dim is not None, "checked by resolve_expert_plan"
+        return Shard(dim)
+
+    for name in plan.modules:
+        fully_shard(model.get_submodule(name), mesh=mesh, shard_placement_fn=placement, **options)
+
+
+def own_forward(module: Any, ranks: ExpertRanks, plan: EpPlan) -> OwnForward:
+    """A module's `ep_forward` with what it asks for: the group, and the section `parallel.ep_plan`."""
+    given = {"ep_group": ranks.group, "ep_plan": plan}
+    names = list(inspect.signature(module.ep_forward).parameters)
+    leading = next((index for index, name in enumerate(names) if name not in given), len(names))
+    asked = {name: given[name] for name in names[leading:] if name in given}
+    return OwnForward(module.ep_forward, tuple(given[name] for name in names[:leading]), asked)
+
+
+def _dispatcher(plan: ExpertPlan, ranks: ExpertRanks, real_tokens: RealTokens | None) -> ExpertsForward:
+    if plan.dispatcher == "allgather":
+        return AllGather(ranks, real_tokens)
+    if plan.copies:
+        return BalancedAllToAll(ranks, plan.copies, real_tokens)
+    return AllToAll(ranks, real_tokens)
+
+
+def _cut_experts(module: nn.Module, ranks: ExpertRanks) -> None:
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                own = parameter.detach().chunk(ranks.size)[ranks.rank].clone(memory_format=torch.contiguous_format)
+                cut = DTensor.from_local(own, ranks.mesh, [Shard(0)], run_check=False)
+                owner._parameters[name] = nn.Parameter(cut, requires_grad=parameter.requires_grad)

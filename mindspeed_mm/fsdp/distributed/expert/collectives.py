@@ -1,0 +1,104 @@
+"""The collectives of expert parallelism, each with the gradient that belongs to it.
+
+Ranks of an expert group hold different tokens and different experts. Rows go to the rank that has their expert and come
+back; gradients take the same way in the other direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mindspeed_mm.fsdp.distributed.collectives import AxisRanks
+
+# Renamed in torch 2.13, where the older names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ExpertRanks(AxisRanks):
+    """The ranks that share the experts of a layer with this one (axis `ep`)."""
+
+
+def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ranks: ExpertRanks) -> torch.Tensor:
+    """Rows to other ranks and rows from them, with gradients.
+
+    Args:
+        rows: (S, …), those for rank 0, then those for rank 1, …
+        send: Rows for each rank; they sum to S.
+        receive: Rows from each rank.
+        ranks: Of the group.
+
+    Returns:
+        (sum of `receive`, …), those from rank 0 first.
+    """
+    return _Exchange.apply(rows, send, receive, ranks)  # type: ignore[no-untyped-call]
+
+
+def gather_rows(rows_R: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    """(R, …) → (ranks × R, …), the same R on every rank; each uses them for its own experts: gradients are summed."""
+    return _Crossing.apply(rows_R, ranks, gather, _sum_of_own)  # type: ignore[no-untyped-call]
+
+
+def sum_of_own_rows(rows_RR: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    """(ranks × R, …) → (R, …): the sum over ranks, of this rank's rows."""
+    return _Crossing.apply(rows_RR, ranks, _sum_of_own, gather)  # type: ignore[no-untyped-call]
+
+
+def exchange_counts(counts_RL: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    """(ranks, L) numbers, a line for each rank → (ranks, L) of which line r came from rank r."""
+    received = torch.empty_like(counts_RL)
+    dist.all_to_all_single(received, counts_RL.contiguous(), group=ranks.group)
+    return received
+
+
+def gather(rows: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    """(R, …) → (ranks × R, …), without a gradient."""
+    whole = rows.new_empty(ranks.size * rows.shape[0], *rows.shape[1:])
+    _all_gather(whole, rows.contiguous(), group=ranks.group)
+    return whole
+
+
+def fill_up(rows: torch.Tensor, length: int, value: float = 0) -> torch.Tensor:
+    """Rows (R, K) with more behind them, of that value, until there are `length`."""
+    return F.pad(rows, (0, 0, 0, length - len(rows)), value=value)
+
+
+def _sum_of_own(rows: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
+    own = rows.new_empty(rows.shape[0] // ranks.size, *rows.shape[1:])
+    _reduce_scatter(own, rows.contiguous(), group=ranks.group)
+    return own
+
+
+def _all_to_all(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ranks: ExpertRanks) -> torch.Tensor:
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=ranks.group)
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, send: Any, receive: Any, ranks: ExpertRanks) -> torch.Tensor:
+        ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
+        return _all_to_all(rows, send, receive, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _all_to_all(gradients[0], ctx.receive, ctx.send, ctx.ranks), None, None, None
+
+
+class _Crossing(torch.autograd.Function):
+    """A collective and the one that its gradient takes."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ranks: ExpertRanks, forward: Any, backward: Any) -> torch.Tensor:
+        ctx.ranks, ctx.backward_collective = ranks, backward
+        return forward(rows, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.backward_collective(gradients[0], ctx.ranks), None, None, None

@@ -1,0 +1,163 @@
+"""Brings tokens to the ranks that hold their experts, and the outputs back.
+
+T tokens of this rank, K experts a token, S pairs of a token and one of its experts, E experts of a layer, L of them on
+each rank, R ranks, H hidden features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_mm.fsdp.distributed.expert.balance import BalancePlan, plan_balance
+from mindspeed_mm.fsdp.distributed.expert.collectives import (
+    ExpertRanks,
+    exchange,
+    exchange_counts,
+    fill_up,
+    gather,
+    gather_rows,
+    sum_of_own_rows,
+)
+from mindspeed_mm.fsdp.ops.experts import ExpertsForward, Weights, combine, run_experts, sort_pairs
+from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
+
+
+class AllToAll(ExpertsForward):
+    """Each pair travels to the rank of its expert and back: what is sent grows with K, not with R.
+
+    Args:
+        ranks: Who shares the experts.
+        real_tokens: Given: padding goes through no expert.
+    """
+
+    def __init__(self, ranks: ExpertRanks, real_tokens: RealTokens | None = None) -> None:
+        super().__init__(real_tokens)
+        self.ranks = ranks
+
+    def outputs(self, module: Any, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """As of `ExpertsForward`: here the rows are sorted by rank too, since ranks own consecutive experts."""
+        sent_RL = counts_E.view(self.ranks.size, -1)
+        received_RL = exchange_counts(sent_RL, self.ranks)
+        send, receive = torch.stack([sent_RL.sum(dim=1), received_RL.sum(dim=1)]).tolist()  # the host waits, once
+        arrived = exchange(rows_SH, send, receive, self.ranks)
+        outputs = run_sorted(module, Weights.of(module), arrived, received_RL)
+        return exchange(outputs, receive, send, self.ranks)
+
+
+class BalancedAllToAll(AllToAll):
+    """The same, with copies of busy experts on idle ranks: their weights are fetched for the call, their gradients go
+    back to the owner.
+
+    Args:
+        ranks: Who shares the experts.
+        most_copies: Copies that a rank may hold.
+        real_tokens: Given: padding goes through no expert.
+    """
+
+    def __init__(self, ranks: ExpertRanks, most_copies: int, real_tokens: RealTokens | None = None) -> None:
+        super().__init__(ranks, real_tokens)
+        self.most_copies = most_copies
+
+    def outputs(self, module: Any, rows_SH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """As of `ExpertsForward`."""
+        loads = gather(counts_E[None], self.ranks).tolist()
+        plan = plan_balance(loads, self.most_copies)
+        table, rank, device = plan.sends(loads), self.ranks.rank, rows_SH.device
+        held = own_experts(module.num_experts, self.ranks) + list(plan.copies[rank])
+        sent_RE = torch.tensor(table[rank], device=device)
+        received_RL = torch.tensor([[table[s][rank][e] for e in held] for s in range(self.ranks.size)], device=device)
+        send, receive = [sum(line) for line in table[rank]], [sum(table[s][rank]) for s in range(self.ranks.size)]
+        order = groups_by_line(sent_RE.T).argsort(stable=True)  # rows lie by expert; those of an expert by rank
+        arrived = exchange(rows_SH[order], send, receive, self.ranks)
+        slots = sorted(range(len(held)), key=lambda slot: held[slot])  # rows arrive by expert, copies lie behind
+        outputs = run_sorted(module, self.weights(module, plan), arrived, received_RL[:, slots], slots)
+        returned = exchange(outputs, receive, send, self.ranks)
+        return torch.empty_like(returned).index_copy(0, order, returned)
+
+    def weights(self, module: Any, plan: BalancePlan) -> Weights:
+        """Those of this rank's experts, and behind them the copies."""
+        own = Weights.of(module)
+        if not any(plan.copies):
+            return own
+        return Weights(*(None if w is None else self._with_copies(w, plan, module.num_experts) for w in own))
+
+    def _with_copies(self, weight_L: torch.Tensor, plan: BalancePlan, experts: int) -> torch.Tensor:
+        size, rank = self.ranks.size, self.ranks.rank
+        own = experts // size
+        wanted = [[e - rank * own for e in copies if e // own == rank] for copies in plan.copies]
+        receive = [sum(e // own == owner for e in plan.copies[rank]) for owner in range(size)]
+        chosen = torch.tensor([e for asked in wanted for e in asked], dtype=torch.long, device=weight_L.device)
+        copies = exchange(weight_L.index_select(0, chosen), [len(asked) for asked in wanted], receive, self.ranks)
+        return torch.cat([weight_L, copies])
+
+
+class AllGather(AllToAll):
+    """Every rank sees all tokens of the group and computes its own experts' part of the outputs, which are summed: two
+    collectives of equal sizes, for groups of not many more ranks than a token has experts."""
+
+    def __call__(
+        self, module: Any, hidden_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """As of `ExpertsForward`."""
+        experts_TK, _ = self.without_padding(experts_TK, module.num_experts)
+        tokens = len(hidden_TH)
+        longest = int(gather(torch.tensor([tokens], device=hidden_TH.device), self.ranks).max())
+        chosen_GK = gather(fill_up(experts_TK, longest, value=module.num_experts), self.ranks)
+        hidden_GH = gather_rows(fill_up(hidden_TH, longest), self.ranks)
+        weights_GK = gather_rows(fill_up(weights_TK, longest), self.ranks)
+        own = module.num_experts // self.ranks.size
+        mine_GK = chosen_GK - self.ranks.rank * own
+        pairs = sort_pairs(mine_GK.masked_fill((mine_GK < 0) | (mine_GK >= own), own), own, number=None)
+        rows_SH = hidden_GH[pairs.slots_S // chosen_GK.shape[1]]
+        outputs_SH = run_experts(module, Weights.of(module), rows_SH, pairs.counts_E)
+        whole = sum_of_own_rows(combine(outputs_SH, pairs, weights_GK), self.ranks).to(hidden_TH.dtype)
+        return whole if tokens == longest else whole[:tokens].clone()  # sharding warns of modules that return views
+
+
+class OwnForward(NamedTuple):
+    """A module's own `ep_forward(hidden_states, …, ep_group=…)` in place of its forward. It may ask for `ep_group` and
+    `ep_plan`, by name or as its first arguments."""
+
+    method: Any
+    leading: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        return self.method(*self.leading, *args, **self.named, **kwargs)
+
+
+def run_sorted(
+    module: Any, weights: Weights, arrived: torch.Tensor, counts_RL: torch.Tensor, slots: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Rows as they arrived, by source and then by expert → outputs in the same order.
+
+    Args:
+        module: Of experts.
+        weights: Of the L experts.
+        arrived: From the first source, then from the second, …
+        counts_RL: Rows of each source for each expert.
+        slots: Where the weights of each column of `counts_RL` lie; the same order when None.
+    """
+    columns, counts = groups_by_line(counts_RL), counts_RL.sum(dim=0)
+    if slots is not None:
+        place = torch.tensor(slots, device=counts.device)
+        columns, counts = place[columns], torch.empty_like(counts).index_copy(0, place, counts)
+    order = columns.argsort(stable=True)
+    outputs = run_experts(module, weights, arrived[order], counts)
+    return torch.empty_like(outputs).index_copy(0, order, outputs)
+
+
+def groups_by_line(counts_RL: torch.Tensor) -> torch.Tensor:
+    """The column of each row, when rows lie line by line and `counts_RL` says how many are in each place."""
+    columns = torch.arange(counts_RL.shape[1], device=counts_RL.device).repeat(counts_RL.shape[0])
+    return columns.repeat_interleave(counts_RL.flatten())
+
+
+def own_experts(experts: int, ranks: ExpertRanks) -> list[int]:
+    """Numbers of the experts that this rank owns."""
+    own = experts // ranks.size
+    return list(range(ranks.rank * own, (ranks.rank + 1) * own))

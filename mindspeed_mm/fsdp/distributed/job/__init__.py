@@ -1,0 +1,1 @@
+"""The ranks of a job: launching, meeting, interfaces, and what happens when one of them hangs or dies."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model cut into stages, driven by torch's schedules."""

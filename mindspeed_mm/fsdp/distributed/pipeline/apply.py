@@ -1,0 +1,155 @@
+"""Pipeline parallelism: a model's layers are spread over ranks, which hand hidden states on.
+
+The steps stand in `assemble.py`: `split_into_stages` leaves of the model what this rank has; tensor and context
+parallelism and recompute are applied to that part; `Pipeline.build_stages` makes of it one runnable model a stage,
+which are sharded one by one. The part keeps the names of the whole: optimizer, norm, averages and checkpoints see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary
+from mindspeed_mm.fsdp.distributed.pipeline.cut import cut_to_rank, stage_owners
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, plan_stages
+from mindspeed_mm.fsdp.distributed.pipeline.schedules import check_schedule
+from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
+from mindspeed_mm.fsdp.distributed.pipeline.tied_ends import TiedEnds
+from mindspeed_mm.fsdp.models.structure.cut_points import KEY, find_cut_points
+from mindspeed_mm.fsdp.models.structure.share import Share, keep_share, outline
+from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+
+class Pipeline:
+    """The stages of this rank and what holds them together.
+
+    Args:
+        part: What this rank holds of the model.
+        share: What is known of the rest.
+        plan: The stages of all ranks.
+        parallel: The section.
+    """
+
+    def __init__(self, part: nn.Module, share: Share, plan: StagePlan, parallel: ParallelArguments) -> None:
+        self.part, self.share, self.plan = part, share, plan
+        self._parallel = parallel
+        assert share.group is not None
+        self.group: dist.ProcessGroup = share.group
+        self.rank = dist.get_rank(self.group)
+        self.dtype = hidden_dtype(share.whole, parallel)
+        self.boundary = Boundary(share.whole, plan)
+        self.stages: list[StageModule] = []
+        self._ends: TiedEnds | None = None
+
+    def build_stages(self, media: Sequence[str], *, casts_inputs: bool) -> None:
+        """Make the stages, when everything but sharding has been applied to the part.
+
+        Args:
+            media: Batch keys that feed towers.
+            casts_inputs: Give the model its floating-point arguments in `param_dtype`.
+        """
+        for index in self.plan.stages_of(self.rank):
+            stage = StageModule(self.part, self.plan, index, self.boundary, self.dtype, media)
+            stage.cast_inputs(torch_dtype(self._parallel.fsdp_plan.param_dtype) if casts_inputs else None)
+            self.stages.append(stage)
+        self.share.stages.extend(self.stages)
+
+    @property
+    def first_model(self) -> nn.Module | None:
+        """The model of the first stage, where this rank has it."""
+        return self.stages[0].model if self.stages[0].is_first else None
+
+    def equalise(self) -> None:
+        """Let copies of shared weights have the values of the weights, which were just loaded."""
+        ties = ties_between_stages(self.share.whole, self.plan)
+        if ties:
+            copy_rank = self.plan.rank_of(self.plan.stages - 1)
+            self._ends = TiedEnds(self.part, self.share, ties, copy_rank)
+            self._ends.copy_values()
+
+    def sum_tied_gradients(self) -> None:
+        """Once a step, when the stages have reduced their own gradients."""
+        if self._ends is not None:
+            self._ends.sum_gradients()
+
+    def counted_parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters for a norm: of a weight with two copies one stage gives it."""
+        return [parameter for name, parameter in self.part.named_parameters() if name not in self.share.copies]
+
+
+def split_into_stages(model: nn.Module, parallel: ParallelArguments, state: ParallelState) -> Pipeline:
+    """Leave of a model what this rank has, in place. Every rank calls it.
+
+    Args:
+        model: Built, with adapters, ties live; nothing else was applied to it.
+        parallel: The section.
+        state: Its pipeline axis.
+
+    Raises:
+        ConfigError: The model cannot be cut as the plan says.
+    """
+    check_composition(model, parallel)
+    plan = plan_stages(model, find_cut_points(model), state.get_pp_group_size(), parallel.pp_plan)
+    whole = outline(model)
+    copies = cut_to_rank(model, plan, state.get_pp_rank(), hidden_dtype(whole, parallel))
+    share = Share(whole, stage_owners(whole, plan), state.get_pp_group(), copies)
+    keep_share(model, share)
+    return Pipeline(model, share, plan, parallel)
+
+
+def hidden_dtype(model: nn.Module, parallel: ParallelArguments) -> torch.dtype:
+    """What passes between stages: the type that blocks compute in."""
+    return torch_dtype(parallel.fsdp_plan.param_dtype) or next(model.parameters()).dtype
+
+
+def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
+    """What speaks against stages of this model with this torch; what the configuration alone shows is in
+    `params/rules/pipeline.py`.
+
+    Raises:
+        ConfigError: The model does not go together with stages.
+        MachineError: The installed torch computes the schedule wrong.
+    """
+    check_schedule(parallel.pp_plan.schedule)
+    is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
+    if is_spread and hasattr(model, "_mm_adapter"):
+        raise ConfigError(
+            "a generator's samples cannot be spread over ranks as well: several are under way at a time",
+            key=f"{KEY} · parallel.ring_attention_size · parallel.ulysses_parallel_size",
+            way_out="Set one of them to 1.",
+        )
+    if hasattr(model, "fully_shard"):
+        raise ConfigError(
+            f"{type(model).__name__} shards itself, which is not possible stage by stage",
+            key=KEY,
+            way_out="Set it to 1.",
+        )
+
+
+def check_units(names: Collection[str], plan: StagePlan, key: str) -> None:
+    """Raise `ConfigError` when one of these modules holds the list of layers: a stage leaves in the middle of it."""
+    around = [name for name in names if f"{plan.points.layers}.".startswith(f"{name}.") or not name]
+    if around:
+        raise ConfigError(
+            f"'{around[0]}' holds the layers that stages are cut of",
+            key=key,
+            way_out=f"Name what is inside: '{plan.points.layers}.{{*}}'.",
+        )
+
+
+def ties_between_stages(whole: nn.Module, plan: StagePlan) -> dict[str, str]:
+    """Copy → first name, of weights whose ends stand on different stages."""
+    return {
+        other: first
+        for first, *others in shared_parameters(whole)
+        for other in others
+        if plan.owner(other) != plan.owner(first)
+    }

@@ -1,0 +1,183 @@
+"""What is taken from `torch.distributed.pipelining`: schedules, and a stage whose micro-batches differ in shape.
+
+torch's stage has one shape for all micro-batches, found by an extra pass or stated once. `OwnShapes` has buffers of its
+own for every micro-batch, whose shapes are stated before the step: no communication, no padding. What it overrides is
+what schedules call in every torch from 2.11 on (`tests/fsdp/distributed/test_pipeline_torch.py` pins it); how a stage
+describes its tensors differs between releases and is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
+
+Shapes = Sequence[tuple[int, ...]]
+"""Of the tensors that pass between two stages."""
+Tensors = tuple[Tensor, ...]
+
+_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI = {"interleaved1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
+_NEEDS_TORCH = {"zbv": "2.13"}
+"""Before, a backward pass in two parts counts a weight that is used twice more than once
+(https://github.com/pytorch/pytorch/issues/180952)."""
+
+
+class OwnShapes(PipelineStage):
+    """A stage with shapes for each micro-batch.
+
+    Args:
+        module: What runs.
+        index: Of the stage.
+        plan: Which rank has which stage.
+        device: Of the tensors received.
+        dtype: Of what passes between stages.
+        group: The ranks of the pipeline.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        plan: StagePlan,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+    ) -> None:
+        nothing = torch.empty(0, device="meta")
+        super().__init__(module, index, plan.stages, device, input_args=(nothing,), output_args=(nothing,), group=group)
+        self.stage_index_to_group_rank = {stage: plan.rank_of(stage) for stage in range(plan.stages)}
+        self._dtype = dtype
+        self.args_recv_info = {0: ()}  # torch 2.13 looks whether stages skip one
+        self._received: list[Tensors] = []
+        self._gradients: list[Tensors] = []
+
+    def lay_out(self, inputs: Sequence[Shapes], outputs: Sequence[Shapes]) -> None:
+        """State what enters and leaves, for each micro-batch of the step to come."""
+        self.chunks = len(inputs)
+        self._received = [self._empty(shapes) for shapes in inputs]
+        self._gradients = [() if self.is_last else self._empty(shapes) for shapes in outputs]
+        if hasattr(self, "_stage_meta"):  # torch 2.13 counts the arguments in front of the keywords with it
+            self._stage_meta.inputs = self._received[0]
+
+    def _empty(self, shapes: Shapes) -> Tensors:
+        return tuple(torch.empty(shape, dtype=self._dtype, device=self.device) for shape in shapes)
+
+    # --- what torch would infer and compare, and is stated here ---
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was inferred; torch would drop the gradients of earlier micro-batches."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """First messages between neighbours, in torch 2.11; gloo has no way from a rank to itself."""
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """One shape for all, in torch 2.11."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """One shape for all, in torch 2.11."""
+
+    # --- tensors that pass between two stages ---
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What comes from the stage before."""
+        return [] if self.is_first else self._operations(dist.irecv, self._received[fwd_chunk_id], -1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What goes to the stage behind."""
+        outputs, _ = self.fwd_cache[fwd_chunk_id]
+        return [] if self.is_last else self._operations(dist.isend, [each.detach() for each in outputs], 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Gradients of what went to the stage behind."""
+        return self._operations(dist.irecv, self._gradients[bwd_chunk_id], 1) if self.has_backward else []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Gradients of what came from the stage before."""
+        if not self.has_backward or self.is_first:
+            return []
+        return self._operations(dist.isend, self.get_local_bwd_output(bwd_chunk_id), -1)
+
+    def _operations(self, kind: Callable[..., Any], tensors: Sequence[Tensor], step: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank.get(self.stage_index + step)
+        return [dist.P2POp(kind, each, group=self.group, group_peer=peer) for each in tensors]
+
+    def get_local_bwd_output(self, mb_index: int) -> Tensors:
+        """Gradients of what came from the stage before; zeros for what nobody used."""
+        gradients = self.bwd_cache.pop(mb_index)
+        received = self._received[mb_index]
+        return tuple(
+            torch.zeros_like(each) if gradient is None else gradient.contiguous()
+            for each, gradient in zip(received, gradients[: len(received)], strict=True)
+        )
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """What comes from a stage of the same rank."""
+        outputs = prev_stage_outputs if isinstance(prev_stage_outputs, tuple) else (prev_stage_outputs,)
+        self._received[mb_index] = tuple(each.detach() for each in outputs)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Gradients that come from a stage of the same rank (`get_local_bwd_output`)."""
+        self._gradients[mb_index] = cast(Tensors, next_stage_bwd_outputs)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Tensors:
+        return tuple(each.requires_grad_(self.has_backward) for each in self._received[fwd_chunk_id])
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Tensors:
+        return self._gradients[bwd_chunk_id]
+
+
+def is_schedule_right(name: str) -> bool:
+    """Whether the installed torch computes a schedule's gradients right for every model."""
+    return torch.__version__ >= _NEEDS_TORCH.get(name, "0")
+
+
+def check_schedule(name: str) -> None:
+    """Raise `MachineError` when the installed torch computes a schedule's gradients wrong."""
+    if not is_schedule_right(name):
+        raise MachineError(
+            f"{name!r} needs torch {_NEEDS_TORCH[name]}, and {torch.__version__} is installed, "
+            "whose gradients are wrong for weights that are used twice",
+            key="parallel.pp_plan.schedule",
+            way_out="Set interleaved1f1b with virtual_stages: 2, or 1f1b; or install a newer torch.",
+        )
+
+
+def build_schedule(name: str, stages: Sequence[OwnShapes], micro_batches: int) -> Any:
+    """The schedule of a step with so many micro-batches; the last stage returns the loss itself."""
+    if name in _SINGLE:
+        return _SINGLE[name](stages[0], micro_batches, loss_fn=_itself, scale_grads=False)
+    return _MULTI[name](list(stages), micro_batches, loss_fn=_itself, scale_grads=False)
+
+
+def run_schedule(schedule: Any, stages: Sequence[OwnShapes], micro_batches: int) -> None:
+    """Forward and backward of all micro-batches, which the stages are told by their numbers."""
+    numbers = torch.arange(micro_batches)
+    if any(stage.is_last for stage in stages):
+        schedule.step(mb=numbers, target=numbers, losses=[], return_outputs=False)
+    else:
+        schedule.step(mb=numbers, return_outputs=False)
+
+
+def _itself(output: Tensor, _target: Any) -> Tensor:
+    return output

@@ -1,0 +1,142 @@
+"""One stage as a module that a schedule runs: a micro-batch's number and what was received in, what is sent out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Carried
+from mindspeed_mm.fsdp.distributed.pipeline.cut import StageExit, entry_of, stage_of
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
+from mindspeed_mm.fsdp.models.structure.share import own_names
+
+
+class Loss(Protocol):
+    """What a stage asks of an objective."""
+
+    def terms(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Run the model; each term's sum over a micro-batch."""
+        ...
+
+
+@dataclass
+class Work:
+    """A step's micro-batches, on every rank of the pipeline, and what comes of them."""
+
+    objective: Loss
+    batches: Sequence[Batch]
+    denominators: Mapping[str, float]
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    """Normalised terms so far; filled where the last stage is."""
+
+
+class StageModule(nn.Module):
+    """Runs the objective on one stage. It is the root of what sharding gathers; parameters of `model` keep their names.
+
+    Args:
+        part: What this rank holds of the model.
+        plan: Of the whole model.
+        stage: Which one.
+        boundary: Of the whole model.
+        dtype: Of what passes between stages.
+        media: Batch keys that feed what the first stage alone has.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        plan: StagePlan,
+        stage: int,
+        boundary: Boundary,
+        dtype: torch.dtype,
+        media: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.model = stage_of(part, plan, stage, dtype)
+        self.index, self.is_first, self.is_last = stage, stage == 0, stage == plan.stages - 1
+        self._boundary, self._dtype = boundary, dtype
+        self._media = () if self.is_first else tuple(media)
+        self._carried: Carried = boundary.carried(stage)
+        self._carried.attach(self.model)
+        self._entering: Tensor | None = None
+        if not self.is_first:
+            entry_of(self.model, plan, stage).register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        self.work: Work | None = None
+
+    def cast_inputs(self, dtype: torch.dtype | None) -> None:
+        """Cast floating-point arguments of the model, as sharding does for a model that is its own root."""
+        if dtype is not None:
+            hook = _CastInputs(dtype)
+            self.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def names_of(self, names: Iterable[str]) -> list[str]:
+        """Of these modules of the whole model those that this stage holds, by their names below it."""
+        return [f"model.{name}" for name in own_names(self.model, names)]
+
+    def forward(self, *received: Tensor, mb: Tensor) -> Any:
+        """Hidden states and what travels with them; of the last stage the micro-batch's share of the loss."""
+        assert self.work is not None
+        batch = self.work.batches[int(mb)]
+        batch = {key: value for key, value in batch.items() if key not in self._media}
+        if received:
+            self._entering, self._carried.received = received[0], tuple(received[1:])
+        try:
+            terms = self.work.objective.terms(self.model, batch)
+        except StageExit as end:
+            return self._leaving(end.hidden, batch)
+        finally:
+            self._entering = None
+        return self._loss(terms)
+
+    def _enter(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._entering is not None
+        return ((self._entering, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": self._entering})
+
+    def _leaving(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        hidden = hidden.to(self._dtype)
+        outputs = (hidden, *(each.to(self._dtype) for each in self._carried.outgoing(hidden)))
+        expected = self._boundary.shapes(batch, self.index + 1)
+        if [tuple(each.shape) for each in outputs] != expected:
+            raise MMError(
+                f"stage {self.index} hands on {[tuple(each.shape) for each in outputs]}, and the next one waits for "
+                f"{expected}",
+                way_out="This model cannot be cut there: set parallel.pipeline_parallel_size to 1.",
+            )
+        # The next stage sends a gradient for everything, and splits its backward pass at what it received.
+        return tuple(_differentiable(each) for each in outputs)
+
+    def _loss(self, terms: Mapping[str, Tensor]) -> Tensor:
+        assert self.work is not None
+        totals = self.work.totals
+        normalised = {name: value / self.work.denominators[name] for name, value in terms.items()}
+        for name, value in normalised.items():
+            totals[name] = totals[name] + value.detach() if name in totals else value.detach()
+        return torch.stack(list(normalised.values())).sum()
+
+
+class _CastInputs:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    return tensor.detach().requires_grad_(True)

@@ -1,0 +1,314 @@
+"""Sharding of parameters, gradients and optimizer state with torch's `fully_shard` (FSDP2).
+
+One mechanism serves every plan: ZeRO-3, ZeRO-2, hybrid sharding, replication (hybrid sharding with shards of one rank)
+and a single process. Gradients are *summed* over ranks: the loss carries the divisor.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import show_outputs
+from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
+from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+_keeps_parameters: WeakSet[FSDPModule] = WeakSet()
+"""Units that stay whole for the length of a pass: cutting them between micro-batches saves no memory at the peak."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules gathered and reduced together. More than one: they share a parameter."""
+
+    names: tuple[str, ...]
+    mesh: DeviceMesh | None = None
+    """Over which the unit is cut; None: that of the model."""
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root, of the deepest module."""
+        return max(name.count(".") for name in self.names)
+
+    @property
+    def stack(self) -> str:
+        """Parent of the first module: units of one parent run one after the other, or not at all."""
+        return self.names[0].rpartition(".")[0]
+
+
+def plan_units(
+    shard_modules: Sequence[str], tie_groups: Sequence[Sequence[str]], ignored: Sequence[str] = ()
+) -> list[Unit]:
+    """Which modules are wrapped below the root, in execution order. Pure.
+
+    Args:
+        shard_modules: Modules wrapped one by one, in execution order.
+        tie_groups: Modules that share a parameter; each group becomes one unit, whether listed above or not.
+        ignored: Modules that are not sharded, with everything below them.
+    """
+    tied = {name for group in tie_groups for name in group}
+    alone = [Unit((name,)) for name in shard_modules if name not in tied]
+    units = [*(Unit(tuple(group)) for group in tie_groups), *alone]
+    return [unit for unit in units if not any(is_below(name, ignored) for name in unit.names)]
+
+
+def is_below(name: str, parents: Iterable[str]) -> bool:
+    """Whether a module is one of `parents` or lies inside one."""
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def shard_units(
+    model: nn.Module,
+    units: Sequence[Unit],
+    plan: FsdpPlan,
+    mesh: DeviceMesh,
+    ignored_params: set[nn.Parameter],
+    cut_dims: Mapping[nn.Parameter, int] | None = None,
+) -> None:
+    """Wrap every unit, the innermost first, and then the root.
+
+    Args:
+        model: Built, parameters on meta or real; tied parameters tied.
+        units: From `plan_units`.
+        plan: Precision, resharding and offload.
+        mesh: One axis (shards), or two (copies, shards).
+        ignored_params: Parameters that stay plain tensors.
+        cut_dims: Parameters that are cut along another dimension than the first.
+
+    Raises:
+        ConfigError: Trainable parameters of one unit differ in dtype, or the group to reshard to does not fit.
+    """
+    check_reshard(plan.reshard_after_forward, mesh.size(mesh.ndim - 1))
+    show_outputs(model, [(name, model.get_submodule(name)) for unit in units for name in unit.names])
+    offload = build_offload_policy(plan)
+    inner = build_precision_policy(plan, is_root=False)
+    placement = _placement_of(cut_dims or {})
+    for unit in sorted(units, key=lambda unit: -unit.depth):
+        modules = [model.get_submodule(name) for name in unit.names]
+        check_dtypes(unit.names, modules, ignored_params)
+        # A tied head needs its weight again at once in backward, and the embedding holds the group open anyway.
+        reshard = False if len(modules) > 1 else plan.reshard_after_forward
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=unit.mesh or mesh,
+            reshard_after_forward=reshard,
+            mp_policy=inner,
+            offload_policy=offload,
+            ignored_params=ignored_params,
+            shard_placement_fn=placement,
+        )
+    check_dtypes(("the root",), [model], ignored_params)
+    fully_shard(
+        model,
+        mesh=mesh,
+        # None is torch's own choice for a root: its parameters stay, as backward starts with them.
+        reshard_after_forward=None if plan.reshard_after_forward is True else plan.reshard_after_forward,
+        mp_policy=build_precision_policy(plan, is_root=True),
+        offload_policy=offload,
+        ignored_params=ignored_params,
+        shard_placement_fn=placement,
+    )
+    whole = [""] if plan.reshard_after_forward is True else []
+    whole += [name for unit in units if len(unit.names) > 1 for name in unit.names]
+    kept = fsdp_modules(model) if plan.reshard_after_forward is False else map(model.get_submodule, whole)
+    _keeps_parameters.update(module for module in kept if isinstance(module, FSDPModule))
+    _expect_logits_to_be_a_view(model)
+
+
+def _placement_of(cut_dims: Mapping[nn.Parameter, int]) -> Callable[[nn.Parameter], Shard | None] | None:
+    if not cut_dims:
+        return None
+    return lambda parameter: Shard(cut_dims[parameter]) if parameter in cut_dims else None
+
+
+def _expect_logits_to_be_a_view(model: nn.Module) -> None:
+    """Silence torch's warning that a wrapped module returned a view, for the head and the root: a linear layer on
+    (B, L, H) always does, and nobody writes into logits. For blocks it stays: there it can mean lost gradients."""
+    names = f"{re.escape(type(model).__name__)}|.*FSDPLinear"
+    warnings.filterwarnings(
+        "ignore", message=rf"FSDP2-wrapped module \(({names})\) returned a view", category=UserWarning
+    )
+
+
+def expect_views() -> None:
+    """Silence the same warning for every module: diffusers' blocks cut text and image out of one tensor, and nothing
+    writes into either (gradients under sharding are tested)."""
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)
+
+
+def replicate_modules(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Keep modules whole on every rank, in their own dtype, with their gradients summed.
+
+    Args:
+        modules: Modules whose trainable parameters no plan shards.
+        mesh: (copies, 1), from `ParallelState.build_copies_device_mesh`.
+    """
+    for module in modules:
+        frozen = {p for p in module.parameters() if not p.requires_grad}
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every wrapped module of a model, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make every wrapped module add gradients up over ranks, experts included.
+
+    A divide factor alone asks for a collective that gloo lacks; with forced sums the factor is applied apart, and 1
+    means no division.
+    """
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward pass communicates gradients, or leaves them on this rank for a later one to sum.
+
+    Parameters that a pass keeps whole anyway (all of them with ZeRO-2, else tied ends and the root's own) stay gathered
+    until the pass that communicates.
+    """
+    for module in fsdp_modules(model):
+        module.set_requires_gradient_sync(enabled, recurse=False)
+        if module in _keeps_parameters:
+            module.set_reshard_after_backward(enabled, recurse=False)
+
+
+def set_prefetch(
+    model: nn.Module, units: Sequence[Unit], forward: int, backward: int, hooked: Collection[str] = ()
+) -> None:
+    """Gather `forward` units ahead in the forward pass and `backward` units ahead in the backward pass.
+
+    Only along one stack of blocks. Across stacks it would gather the first block of a tower that a step may not run;
+    that copy would be used in a later step, after the weights have changed.
+
+    Args:
+        model: Sharded.
+        units: In execution order.
+        forward: Depth in the forward pass.
+        backward: Depth in the backward pass.
+        hooked: Units whose inner wrapped modules (experts) are gathered whenever they are: at once with them, and ahead
+            with them. Without it, inner modules are gathered when their own turn comes, and everything waits.
+    """
+    for stack in _stacks(units).values():
+        blocks = [_wrapped(model, unit) for unit in stack]
+        inner = [_inside(block) if unit.names[0] in hooked else [] for unit, block in zip(stack, blocks, strict=True)]
+        for position, block in enumerate(blocks):
+            ahead = range(position + 1, min(position + 1 + forward, len(blocks)))
+            behind = range(position - 1, max(position - 1 - backward, -1), -1)
+            if gathered := [*inner[position], *(module for i in ahead for module in (blocks[i], *inner[i]))]:
+                block.set_modules_to_forward_prefetch(gathered)
+            if gathered := [*inner[position][::-1], *(m for i in behind for m in (blocks[i], *inner[i][::-1]))]:
+                block.set_modules_to_backward_prefetch(gathered)
+
+
+@contextmanager
+def gathered_before(model: nn.Module) -> Iterator[None]:
+    """Begin to gather every unit now, in the order of the model; what the step did not run, a tower without media, is
+    let go of at the end."""
+    modules = fsdp_modules(model)
+    handles = [module.unshard(async_op=True) for module in modules]
+    yield
+    for module, handle in zip(modules, handles, strict=True):
+        if handle is not None:
+            handle.wait()
+        module.reshard()
+
+
+def build_precision_policy(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPolicy:
+    """Precision of a unit: gradients are summed in fp32 when parameters compute in less. The output dtype is the
+    root's alone, since a block that returned another dtype than it takes would break the next one."""
+    reduce_dtype = plan.reduce_dtype or ("fp64" if plan.param_dtype == "fp64" else plan.param_dtype and "fp32")
+    return MixedPrecisionPolicy(
+        param_dtype=torch_dtype(plan.param_dtype),
+        reduce_dtype=torch_dtype(reduce_dtype),
+        output_dtype=torch_dtype(plan.output_dtype) if is_root else None,
+        cast_forward_inputs=plan.cast_forward_inputs,
+    )
+
+
+def build_expert_options(plan: FsdpPlan) -> dict[str, Any]:
+    """What `fully_shard` is told of expert modules, which lie inside the blocks: their inputs come in the right types,
+    and the router's weights may be wider than the rest."""
+    precision = replace(build_precision_policy(plan, is_root=False), cast_forward_inputs=False)
+    return {
+        "reshard_after_forward": plan.reshard_after_forward is not False,
+        "mp_policy": precision,
+        "offload_policy": build_offload_policy(plan),
+    }
+
+
+def build_offload_policy(plan: FsdpPlan) -> OffloadPolicy:
+    """Host offload, with pinned memory only where there is an accelerator to copy to."""
+    if not plan.cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=plan.pin_memory is not False and get_device_type() != "cpu")
+
+
+def check_reshard(reshard_after_forward: bool | int, shards: int) -> None:
+    """Raise `ConfigError` when parameters cannot be cut again over groups of that many ranks."""
+    if isinstance(reshard_after_forward, bool) or shards % reshard_after_forward == 0:
+        return
+    raise ConfigError(
+        f"groups of {reshard_after_forward} do not divide the {shards} ranks of a sharding group",
+        key="parallel.fsdp_plan.reshard_after_forward",
+        way_out="Choose a divisor, or true (ZeRO-3) or false (ZeRO-2).",
+    )
+
+
+def check_dtypes(names: Sequence[str], modules: Sequence[nn.Module], ignored_params: set[nn.Parameter]) -> None:
+    """Raise `ConfigError` when trainable parameters that would be reduced together differ in dtype."""
+    own = {p for module in modules for p in _unwrapped_parameters(module) if p.requires_grad} - ignored_params
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in own})
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"{' and '.join(names)} holds trainable parameters of {' and '.join(dtypes)}",
+            key="parallel.fsdp_plan.apply_modules",
+            way_out="Keep trainable parameters in one dtype (fp32 masters), or wrap the odd module on its own.",
+        )
+
+
+def _unwrapped_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
+    """Parameters of a module and its children, without those of children that are wrapped already."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _unwrapped_parameters(child)
+
+
+def _stacks(units: Sequence[Unit]) -> Mapping[str, list[Unit]]:
+    stacks: dict[str, list[Unit]] = {}
+    for unit in units:
+        if len(unit.names) == 1:
+            stacks.setdefault(unit.stack, []).append(unit)
+    return stacks
+
+
+def holds_wrapped(block: nn.Module) -> bool:
+    """Whether modules inside a module are wrapped on their own."""
+    return any(module is not block for module in fsdp_modules(block))
+
+
+def _inside(block: FSDPModule) -> list[FSDPModule]:
+    """Wrapped modules inside a wrapped module, in its order."""
+    return [module for module in fsdp_modules(block) if module is not block]  # type: ignore[arg-type]
+
+
+def _wrapped(model: nn.Module, unit: Unit) -> FSDPModule:
+    module = model.get_submodule(unit.names[0])
+    assert isinstance(module, FSDPModule), unit.names
+    return module

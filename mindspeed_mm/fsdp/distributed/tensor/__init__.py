@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: the matrices of a layer over several ranks."""

@@ -1,0 +1,169 @@
+"""Applies tensor parallelism to a model in place: parameters become DTensors on the axis `tp`, forwards work on this
+rank's part. Before recompute and `fully_shard`, on the whole model on meta or with values.
+
+No parameter is renamed or reshaped: initialisation, loading, checkpoints and export see the full tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
+from mindspeed_mm.fsdp.distributed.tensor.forward import (
+    ColumnForward,
+    EmbeddingForward,
+    Entry,
+    HeadNumbersForward,
+    LocalForward,
+    RowForward,
+    WideNormForward,
+)
+from mindspeed_mm.fsdp.distributed.tensor.plan import (
+    CUT_DIMS,
+    Rule,
+    Style,
+    TensorPlan,
+    output_head,
+    resolve_tensor_plan,
+)
+from mindspeed_mm.fsdp.distributed.tensor.sequence import (
+    apply_sequence_parallel,
+    is_inside,
+    sequence_stretches,
+)
+from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS, check_split_sizes
+from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
+from mindspeed_mm.fsdp.params.parallel_args import TpPlan
+
+
+def apply_tensor_parallel(
+    model: nn.Module, tp_plan: TpPlan, mesh: DeviceMesh, *, gather_logits: bool = False, whole: Collection[str] = ()
+) -> TensorPlan:
+    """Split a model over the ranks of a mesh. Every rank calls it.
+
+    Args:
+        model: Built, ties live, adapters in it, not recomputed, not sharded.
+        tp_plan: The section `parallel.tp_plan`.
+        mesh: `ParallelState.get_tp_device_mesh()`: of one parent with the mesh that `fully_shard` gets.
+        gather_logits: Let the output head return all logits on every rank. Otherwise it returns this rank's part of the
+            vocabulary, for `vocabulary_cross_entropy`: see `vocabulary_ranks`.
+        whole: Names of modules that are not split, whatever the plan says.
+
+    Returns:
+        What was done, for the log.
+
+    Raises:
+        ConfigError: The plan does not fit the model, or the number of ranks does not divide what is split.
+    """
+    everything = whole_of(model)
+    plan = resolve_tensor_plan(everything, tp_plan).without(whole)
+    ranks = TensorRanks(mesh)
+    check_split_sizes(everything, plan, ranks.size)
+    _Splitter(model, plan.only(own_names(model, (*plan.rules, *plan.sequence))), ranks, gather_logits).split()
+    return plan
+
+
+def vocabulary_ranks(model: nn.Module) -> TensorRanks | None:
+    """The ranks that hold parts of the vocabulary of this model's logits; None where logits are whole."""
+    return getattr(model, "_mm_vocabulary_ranks", None)
+
+
+class _Splitter:
+    def __init__(self, model: nn.Module, plan: TensorPlan, ranks: TensorRanks, gather_logits: bool) -> None:
+        self._model, self._plan, self._ranks, self._gathers = model, plan, ranks, gather_logits
+        self._stretches = sequence_stretches(model, plan)
+        self._entry, self._head = Entry(ranks), output_head(model)
+        self._split: dict[int, nn.Parameter] = {}
+
+    def split(self) -> None:
+        for name, rule in self._plan.rules.items():
+            for inner, inner_rule in with_adapters(self._model, name, rule, self._in_sequence(name)).items():
+                self._apply(inner, inner_rule)
+        for parent in {name.rpartition(".")[0] for name in self._plan.names(Style.COLUMN)}:
+            divide_heads(self._model.get_submodule(parent), self._ranks.size)
+        apply_sequence_parallel(self._model, self._plan, self._stretches, self._ranks)
+        if self._head in self._plan.names(Style.HEAD) and not self._gathers:
+            self._model._mm_vocabulary_ranks = self._ranks  # type: ignore[assignment]
+
+    def _apply(self, name: str, rule: Rule) -> None:
+        module = self._model.get_submodule(name)
+        if rule.style in CUT_DIMS and not rule.blocks:
+            self._cut_parameters(module, rule.style)
+        module.forward = self._forward(module, name, rule)
+
+    def _forward(self, module: nn.Module, name: str, rule: Rule) -> LocalForward:
+        in_sequence = self._in_sequence(name)
+        if rule.style in (Style.COLUMN, Style.HEAD):
+            gathers = rule.style is Style.HEAD and (self._gathers or not is_inside(name, (self._head,)))
+            entry = None if in_sequence else self._entry
+            return ColumnForward(module, self._ranks, entry, rule.blocks, gathers)
+        if rule.style is Style.ROW:
+            return RowForward(module, self._ranks, in_sequence, rule.blocks)
+        return _OTHERS[rule.style](module, self._ranks)
+
+    def _in_sequence(self, name: str) -> bool:
+        return any(is_inside(name, stretch.modules) for stretch in self._stretches)
+
+    def _cut_parameters(self, module: nn.Module, style: Style) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or (style is Style.ROW and name == "bias"):
+                continue
+            if id(parameter) not in self._split:  # a tied parameter is met twice, and stays tied
+                self._split[id(parameter)] = cut(parameter, CUT_DIMS[style], self._ranks)
+            module._parameters[name] = self._split[id(parameter)]
+
+
+_OTHERS: dict[Style, type[LocalForward]] = {
+    Style.EMBEDDING: EmbeddingForward,
+    Style.WIDE_NORM: WideNormForward,
+    Style.OWN_PART: LocalForward,
+    Style.HEAD_NUMBERS: HeadNumbersForward,
+}
+
+
+def cut(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
+    """The parameter as a DTensor of which this rank holds an equal part along `dim`, on meta or with values."""
+    own = parameter.detach().chunk(ranks.size, dim=dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
+    split = DTensor.from_local(own, ranks.mesh, [Shard(dim)], run_check=False)
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def with_adapters(model: nn.Module, name: str, rule: Rule, in_sequence: bool) -> dict[str, Rule]:
+    """The rules of a module and of the low-rank adapters on it: (x A) B is cut where x W is.
+
+    The half that stays whole works, under sequence parallelism, on what only this rank makes of it.
+
+    Raises:
+        ConfigError: The layer is fused of several, which an adapter cuts differently.
+    """
+    module = model.get_submodule(name)
+    if not hasattr(module, "base_layer"):
+        return {name: rule}
+    if rule.blocks or rule.style is Style.EMBEDDING:
+        raise ConfigError(
+            f"tensor parallelism cannot cut the adapter on {name}",
+            key="training.lora.target_modules",
+            way_out="Leave this module out of the adapters, or of parallel.tp_plan.",
+        )
+    cut_half, whole_half = ("lora_A", "lora_B") if rule.style is Style.ROW else ("lora_B", "lora_A")
+    rules = {f"{name}.base_layer": rule}
+    for adapter in getattr(module, cut_half):
+        rules[f"{name}.{cut_half}.{adapter}"] = rule
+        if in_sequence:
+            rules[f"{name}.{whole_half}.{adapter}"] = Rule(Style.OWN_PART)
+    return rules
+
+
+def divide_heads(attention: nn.Module, size: int) -> None:
+    """Tell an attention module how many heads it sees."""
+    for name in HEAD_COUNTS:
+        count: Any = getattr(attention, name, None)
+        if isinstance(count, int) and not isinstance(count, bool):
+            setattr(attention, name, count // size)

@@ -1,0 +1,1 @@
+"""Towers over ranks: media balanced between them, layouts of their own, towers without input."""

@@ -1,0 +1,109 @@
+"""The process groups of towers that are laid out otherwise than their decoder, and the mesh that they are cut over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import Unit, is_below
+from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
+from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
+
+Partition = list[list[int]]
+
+
+def sharing_ranks(sizes: ParallelSizes, encoder: EncoderSizes) -> Partition:
+    """Global ranks of every group that shares media, each in the order `EncoderSizes` numbers them."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    coordinates = product(range(sizes.pp), range(sizes.dp), range(sizes.cp), range(sizes.tp))
+    for rank, (pp, dp, cp, tp) in enumerate(coordinates):
+        others = (pp, *(place for place, size in ((dp, encoder.streams), (cp, encoder.parts), (tp, encoder.copies))
+                        if size == 1))  # fmt: skip
+        found.setdefault(others, []).append(rank)
+    return list(found.values())
+
+
+def build_sharing_group(sizes: ParallelSizes, encoder: EncoderSizes) -> dist.ProcessGroup:
+    """The ranks that share media with this one. Every rank of the job calls it."""
+    return _own_group(sharing_ranks(sizes, encoder))
+
+
+def build_team(sizes: ParallelSizes, encoder: EncoderSizes) -> ContextGroups | None:
+    """The ranks that encode a medium together with this one; None where each encodes alone. Every rank calls it."""
+    if encoder.team == 1:
+        return None
+    teams = _cut(sharing_ranks(sizes, encoder), lambda ranks: _neighbours(ranks, encoder.team))
+    rings = _cut(teams, lambda team: [team[place :: encoder.ulysses] for place in range(encoder.ulysses)])
+    exchanges = _cut(teams, lambda team: _neighbours(team, encoder.ulysses))
+    return ContextGroups(
+        ring=_own_group(rings) if encoder.ring > 1 else None,
+        ulysses=_own_group(exchanges) if encoder.ulysses > 1 else None,
+        everyone=_own_group(teams),
+    )
+
+
+def build_tower_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
+    """The mesh of towers that are whole although the decoder's layers are split: tensor ranks hold shards as well, and
+    gradients are summed over them. One axis (shards), or two (copies, shards). Every rank calls it."""
+    shape = (sizes.pp, sizes.dp_replicate, sizes.fsdp * sizes.tp)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "tower_copies", "tower_shards"))
+    return mesh["tower_copies", "tower_shards"] if sizes.dp_replicate > 1 else mesh["tower_shards"]
+
+
+def on_tower_mesh(
+    model: nn.Module, units: Sequence[Unit], towers: Sequence[str], ignored: Sequence[str], state: ParallelState
+) -> list[Unit]:
+    """Units with those of towers cut over `build_tower_mesh`. A tower that is no unit becomes one. Every rank calls it.
+
+    Raises:
+        ConfigError: As of `check_tower_sums`.
+    """
+    check_tower_sums(model, towers, ignored)
+    mesh = build_tower_mesh(state.sizes, state.device_type)
+    wrapped = {name for unit in units for name in unit.names}
+    missing = [Unit((name,)) for name in towers if name not in wrapped and not is_below(name, ignored)]
+    return [replace(unit, mesh=mesh) if is_below(unit.names[0], towers) else unit for unit in (*units, *missing)]
+
+
+def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[str]) -> None:
+    """Raise `ConfigError` when something trained in a tower is left out of sharding: nothing would sum its gradients.
+
+    Args:
+        model: Built.
+        towers: Names of towers that stay whole although the decoder is split.
+        ignored: Names of the modules that sharding leaves out.
+    """
+    touching = [name for name in ignored if any(is_below(name, [t]) or is_below(t, [name]) for t in towers)]
+    if trained := [name for name in touching if any(p.requires_grad for p in model.get_submodule(name).parameters())]:
+        raise unsummed_towers(f"parallel.fsdp_plan.ignored_modules leaves out {', '.join(trained)}")
+
+
+def unsummed_towers(why: str) -> ConfigError:
+    """What is raised where sharding cannot sum a tower's gradients over the ranks that split the decoder."""
+    return ConfigError(
+        f"1, but {why}: nothing would sum the tower's gradients over the ranks that split the decoder",
+        key=f"{KEY}.tensor_parallel_size",
+        way_out="Leave one of them out.",
+    )
+
+
+def _own_group(partition: Partition) -> dist.ProcessGroup:
+    group, _ = dist.new_subgroups_by_enumeration(partition)
+    assert group is not None, "a partition of all ranks"
+    return group
+
+
+def _cut(partition: Partition, into: Callable[[list[int]], Partition]) -> Partition:
+    return [part for ranks in partition for part in into(ranks)]
+
+
+def _neighbours(ranks: Sequence[int], size: int) -> Partition:
+    return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]

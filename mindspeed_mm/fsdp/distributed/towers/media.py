@@ -1,0 +1,227 @@
+"""Towers that encode the media of other ranks: of other samples, so that all have as much to do, or of the same
+samples, where the decoder's layers or sequences are spread over ranks and the tower is not.
+
+Two hooks around the tower: in front, pixels go to the ranks that the planner chose (`encoder_balance`), and behind,
+features come back in the order in which the model asked for them, with their gradients (`encoder_travel`). Every rank
+calls the tower equally often (`idle_towers`), and what it brings to a call, pictures, clips or an idle tower's zeros,
+is shared among all. A rank that is left with nothing encodes zeros that nobody reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mindspeed_mm.core.errors import ConfigError, MMError
+from mindspeed_mm.fsdp.distributed.context.apply import groups_of
+from mindspeed_mm.fsdp.distributed.context.towers import apply_to_tower, can_be_spread
+from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.distributed.towers.balance import Grid, Imbalance, TowerWidths, assign
+from mindspeed_mm.fsdp.distributed.towers.groups import build_sharing_group, build_team
+from mindspeed_mm.fsdp.distributed.towers.travel import (
+    Media,
+    Trip,
+    build_trip,
+    carry,
+    carry_features,
+    feature_legs,
+    gradient_legs,
+    pixel_legs,
+)
+from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
+from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
+from mindspeed_mm.fsdp.ops.host_values import host_values, sent_with_values
+from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
+
+FEATURES = ("pooler_output", "deepstack_features")
+"""What a decoder reads of a tower's output, a row for each merged square of patches."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class MediaSharing:
+    """What is to be known of towers that encode the media of other ranks."""
+
+    sizes: EncoderSizes
+    towers: list[SharedMedia]
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return self.sizes.describe()
+
+    def take_metrics(self) -> dict[str, float]:
+        """How unevenly work was spread since it was last asked, in this rank's group: cost of the busiest over the
+        mean, and what it had been with each rank's media at home. Host numbers."""
+        total = Imbalance()
+        for tower in self.towers:
+            total.merge(tower.imbalance)
+            tower.imbalance = Imbalance()
+        return {"encoder_imbalance": total.ratio, "encoder_imbalance_at_home": total.ratio_at_home}
+
+
+def share_media(model: nn.Module, towers: Collection[str], sizes: EncoderSizes, state: ParallelState) -> MediaSharing:
+    """Let towers encode the media of a group of ranks, in place; call it before sharding, on every rank.
+
+    Args:
+        model: Built, not sharded.
+        towers: Names of its towers.
+        sizes: Who shares media.
+        state: The job's groups.
+
+    Raises:
+        ConfigError: A tower does not take patches of many media, with their grids, or has no attention that goes over
+            ranks.
+    """
+    check_towers(model, towers, in_teams=sizes.team > 1)
+    group, team = build_sharing_group(state.sizes, sizes), build_team(state.sizes, sizes)
+    follows_decoder = state.is_cp_enable() and sizes.parts == 1
+    shared = []
+    for tower in map(model.get_submodule, towers):
+        if team is not None:
+            apply_to_tower(tower)
+        shared.append(SharedMedia(tower, sizes, group, groups_of(state) if follows_decoder else team))
+    return MediaSharing(sizes, shared)
+
+
+def check_towers(model: nn.Module, towers: Collection[str], *, in_teams: bool) -> None:
+    """Raise `ConfigError` unless the model has towers, all called with patches and their grids.
+
+    Args:
+        model: Built.
+        towers: Names of its towers.
+        in_teams: Several ranks are to share the patches of a medium.
+    """
+    others = [name for name in towers if not takes_grids(model.get_submodule(name))]
+    if others or not towers:
+        what = f"{', '.join(others)} takes no patches of many media with their grids" if others else "there is no tower"
+        raise ConfigError(
+            f"{type(model).__name__}: {what}", key=KEY, way_out="Leave the section out: the tower follows the decoder."
+        )
+    uncut = [name for name in towers if in_teams and not can_be_spread(model.get_submodule(name))]
+    if uncut:
+        raise ConfigError(
+            f"{type(model).__name__}: the attention of {', '.join(uncut)} does not go over ranks",
+            key=f"{KEY}.ring_attention_size · {KEY}.ulysses_parallel_size",
+            way_out="Set both to 1.",
+        )
+
+
+def takes_grids(tower: nn.Module) -> bool:
+    """Whether a tower is called with flat patches of many media, then their grids, and merges squares of patches."""
+    has_sizes = hasattr(getattr(tower, "config", None), "spatial_merge_size")
+    return has_sizes and _parameters(tower)[1:2] == ["grid_thw"]
+
+
+def _parameters(tower: nn.Module) -> list[str]:
+    return list(inspect.signature(tower.forward).parameters)
+
+
+class SharedMedia:
+    """The hooks of one tower. What they keep between them is of the call that goes through the tower now.
+
+    Args:
+        tower: Takes (patches, grids); not sharded yet.
+        sizes: Who shares media.
+        group: Those ranks.
+        context: Those that share the patches of a medium with this one, if any: a team, or the decoder's.
+    """
+
+    def __init__(
+        self, tower: nn.Module, sizes: EncoderSizes, group: dist.ProcessGroup, context: ContextGroups | None
+    ) -> None:
+        self._sizes, self._group, self._context = sizes, group, context
+        self._rank = group.rank()
+        self._pixels_name = _parameters(tower)[0]
+        config: Any = tower.config
+        self._side = int(config.spatial_merge_size)
+        self._widths = widths_of(config)
+        self._way_back: tuple[Trip, Trip] | None = None
+        self.imbalance = Imbalance()
+        """Of the calls since it was last replaced."""
+        tower.register_forward_pre_hook(self._before, with_kwargs=True)
+        tower.register_forward_hook(self._after)
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Patches and grids of the media to encode here instead of the own ones."""
+        given = {**dict(zip((self._pixels_name, "grid_thw"), args, strict=False)), **kwargs}
+        pixels, grids = given.pop(self._pixels_name), given.pop("grid_thw")
+        known = self._all_grids(grids)
+        media = self._plan(known)
+        pixels, own_grids = self._send_pixels(pixels, media, [grid for stream in known for grid in stream])
+        given["grid_thw"] = sent_with_values([list(grid) for grid in own_grids], grids)
+        given.pop(CONTEXT_KEY, None)  # of the text, if any; an idle tower is not told
+        if self._context is not None:
+            given[CONTEXT_KEY] = self._context
+        return (pixels,), given
+
+    def _after(self, tower: nn.Module, _: Any, output: Any) -> Any:
+        """Features of the own media instead of those that were encoded here."""
+        assert self._way_back is not None
+        (there, back), self._way_back = self._way_back, None
+        kept = {name: output[name] for name in FEATURES if name in output} if isinstance(output, dict) else output
+        levels = tree_leaves(kept)
+        if not levels or any(not isinstance(x, Tensor) or x.dim() != 2 or len(x) != back.rows for x in levels):
+            raise MMError(
+                f"{type(tower).__name__} returns something else than a feature for each {self._side} × {self._side} "
+                "patches",
+                key=KEY,
+                way_out="Leave the section out: the tower follows the decoder.",
+            )
+        travelled = carry_features(torch.cat(levels, dim=-1), there, back, self._group)
+        own = iter(travelled.split([level.shape[-1] for level in levels], dim=-1))
+        kept = tree_map(lambda _: next(own).contiguous(), kept)
+        return type(output)(**kept) if isinstance(output, dict) else kept
+
+    def _all_grids(self, grids: Tensor) -> list[list[Grid]]:
+        """Of every stream."""
+        own = [Grid(*map(int, grid)) for grid in host_values(grids)]
+        if self._sizes.streams == 1:
+            return [own]
+        gathered: list[Any] = [None] * self._sizes.ranks
+        dist.all_gather_object(gathered, [tuple(grid) for grid in own], group=self._group)
+        return [[Grid(*grid) for grid in each] for each in gathered[:: self._sizes.parts * self._sizes.copies]]
+
+    def _plan(self, known: Sequence[Sequence[Grid]]) -> Media:
+        streams = [stream for stream, grids in enumerate(known) for _ in grids]
+        costs = [self._widths.cost(grid) for grids in known for grid in grids]
+        homes = [stream * self._sizes.parts * self._sizes.copies // self._sizes.team for stream in streams]
+        teams = assign(costs, homes, self._sizes.teams)
+        self.imbalance.add(costs, homes, teams, self._sizes.teams)
+        rows = [grid.patches // self._side**2 for grids in known for grid in grids]
+        return Media(rows, streams, teams)
+
+    def _send_pixels(self, pixels: Tensor, media: Media, grids: Sequence[Grid]) -> tuple[Tensor, list[Grid]]:
+        """The patches to encode here and their grids; how features come back is kept for `_after`."""
+        sizes, unit = self._sizes, self._side**2
+        brought = media.of_stream(self._rank // (sizes.parts * sizes.copies))
+        encoded = media.of_team(self._rank // sizes.team)
+        own, here = media.places(brought), media.places(encoded)
+        rows_own, rows_here = (sum(map(len, places.values())) for places in (own, here))
+        ranks = (self._rank, sizes.ranks)
+        out = build_trip(
+            pixel_legs(media, sizes), *ranks, media.places(brought, unit), media.places(encoded, unit), rows_here * unit
+        )
+        there = build_trip(feature_legs(media, sizes), *ranks, here, own, rows_own)
+        back = build_trip(gradient_legs(media, sizes), *ranks, own, here, max(rows_here, 1))
+        self._way_back = there, back
+        with torch.no_grad():
+            arrived = carry(pixels, out, self._group)
+        if encoded:
+            return arrived, [grids[item] for item in encoded]
+        return pixels.new_zeros(unit, *pixels.shape[1:]), [Grid(1, self._side, self._side)]
+
+
+def widths_of(config: Any) -> TowerWidths:
+    """What the work of a tower depends on, from its configuration (where `embed_dim` is given, `hidden_size` is the
+    decoder's)."""
+    hidden = getattr(config, "embed_dim", getattr(config, "hidden_size", 0))
+    mlp = getattr(config, "intermediate_size", getattr(config, "mlp_ratio", 4) * hidden)
+    return TowerWidths(int(hidden), int(mlp))

@@ -1,0 +1,1 @@
+"""How a model computes: attention, kernels, experts, packed rows, heads for several tokens, quantized layers."""

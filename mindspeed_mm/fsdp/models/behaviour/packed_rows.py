@@ -1,0 +1,215 @@
+"""Lets a language model take packed rows: documents one behind the other in one row, none of which sees another.
+
+Attention learns of the borders by itself (`ops.attention`). What is left: layers with a state are run document by
+document, towers are not told of the text's borders, masks of image blocks are made here, and models of which nobody
+knows that they keep documents apart are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, DataError, Problem
+from mindspeed_mm.fsdp.models.behaviour.segmented_mixer import SegmentedForward
+from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, PADDING_KEY, register_attention
+
+KEY = "data.dataset_param.basic_parameters.packing"
+_ATTENTION_KEY = "model.attn_implementation"
+_KNOW_BORDERS = ("mm_varlen", "flash_attention_2", "flash_attention_3")
+"""Kernels that read the borders."""
+_KEPT_APART = frozenset(
+    {"full_attention", "sliding_attention", "linear_attention", "reference_sliding_attention", "minimax_m3_sparse"}
+)
+"""Kinds of layers that see one document at a time."""
+_IMAGE_BLOCKS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "gemma4_unified": "mm_token_type_ids"}
+"""Model type → the batch key that marks images, whose tokens see each other both ways."""
+MOST_MASKED_TOKENS = 16_384
+"""Of a row that needs a mask of T² entries."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None:
+    """Prepare a model for packed rows, in place; call it before anything is split or sharded. Other batches go through
+    as before.
+
+    Args:
+        model: Built.
+        attention: `model.attn_implementation`.
+
+    Raises:
+        ConfigError: The model would mix documents, or nobody knows.
+    """
+    check_packed_rows(model, attention=attention)
+    if _is_of_transformers(model):
+        if model.config._attn_implementation not in _KNOW_BORDERS:  # type: ignore[union-attr]
+            model.set_attn_implementation(register_attention())  # type: ignore[operator]
+        for name in _models_beside_the_decoder(model):
+            model.get_submodule(name).register_forward_pre_hook(leave_borders_out, with_kwargs=True)
+    for mixer in find_mixers(model):
+        mixer.forward = SegmentedForward(mixer)  # type: ignore[method-assign]
+    if (marks := image_blocks_key(model)) is not None:
+        model.register_forward_pre_hook(_BlockMasks(model, marks), with_kwargs=True)
+    model.register_forward_pre_hook(read_positions, with_kwargs=True)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def check_packed_rows(model: nn.Module, *, attention: str | None = None) -> None:
+    """Raise `ConfigError` for what `apply_packed_rows` refuses; the model stays as it is."""
+    problems = [*packing_problems(model), *attention_problems(attention)]
+    if problems:
+        raise ConfigError(f"{type(model).__name__} cannot keep samples of one row apart", problems=problems)
+
+
+def packing_problems(model: nn.Module) -> Iterator[Problem]:
+    """Why a model cannot take packed rows."""
+    has_mixers = bool(find_mixers(model))
+    config: Any = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    off = {"key": KEY, "way_out": "Set it to false."}
+    if not takes_any and "cu_seq_lens_q" not in takes:
+        yield Problem("its forward takes no cu_seq_lens_q, the borders of documents", **off)
+    if not _is_of_transformers(model):
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        yield Problem("it is an encoder-decoder, which encodes every sample by itself", **off)
+        return
+    if not _calls_attention_interface(model):
+        yield Problem("its attention is not behind transformers' interface", **off)
+    if getattr(model, "_is_stateful", False) and not has_mixers:
+        yield Problem("its layers carry a state over tokens, and nobody knows how to stop it at a border", **off)
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - _KEPT_APART
+    if not has_mixers:
+        kinds |= {"linear_attention"} & set(getattr(text, "layer_types", None) or ())
+    if kinds:
+        yield Problem(f"it has layers of type {', '.join(sorted(kinds))}, which look beyond a document", **off)
+
+
+def _calls_attention_interface(model: nn.Module) -> bool:
+    """Whether the decoder looks its attention up in transformers' table. Classes with linear attention do, although
+    they do not say so (`_supports_attention_backend`)."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
+    modules = {each.__module__ for each in type(decoder).__mro__} - {"transformers.modeling_utils"}
+    return any(hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS") for module in modules)
+
+
+def attention_problems(requested: str | None) -> Iterator[Problem]:
+    """Why an attention kernel cannot serve packed rows."""
+    if requested is not None and requested not in _KNOW_BORDERS:
+        yield Problem(
+            f"'{requested}' knows no borders of documents, or makes a mask of T² entries for them",
+            key=_ATTENTION_KEY,
+            way_out=f"Leave it out, or take one of {', '.join(_KNOW_BORDERS)}.",
+        )
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    from transformers import PreTrainedModel  # a second to import, and whoever builds a model has it already
+
+    return isinstance(model, PreTrainedModel)
+
+
+# --- what is added ----------------------------------------------------------------------------------------------------
+
+
+def find_mixers(model: nn.Module) -> list[nn.Module]:
+    """Layers that carry a state from token to token (gated delta nets, state spaces, linear attention): transformers
+    hands them `cache_params`. Of two inside each other the inner one."""
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if {"hidden_states", "cache_params"} <= inspect.signature(module.forward).parameters.keys()
+    }
+    return [module for name, module in found.items() if not any(other.startswith(f"{name}.") for other in found)]
+
+
+def leave_borders_out(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Hook in front of a tower: the text's borders would cut its own tokens."""
+    return args, {name: value for name, value in kwargs.items() if name not in BORDER_KEYS}
+
+
+def read_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Hook in front of a model: positions that came as the bits of fp32 numbers become numbers. Sharding, which casts
+    what are numbers, has passed them on by then."""
+    positions = kwargs.get("position_ids")
+    if positions is None or positions.dtype != torch.int32:
+        return None
+    return args, {**kwargs, "position_ids": positions.view(torch.float32)}
+
+
+def _models_beside_the_decoder(model: nn.Module) -> list[str]:
+    """Names of models inside the model that its decoder is no part of, nor they of it."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    name_of = next((name for name, module in model.named_modules() if module is decoder), "")
+    inside = [name for name, module in model.named_modules() if name and _is_of_transformers(module)]
+    return [name for name in inside if not f"{name_of}.".startswith(f"{name}.") and not name.startswith(f"{name_of}.")]
+
+
+def image_blocks_key(model: nn.Module) -> str | None:
+    """The batch key that marks images, where their tokens see each other both ways; None for all other models."""
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", "")
+    sees_ahead = (
+        getattr(config.get_text_config(), "use_bidirectional_attention", None) if kind in _IMAGE_BLOCKS else None
+    )
+    return _IMAGE_BLOCKS.get(kind) if kind == "gemma3" or sees_ahead == "vision" else None
+
+
+class _BlockMasks:
+    """Hook in front of a model whose images are blocks: the masks of its two kinds of layers, ready-made.
+
+    Args:
+        model: Its module says how marks become numbers of blocks (`get_block_sequence_ids_for_mask`).
+        marks: Batch key of the marks.
+    """
+
+    def __init__(self, model: nn.Module, marks: str) -> None:
+        self._marks = marks
+        self._window = int(model.config.get_text_config().sliding_window)  # type: ignore[union-attr, operator]
+        module = sys.modules[type(model).__module__]
+        self._blocks_of: Callable[..., torch.Tensor] = module.get_block_sequence_ids_for_mask
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        borders, marks_1T = kwargs.get("cu_seq_lens_q"), kwargs.get(self._marks)
+        if borders is None or marks_1T is None or kwargs.get("pixel_values") is None:
+            return None
+        tokens = marks_1T.shape[1]
+        if tokens > MOST_MASKED_TOKENS:
+            raise DataError(
+                f"a row of {tokens} tokens with images, which see each other both ways, needs a mask of {tokens}² "
+                f"entries; {MOST_MASKED_TOKENS} tokens are the most",
+                key="data.dataset_param.basic_parameters.cutoff_len",
+                way_out="Lower it, or set packing to false.",
+            )
+        masks = block_masks(borders, self._blocks_of(marks_1T, device=marks_1T.device)[0], self._window)
+        # The length of padding stays: routers ask for it.
+        others = {name: value for name, value in kwargs.items() if name not in BORDER_KEYS or name == PADDING_KEY}
+        return args, others | {"attention_mask": masks}
+
+
+def block_masks(borders: torch.Tensor, blocks_T: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
+    """(1, 1, T, T) booleans for full and for sliding layers: a token sees what is before it, and all of its block, in
+    its own document.
+
+    Args:
+        borders: (documents + 1,).
+        blocks_T: Number of each token's block, -1 outside.
+        window: How many tokens a sliding layer sees.
+    """
+    place_T = torch.arange(len(blocks_T), device=blocks_T.device)
+    document_T = torch.bucketize(place_T, borders[1:], right=True)
+    distance_TT = place_T[:, None] - place_T[None, :]
+    in_block_TT = (blocks_T[:, None] == blocks_T[None, :]) & (blocks_T[:, None] >= 0)
+    full_TT = (document_T[:, None] == document_T[None, :]) & ((distance_TT >= 0) | in_block_TT)
+    sliding_TT = full_TT & (distance_TT < window)
+    return {"full_attention": full_TT[None, None], "sliding_attention": sliding_TT[None, None]}

@@ -1,0 +1,204 @@
+"""Finds the class and the configuration of a model, and constructs it without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.fsdp.models.base_model import BaseModel
+from mindspeed_mm.fsdp.models.behaviour.attention import choose_attention
+from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
+from mindspeed_mm.fsdp.models.behaviour.host_grids import read_grids_on_host
+from mindspeed_mm.fsdp.models.loading.folder import load_config, native_class, require_folder
+from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.ops.attention import register_attention
+from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
+from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
+from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.params.model_args import ModelArguments
+
+
+def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
+    """The class to build and the configuration to build it from."""
+    trusted = model_args.trust_remote_code
+    if model_args.model_id is None:
+        folder = require_folder(model_args.model_name_or_path)
+        config = load_config(folder, trust_remote_code=trusted)
+        model_class = native_class(config, folder, trust_remote_code=trusted)
+        _check_trains(model_class, config, folder)
+        return model_class, config
+    entry = model_register.get(model_args.model_id)
+    model_class = entry if isinstance(entry, type) else entry()  # a function puts off a heavy import
+    if not is_transformers(model_class) and not _has_config(model_args):
+        return model_class, model_args
+    folder = require_folder(model_args.model_name_or_path)
+    config = load_config(folder, trust_remote_code=trusted, plugin_class=model_class)
+    _check_fits(model_class, config, model_args)
+    return model_class, config
+
+
+def _check_trains(model_class: type, config: Any, folder: Path) -> None:
+    """Raise `ModelFolderError` for a class that generates by its parts and has no forward pass of its own."""
+    if model_class.forward is not nn.Module.forward:  # type: ignore[attr-defined]
+        return
+    parts = [name.removesuffix("_config") for name in getattr(config, "sub_configs", {})]
+    has_thinker = hasattr(config, "thinker_config")
+    thinker = model_class.__name__.replace("For", "ThinkerFor", 1)
+    raise ModelFolderError(
+        f"a {model_class.__name__} ({', '.join(parts)}) has no forward pass: as a whole it cannot be trained yet",
+        where=str(folder / "config.json"),
+        key="architectures",
+        way_out=f"Save its thinker and its processor as a folder of their own: {thinker}.from_pretrained(FOLDER)"
+        ".save_pretrained(NEW), AutoProcessor.from_pretrained(FOLDER).save_pretrained(NEW)."
+        if has_thinker
+        else "Name the folder of the part that is trained.",
+    )
+
+
+def _has_config(model_args: ModelArguments) -> bool:
+    return bool(model_args.model_name_or_path) and (Path(str(model_args.model_name_or_path)) / "config.json").exists()
+
+
+def _check_fits(model_class: type, config: Any, model_args: ModelArguments) -> None:
+    expected = getattr(model_class, "config_class", None)
+    if expected is not None and not isinstance(config, expected):
+        raise ConfigError(
+            f"'{model_args.model_id}' builds {expected.model_type} models, this is a {config.model_type} model",
+            where=str(model_args.model_name_or_path),
+            key="model.model_id",
+            way_out="Name the model_id of this folder's model, or leave model_id out.",
+        )
+
+
+def override_config(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Set dotted settings of a configuration. Raises `ConfigError` for one that it does not have."""
+    for name, value in overrides.items():
+        *sections, last = name.split(".")
+        target = config
+        for section in sections:
+            target = getattr(target, section, None)
+        if not hasattr(target, last):
+            raise ConfigError("the model's configuration has no such setting", key=name)
+        setattr(target, last, value)
+
+
+def construct(model_class: Any, config: Any, model_args: ModelArguments, param_dtype: torch.dtype | None) -> nn.Module:
+    """The model, parameters on the meta device unless its class loads its weights by code of its own.
+
+    A class of a plugin is called with what its signature takes: `_from_config(config)` as well as
+    `_from_config(model_args)`, `from_pretrained(folder, config=…)` as well as `from_pretrained(model_args)`.
+    """
+    choice = choose_attention(model_args.attn_implementation, model_class, param_dtype=param_dtype)
+    options = {"dtype": master_dtype(param_dtype), "attn_implementation": choice.name}
+    if _loads_itself(model_class) and not model_args.train_from_scratch:
+        require_folder(model_args.model_name_or_path)
+        return _call(model_class.from_pretrained, config, options, model_args, first="folder")
+    if not is_transformers(model_class):
+        with parameters_on_meta():
+            return _call(getattr(model_class, "_from_config", model_class), config, options, model_args)
+    model = _construct_transformers(model_class, config, options, model_args)
+    model._mm_attention_choice = choice  # type: ignore[assignment]
+    return model
+
+
+def _call(
+    function: Any, config: Any, options: dict[str, Any], model_args: ModelArguments, first: str = "config"
+) -> nn.Module:
+    """Call a way to make a model; `first` is what a parameter of any other name gets."""
+    folder = Path(str(model_args.model_name_or_path)) if model_args.model_name_or_path else None
+    offered = {"config": config, "model_args": model_args, "args": model_args, **options}
+    offered |= dict.fromkeys(("folder", "model_name_or_path", "pretrained_model_name_or_path"), folder)
+    spread = ("config", *options) if first == "folder" else tuple(options)
+    name = model_args.model_id or type(config).__name__
+    return call_plugin(function, offered, order=(first,), spread=spread, key="model.model_id", name=name)
+
+
+def _construct_transformers(
+    model_class: Any, config: Any, options: dict[str, Any], model_args: ModelArguments
+) -> nn.Module:
+    from transformers.initialization import no_init_weights
+
+    registered_here = options["attn_implementation"] == "mm_varlen"
+    if registered_here:
+        options = options | {"attn_implementation": "sdpa"}  # a name of ours is known to a built model only
+    with parameters_on_meta(), no_init_weights():
+        if model_args.model_id is None:
+            with _explained(model_args):
+                model = model_class._from_config(config, **options)
+        else:
+            model = _call(model_class._from_config, config, options, model_args)
+    model.tie_weights()  # part of the initialisation that was left out
+    if registered_here:
+        register_attention()
+        model.set_attn_implementation("mm_varlen")
+        tell_facts(model)
+    read_grids_on_host(model)
+    fit_experts(model, options["dtype"])
+    if model.can_generate():
+        _set_generation_config(model, require_folder(model_args.model_name_or_path))
+    return model
+
+
+@contextmanager
+def _explained(model_args: ModelArguments) -> Iterator[None]:
+    """What a class of transformers raises while it is built comes from the sizes in config.json."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ModelFolderError(
+            f"no model can be built from it: {type(error).__name__}: {reason}",
+            where=str(require_folder(model_args.model_name_or_path) / "config.json"),
+            way_out="Compare it with the original model's config.json.",
+        ) from error
+
+
+def _set_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").exists():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    except (ValueError, TypeError, OSError) as error:
+        raise ModelFolderError(
+            f"is not readable: {error}", where=str(folder / "generation_config.json"), way_out="Repair or remove it."
+        ) from error
+
+
+def is_transformers(model_class: Any) -> bool:
+    """Whether a class is one of transformers, or derives from one."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+
+
+def _loads_itself(model_class: Any) -> bool:
+    """Whether a plugin brings a `from_pretrained` of its own."""
+    from transformers import PreTrainedModel
+
+    method = getattr(model_class, "from_pretrained", None)
+    inherited = (BaseModel.from_pretrained.__func__, PreTrainedModel.from_pretrained.__func__)  # type: ignore[attr-defined]
+    return method is not None and getattr(method, "__func__", method) not in inherited
+
+
+def master_dtype(param_dtype: torch.dtype | None) -> torch.dtype:
+    """fp32, or fp64 where the plan computes in it."""
+    return torch.float64 if param_dtype == torch.float64 else torch.float32
+
+
+def set_dtypes(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Keep trainable parameters in the masters' dtype and frozen ones in what the plan computes in."""
+    master = master_dtype(param_dtype)
+    for parameter in model.parameters():
+        dtype = master if parameter.requires_grad else param_dtype or master
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)

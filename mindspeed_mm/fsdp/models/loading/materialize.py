@@ -1,0 +1,31 @@
+"""Gives memory to parameters on the meta device, sharded or not, and moves buffers; values come afterwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mindspeed_mm.fsdp.models.structure.share import bind_stages, holders_of
+from mindspeed_mm.fsdp.models.structure.ties import shared_parameters, tie
+
+
+def materialize(model: nn.Module, device: torch.device, buffer_device: torch.device | None = None) -> None:
+    """Put parameters (uninitialised where they were on meta) and buffers on their devices.
+
+    Args:
+        model: The model, after `fully_shard`: each rank then reserves memory for its shards only.
+        device: Of the parameters.
+        buffer_device: Of the buffers; `device` when None. They differ when parameters are offloaded to the host.
+    """
+    ties = shared_parameters(model)
+    buffers = {id(buffer) for holder in holders_of(model) for buffer in holder.buffers()}
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in buffers:
+            return tensor.to(buffer_device or device)
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    for holder in holders_of(model):
+        holder._apply(place)  # and not `to_empty`, which would lose the buffers' values
+    bind_stages(model)
+    tie(model, ties)

@@ -1,0 +1,1 @@
+"""Adapters: targets, injection, first values, files, merging."""

@@ -1,0 +1,215 @@
+"""First values of adapters that depend on data: what goes into the layers while some batches run through the model.
+
+EVA (Paischer et al. 2024, arXiv:2410.07170)    A: the principal directions of a layer's inputs, B: zero
+CorDA (Yang et al. 2024, arXiv:2406.05223)      A and B: the largest directions of W·C, with C = Σ x·xᵀ of the inputs,
+                                                which are taken out of W
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor
+from mindspeed_mm.fsdp.models.lora.first_values import (
+    Started,
+    adapted_layers,
+    from_first_rank,
+    made_by_peft,
+    set_magnitudes,
+    start_layer,
+)
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER
+
+_KEY = "training.lora.init_lora_weights"
+
+
+class Statistic(Protocol):
+    """What is kept of a layer's inputs."""
+
+    def add(self, samples: list[torch.Tensor]) -> None:
+        """Take in a micro-batch: (tokens, features) of each sample, without padding. Called by all ranks."""
+        ...
+
+    def start(self, weight: torch.Tensor, layer: Any, seed: int) -> Started:
+        """The adapter of a layer with this whole weight. Called on one rank."""
+        ...
+
+
+class Directions:
+    """EVA's: principal directions, batch by batch, of the inputs of all ranks together; all layers keep their rank."""
+
+    moves = False
+
+    def __init__(self, rank: int) -> None:
+        from peft.utils.incremental_pca import IncrementalPCA
+
+        self._rank = rank
+        self._pca = IncrementalPCA(n_components=rank, copy=True, lowrank=True, lowrank_seed=42)
+
+    def add(self, samples: list[torch.Tensor]) -> None:
+        """As of `Statistic`. A batch of fewer tokens than the rank says nothing."""
+        rows = of_all_ranks(torch.cat(samples).float())
+        if len(rows) >= self._rank:
+            self._pca.partial_fit(rows)
+
+    def start(self, weight: torch.Tensor, layer: Any, seed: int) -> Started:
+        """As of `Statistic`."""
+        if not hasattr(self._pca, "components_"):
+            raise ConfigError(
+                f"'eva' found no batch of at least {self._rank} tokens to look at",
+                key=_KEY,
+                way_out="Raise training.micro_batch_size.",
+            )
+        return Started(self._pca.components_, torch.zeros(weight.shape[0], self._rank))
+
+
+class Covariance:
+    """CorDA's: Σ x·xᵀ over tokens, the mean over samples, each scaled by its largest number."""
+
+    moves = True
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._sum: torch.Tensor | None = None
+        self._samples = 0
+
+    def add(self, samples: list[torch.Tensor]) -> None:
+        """As of `Statistic`."""
+        for sample in samples:
+            rows = sample.float()
+            rows = rows / rows.max().abs()
+            product = rows.T @ rows
+            self._sum = product if self._sum is None else self._sum + product
+            self._samples += 1
+
+    def start(self, weight: torch.Tensor, layer: Any, seed: int) -> Started:
+        """As of `Statistic`."""
+        covariance, inverse = invertible(self._mean)
+        u, s, vh = torch.linalg.svd(weight.float() @ covariance, full_matrices=False)
+        found = {"U_WC": u, "S_WC": s, "V_WC": (vh @ inverse).T}
+        eigens = SimpleNamespace(**{name: tensor[..., : self._rank].clone() for name, tensor in found.items()})
+        return made_by_peft(weight, layer, "corda", seed, eigens=eigens)
+
+    def complete(self) -> None:
+        """Sum over ranks, once."""
+        assert self._sum is not None, "no batch was looked at"
+        count = torch.tensor(float(self._samples), device=self._sum.device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._sum)
+            dist.all_reduce(count)
+        self._mean = self._sum / count
+
+
+def invertible(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix with as much of its mean diagonal added as an inverse needs, and the inverse: PEFT's
+    `collect_eigens_for_layer`, whose module needs a package that PEFT does not bring."""
+    unit = torch.eye(len(matrix), device=matrix.device)
+    damp = 0.01
+    while True:
+        damped = matrix + unit * matrix.diag().mean() * damp
+        inverse = torch.linalg.inv(damped)
+        if float(torch.dist(damped @ inverse, unit)) < 0.05:
+            return damped, inverse
+        damp *= 2
+
+
+class Calibration:
+    """What went into the adapted layers. Layers that are handed the very same tensor share one statistic."""
+
+    def __init__(self, model: nn.Module, initialisation: str) -> None:
+        self._model, self._initialisation = model, initialisation
+        self._layers = dict(adapted_layers(model))
+        self._statistics: dict[str, Directions | Covariance] = {}
+        self._same: dict[str, str] = {}
+        self._mask: torch.Tensor | None = None
+        self._seen: dict[int, tuple[str, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def start_adapters(self, seed: int) -> None:
+        """Give the adapters their values. Called by all ranks.
+
+        Raises:
+            ConfigError: There was nothing to look at.
+        """
+        for statistic in self._statistics.values():
+            if isinstance(statistic, Covariance):
+                statistic.complete()
+        for name, layer in self._layers.items():
+            if name not in self._same:
+                raise ConfigError(
+                    f"'{self._initialisation}' saw nothing go into {name}",
+                    key=_KEY,
+                    way_out="Raise training.lora.init_batches, or leave the layer out.",
+                )
+            statistic = self._statistics[self._same[name]]
+            make = partial(statistic.start, whole_tensor(layer.base_layer.weight), layer, derive_seed(seed, name))
+            start_layer(self._model, name, from_first_rank(layer, make), moves=statistic.moves)
+        set_magnitudes(self._model)
+
+    def begin(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        """The model is called."""
+        mask = kwargs.get("attention_mask")
+        self._mask = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        self._seen.clear()
+
+    def look(self, name: str, _module: nn.Module, args: Any) -> None:
+        """A layer is called."""
+        inputs: torch.Tensor = args[0].detach()
+        known = self._seen.get(inputs.data_ptr())
+        if known is not None and known[1].shape == inputs.shape:
+            self._same.setdefault(name, known[0])
+            return
+        self._seen[inputs.data_ptr()] = (name, inputs)  # kept: its memory is given to nobody else meanwhile
+        first = self._same.setdefault(name, name)
+        if first not in self._statistics:
+            kind = Directions if self._initialisation == "eva" else Covariance
+            self._statistics[first] = kind(self._layers[name].r[ADAPTER])
+        self._statistics[first].add(self._samples(inputs))
+
+    def _samples(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        if self._mask is not None and inputs.dim() == 3 and inputs.shape[:2] == self._mask.shape:
+            return [row[mask] for row, mask in zip(inputs, self._mask, strict=True)]
+        return list(inputs) if inputs.dim() == 3 else [inputs.reshape(-1, inputs.shape[-1])]
+
+
+@contextmanager
+def calibration(model: nn.Module, initialisation: str) -> Iterator[Calibration]:
+    """Inside, what runs through the model is looked at.
+
+    Args:
+        model: With adapters and weights, sharded or not.
+        initialisation: `eva` or `corda`.
+    """
+    found = Calibration(model, initialisation)
+    handles = [model.register_forward_pre_hook(found.begin, with_kwargs=True, prepend=True)]
+    for name, layer in adapted_layers(model):
+        handles.append(layer.base_layer.register_forward_pre_hook(partial(found.look, name)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def of_all_ranks(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, in their order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    counts = [torch.zeros(1, dtype=torch.long, device=rows.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    lengths = [int(count) for count in counts]
+    padded = rows.new_zeros(max(lengths), rows.shape[1])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded)
+    return torch.cat([each[:length] for each, length in zip(gathered, lengths, strict=True)])

@@ -1,0 +1,105 @@
+"""The forward pass of adapters on fused experts: W_e + scale · B_e·A_e for each expert e.
+
+PEFT's wrappers hold the adapters, one around the other for each parameter of a module; their own forward registers
+parametrizations, which change classes and parameters under sharding's hands. Here the innermost module computes with
+the sum in place of its parameter, inside of what shards it, whoever computes the experts.
+
+E experts, r rank, I inputs, O outputs of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER
+
+
+def wrappers_of(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
+    """Name of a module of experts without PEFT's levels → its wrappers, the outermost first, with their names."""
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "parameter_name") and hasattr(module, "base_layer"):
+            found.setdefault(name.replace(".base_layer", ""), []).append((name, module))
+    return found
+
+
+def adapt_experts(model: nn.Module) -> None:
+    """Let every module of experts with adapters compute with them; call it behind PEFT, before any plan."""
+    for wrappers in wrappers_of(model).values():
+        experts = wrappers[-1][1].base_layer
+        experts.forward = AdaptedForward(experts, [wrapper for _, wrapper in wrappers])
+        for _, wrapper in wrappers:
+            wrapper.forward = Through(wrapper)
+
+
+class Through:
+    """The forward of a wrapper that leaves the work to the module inside."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module inside."""
+        return self._wrapper.base_layer(*args, **kwargs)
+
+
+class AdaptedForward:
+    """The forward of a module of experts with the adapters of its wrappers."""
+
+    def __init__(self, experts: nn.Module, wrappers: list[Any]) -> None:
+        self._forward: Callable[..., Any] = experts.forward
+        self._experts, self._wrappers = experts, wrappers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        with self._adapted():
+            return self._forward(*args, **kwargs)
+
+    @contextmanager
+    def _adapted(self) -> Iterator[None]:
+        """Inside, the module has the sums in place of its parameters."""
+        own = self._experts._parameters
+        kept = {wrapper.parameter_name: own[wrapper.parameter_name] for wrapper in self._wrappers}
+        try:
+            for wrapper in self._wrappers:
+                own[wrapper.parameter_name] = adapted_weight(own[wrapper.parameter_name], wrapper)  # type: ignore[assignment, arg-type]
+            yield
+        finally:
+            own.update(kept)
+
+
+def adapted_weight(weight: torch.Tensor, wrapper: Any) -> torch.Tensor:
+    """W + scale · B·A of the experts that this rank holds, a plain tensor."""
+    own = weight.to_local() if isinstance(weight, DTensor) else weight
+    a_ErI, b_EOr = factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, wrapper.num_experts)
+    mine = own_experts(weight, wrapper.num_experts)
+    first, second = b_EOr[mine].to(own.dtype), a_ErI[mine].to(own.dtype)
+    if not wrapper._did_swap_in_out_features:  # the module keeps (E, inputs, outputs)
+        first, second = second.transpose(1, 2), first.transpose(1, 2)
+    return torch.baddbmm(own, first, second, alpha=wrapper.scaling[ADAPTER])
+
+
+def factors(a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """((E, r, I), (E, O, r)): A and B of each expert. PEFT keeps A as (E·r, I) and B as (O, r·E).
+
+    Args:
+        a: All experts' A.
+        b: All experts' B.
+        experts: E.
+    """
+    return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+
+
+def own_experts(weight: torch.Tensor, experts: int) -> slice:
+    """Which experts of a fused parameter are here: all, or those of this rank under expert parallelism."""
+    if not isinstance(weight, DTensor) or not any(isinstance(p, Shard) and p.dim == 0 for p in weight.placements):
+        return slice(0, experts)
+    (axis,) = [axis for axis, p in enumerate(weight.placements) if isinstance(p, Shard) and p.dim == 0]
+    each = experts // weight.device_mesh.size(axis)
+    return slice(weight.device_mesh.get_local_rank(axis) * each, (weight.device_mesh.get_local_rank(axis) + 1) * each)

@@ -1,0 +1,332 @@
+"""Files of adapters: as PEFT has them beside transformers' models, and as diffusers' pipelines take them.
+
+PEFT        adapter_config.json, adapter_model.safetensors        base_model.model.<layer>.lora_A.weight
+diffusers   pytorch_lora_weights.safetensors, settings in it      transformer.<layer>.lora_A.weight
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
+from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.json_file import parse_json, read_json_object
+from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
+from mindspeed_mm.fsdp.models.lora.names import INITIAL, MAGNITUDE, LoraReport, adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
+from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+
+PEFT_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+PEFT_PREFIX = "base_model.model."
+DIFFUSERS_PREFIX = "transformer."
+METADATA = "lora_adapter_metadata"
+_KEY = "training.lora.pretrained_lora_path"
+_MOST = 5
+_UNKNOWN = (
+    "lora_bias",
+    "layer_replication",
+    "fan_in_fan_out",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "use_qalora",
+    "velora_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Settings of PEFT that give an adapter a meaning that nothing here computes."""
+_SIDES = re.compile(rf"(?P<layer>.+)\.lora_(?:(?P<side>[AB])\.weight|(?P<length>{MAGNITUDE})(?:\.weight)?)")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """A file of adapters: what it says of itself."""
+
+    weights: Path
+    settings: Mapping[str, Any]
+    """PEFT's settings; empty when the file has none."""
+    key: str = _KEY
+    """What named it, for messages."""
+
+    @classmethod
+    def find(cls, path: Path, key: str = _KEY) -> AdapterFile:
+        """The adapters in a folder, or a safetensors file of them.
+
+        Raises:
+            ModelFolderError: There are none, or they are pickled or damaged.
+        """
+        weights = _weights_file(path, key)
+        read_header(weights)
+        config = weights.parent / PEFT_CONFIG
+        return cls(weights, _peft_settings_of(config) if config.is_file() else _metadata_of(weights), key)
+
+    def plain_keys(self) -> dict[str, str]:
+        """Key without the prefix that all keys have → key in the file."""
+        keys = list(read_header(self.weights))
+        prefix = next((p for p in (PEFT_PREFIX, DIFFUSERS_PREFIX) if all(key.startswith(p) for key in keys)), "")
+        return {key.removeprefix(prefix): key for key in keys}
+
+    def names(self) -> dict[str, str]:
+        """Name of the parameter in a model with adapters → key in the file."""
+        return {_parameter_name(plain): key for plain, key in self.plain_keys().items()}
+
+    def adapter(self) -> StoredAdapter:
+        """What the file holds, layer by layer.
+
+        Raises:
+            ModelFolderError: Its settings give it a meaning that nothing here computes.
+        """
+        self.check_known()
+        layers: dict[str, dict[str, str]] = {}
+        fused: dict[str, dict[str, str]] = {}
+        whole: list[str] = []
+        for plain, key in self.plain_keys().items():
+            match = _SIDES.fullmatch(plain)
+            if match is None:
+                whole.append(plain)
+                continue
+            sides = fused if self._is_fused(match["layer"]) else layers
+            sides.setdefault(match["layer"], {})[match["side"] or match["length"]] = key
+        if broken := [layer for layer, sides in {**layers, **fused}.items() if not {"A", "B"} <= sides.keys()]:
+            raise ModelFolderError("has only one half of the adapter", where=str(self.weights), key=broken[0])
+        if unknown := [name for name in whole if ".lora_" in name]:
+            raise ModelFolderError("is no adapter of a linear layer", where=str(self.weights), key=unknown[0])
+        return StoredAdapter(self.weights, self.settings, layers, fused, whole, self.plain_keys())
+
+    def check_known(self) -> None:
+        """Raise `ModelFolderError` for settings that nothing here computes."""
+        for name in _UNKNOWN:
+            if self.settings.get(name):
+                raise ModelFolderError(
+                    f"'{name}' is set, which this version does not have", where=str(self.weights), key=self.key
+                )
+
+    def check_fits(self, lora: LoraReport) -> None:
+        """Raise `ModelFolderError` when the adapters are of another kind or strength than the model's."""
+        where = str(self.weights)
+        self.check_known()
+        for name in ("rank_pattern", "alpha_pattern"):
+            if self.settings.get(name) and not lora.strengths:
+                raise ModelFolderError(f"'{name}' is set, and a run has one rank and alpha", where=where, key=self.key)
+        if bool(self.settings.get("use_dora")) != lora.use_dora and self.settings:
+            held = bool(self.settings.get("use_dora"))
+            raise ModelFolderError(
+                f"'use_dora' is {str(held).lower()} in it",
+                where=where,
+                key=self.key,
+                way_out=f"Set training.lora.use_dora: {str(held).lower()}.",
+            )
+        rank = self.settings.get("r", lora.rank)
+        # A file that says nothing means alpha = rank, for PEFT and diffusers alike.
+        alpha = self.settings.get("lora_alpha", rank)
+        if self.settings.get("use_rslora") and isinstance(rank, int):
+            alpha = alpha * math.sqrt(rank)  # scale = alpha / √rank
+        for name, held, wanted in (("rank", rank, lora.rank), ("alpha", alpha, lora.alpha)):
+            if held != wanted:
+                raise ModelFolderError(
+                    f"has {name} {held}, this run {wanted:g}",
+                    where=where,
+                    key=self.key,
+                    way_out=f"Set training.lora.{name}={held}.",
+                )
+
+    def _is_fused(self, layer: str) -> bool:
+        """Whether a layer is a module of experts: `target_parameters` names parameters of it."""
+        plain = layer.replace(".base_layer", "")
+        heads = {name.rpartition(".")[0] for name in self.settings.get("target_parameters") or ()}
+        return any(plain == head or plain.endswith(f".{head}") for head in heads)
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """What a file of adapters holds, nothing read yet. Layers are named as in the model without adapters."""
+
+    weights: Path
+    settings: Mapping[str, Any]
+    layers: dict[str, dict[str, str]]
+    """Linear layer → `A`, `B`, with DoRA `magnitude_vector` → key in the file."""
+    fused: dict[str, dict[str, str]]
+    """Module of experts, with one `.base_layer` for each further parameter inside → the same."""
+    whole: list[str]
+    """Parameters that were trained whole."""
+    keys: dict[str, str]
+    """Key without prefix → key in the file."""
+
+    @property
+    def rank(self) -> int:
+        """Of most layers; a file without settings says it by its shapes."""
+        first = next(iter({**self.layers, **self.fused}.values()), None)
+        held = read_header(self.weights)[first["A"]].shape[0] if first else 1
+        return int(self.settings.get("r", held))
+
+    @property
+    def alpha(self) -> float:
+        """Of most layers; one that is not told equals the rank."""
+        return self.settings.get("lora_alpha", self.rank)
+
+    @property
+    def use_rslora(self) -> bool:
+        """Scale alpha / √rank instead of alpha / rank (Kalajdzievski 2023)."""
+        return bool(self.settings.get("use_rslora"))
+
+    @property
+    def rank_pattern(self) -> Mapping[str, int]:
+        """Ends of names, or expressions → another rank."""
+        return self.settings.get("rank_pattern") or {}
+
+    @property
+    def alpha_pattern(self) -> Mapping[str, float]:
+        """Ends of names, or expressions → another alpha."""
+        return self.settings.get("alpha_pattern") or {}
+
+    def scale(self, name: str) -> float:
+        """What B·A is multiplied by for a layer or a fused parameter."""
+        rank = _by_pattern(self.rank_pattern, name, self.rank)
+        alpha = _by_pattern(self.alpha_pattern, name, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def stored(self, key: str, reader: TensorReader) -> Stored:
+        """One tensor of the file."""
+        entry = read_header(self.weights)[key]
+        return Stored(key, entry.shape, entry.dtype, lambda: reader)
+
+
+def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """As PEFT reads them: the first whose expression matches the end of the name."""
+    return next((v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), default)
+
+
+def load_adapters(model: nn.Module, path: str | Path) -> None:
+    """Fill a model's adapters, and what is trained whole beside them, from files. Each rank reads its part.
+
+    Raises:
+        ModelFolderError: There are no such files, or they are of other adapters.
+    """
+    file, trained, names = _fitting(model, path)
+    entries = read_header(file.weights)
+    copies = first_names(model)
+    with safe_open(file.weights, framework="pt") as reader, torch.no_grad():
+        for own_name, target in _tensors(model).items():
+            name = copies.get(own_name, own_name)
+            if name not in trained:
+                continue
+            entry = entries[names[name]]
+            stored = Stored(names[name], entry.shape, entry.dtype, lambda: reader)
+            for piece, region in local_pieces(target):
+                stored.copy_to(piece, region)
+
+
+def check_adapters(model: nn.Module, path: str | Path) -> None:
+    """Raise `ModelFolderError` when `load_adapters` could not fill the model from these files. Reads headers only."""
+    _fitting(model, path)
+
+
+def _fitting(model: nn.Module, path: str | Path) -> tuple[AdapterFile, dict[str, torch.Tensor], dict[str, str]]:
+    """The file; what is trained; name of the parameter → key in the file. Raises `ModelFolderError`."""
+    lora = lora_of(model)
+    assert lora is not None, "the model has no adapters"
+    file = AdapterFile.find(Path(path))
+    file.check_fits(lora)
+    whole = whole_of(model)  # of a pipeline's rank: a file holds the adapters of all stages
+    trained = {
+        name: tensor
+        for name, tensor in _tensors(whole).items()
+        if name in lora.trained and not name.endswith(INITIAL)  # of an untouched base
+    }
+    names = file.names()
+    for name, others in _aliases(whole).items():
+        if name in trained:
+            for other in others:
+                names.pop(other, None)
+    entries = read_header(file.weights)
+    _check_same(trained, {name: entries[key].shape for name, key in names.items()}, file.weights)
+    return file, trained, names
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """First name of a shared parameter → its other names: PEFT's files hold it under each."""
+    return {names[0]: names[1:] for names in shared_parameters(model)}
+
+
+def _check_same(targets: Mapping[str, torch.Tensor], held: Mapping[str, tuple[int, ...]], weights: Path) -> None:
+    missing = [Problem("missing in the file", key=name) for name in targets if name not in held]
+    unknown = [Problem("in the file, but not trained here", key=name) for name in held if name not in targets]
+    differing = [
+        Problem(f"{list(held[name])} in the file, {list(tensor.shape)} here", key=name)
+        for name, tensor in targets.items()
+        if name in held and tuple(held[name]) != tuple(tensor.shape)
+    ]
+    if missing or unknown or differing:
+        raise ModelFolderError(
+            f"{weights}: the adapters do not fit: {len(missing)} missing, {len(unknown)} unexpected, {len(differing)} "
+            "of another shape. Give training.lora the target_modules and modules_to_save that they were made with.",
+            problems=[*missing[:_MOST], *unknown[:_MOST], *differing[:_MOST]],
+        )
+
+
+def _parameter_name(key: str) -> str:
+    match = _SIDES.fullmatch(key)
+    return adapter_weight(match["layer"], match["side"] or match["length"]) if match else key
+
+
+def _weights_file(path: Path, key: str) -> Path:
+    if path.is_file() and path.suffix == ".safetensors":
+        return path
+    for name in (PEFT_WEIGHTS, DIFFUSERS_WEIGHTS):
+        if (path / name).is_file():
+            return path / name
+    held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))[:5] if path.is_dir() else []
+    what = f"holds {', '.join(held) or 'nothing'}" if path.is_dir() else "is not there, or no safetensors file"
+    raise ModelFolderError(
+        f"{what}: no adapters",
+        where=str(path),
+        key=key,
+        way_out=f"Name a folder with {PEFT_WEIGHTS} or {DIFFUSERS_WEIGHTS}, or the file itself.",
+    )
+
+
+def _peft_settings_of(config: Path) -> dict[str, Any]:
+    settings = read_json_object(config, ModelFolderError, key=_KEY)
+    if settings.get("peft_type") != "LORA":
+        raise ModelFolderError(
+            f"'{settings.get('peft_type')}' adapters, only LORA can be loaded", where=str(config), key="peft_type"
+        )
+    return settings
+
+
+def _metadata_of(weights: Path) -> dict[str, Any]:
+    try:
+        with safe_open(weights, framework="pt") as reader:
+            text = (reader.metadata() or {}).get(METADATA)
+    except SafetensorError as error:
+        raise ModelFolderError(f"is damaged: {error}", where=str(weights), key=_KEY) from error
+    settings = _parsed(text, weights) if text else {}
+    return {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in settings.items()}
+
+
+def _parsed(text: str, place: Path) -> dict[str, Any]:
+    try:
+        settings = parse_json(text)
+    except ValueError as error:
+        raise ModelFolderError(f"is not valid JSON: {error}", where=str(place), key=_KEY) from error
+    if not isinstance(settings, dict):
+        raise ModelFolderError("is not a table of settings", where=str(place), key=_KEY)
+    return settings

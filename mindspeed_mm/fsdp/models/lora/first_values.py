@@ -1,0 +1,244 @@
+"""What adapters start with, the same under every plan.
+
+A and B that depend on nothing but their shapes are drawn from a generator seeded by the parameter's name. What depends
+on the base weight is made by PEFT itself, on one whole layer at a time: the first rank that holds a part of the weight
+makes it and gives it to the others. What the adapter starts with, PiSSA, OLoRA and CorDA take out of the base weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import Packing, packings_of, rounded
+from mindspeed_mm.fsdp.models.loading.local_shard import copy_whole, local_tensor, whole_tensor
+from mindspeed_mm.fsdp.models.loading.stream import stored_weights
+from mindspeed_mm.fsdp.models.lora.experts import wrappers_of
+from mindspeed_mm.fsdp.models.lora.names import (
+    ADAPTER,
+    INITIAL,
+    MAGNITUDE,
+    adapter_weight,
+    moves_base,
+    split_adapter_weight,
+)
+
+_KEY = "training.lora.init_lora_weights"
+FROM_DATA = ("eva", "corda")
+"""Initialisations that look at data before the first step: `lora_calibration`."""
+
+
+class Started(NamedTuple):
+    """What one layer starts with."""
+
+    a: torch.Tensor
+    """(rank, inputs)."""
+    b: torch.Tensor
+    """(outputs, rank)."""
+
+
+def set_first_values(model: nn.Module, initialisation: bool | str, seed: int, folder: Path | None = None) -> None:
+    """Fill the trained adapters, as PEFT does it, and take what they start with out of the base weights.
+
+    A uniform in ±1/√inputs, or normal with deviation 1/rank for `gaussian`; B zero, unless `initialisation` is false.
+    The others see `made_by_peft`. EVA and CorDA start as `true` does, and get their values from data later.
+
+    Args:
+        model: With weights, sharded or not. Called by all ranks.
+        initialisation: `training.lora.init_lora_weights`.
+        seed: Of the run.
+        folder: Of the base weights, which `loftq` compares with what became of them.
+    """
+    drawn = initialisation if initialisation in (True, False, "gaussian") else True
+    ranks = _ranks(model)
+    for name, parameter in model.named_parameters():
+        if (found := split_adapter_weight(name)) is not None and found[1] != MAGNITUDE:
+            copy_whole(parameter, _drawn(name, found[1], parameter.shape, ranks.get(found[0]), drawn, seed))
+    if initialisation == "loftq":
+        assert folder is not None, "the base weights come from no folder"
+        _start_loftq(model, folder)
+    elif isinstance(initialisation, str) and initialisation not in ("gaussian", *FROM_DATA):
+        for name, layer in adapted_layers(model):
+            make = partial(made_by_peft, layer=layer, initialisation=initialisation, seed=derive_seed(seed, name))
+            weight = layer.base_layer.weight
+            # Orthogonal matrices depend on nothing but shapes.
+            whole = torch.empty(weight.shape) if initialisation == "orthogonal" else whole_tensor(weight)
+            start_layer(model, name, from_first_rank(layer, partial(make, whole)), moves=moves_base(initialisation))
+    set_magnitudes(model)
+
+
+def _start_loftq(model: nn.Module, folder: Path) -> None:
+    """Adapters that make up for what quantising took away: the largest directions of W − Q(W), the first step of LoftQ
+    (Li et al. 2023, arXiv:2310.08659, algorithm 1). PEFT leaves out the division by the scale, and is right for 1."""
+    packings = packings_of(model)
+    with stored_weights(model, folder) as weights:
+        for name, layer in adapted_layers(model):
+            if packing := packings.get(f"{name}.weight"):
+                started = from_first_rank(layer, partial(_loftq, weights[f"{name}.weight"], layer, packing))
+                start_layer(model, name, started, moves=False)
+
+
+def _loftq(stored: LazyTensor, layer: Any, packing: Packing) -> Started:
+    weight, rank = stored.read().float(), layer.r[ADAPTER]
+    u, s, vh = torch.linalg.svd(weight - rounded(weight, packing), full_matrices=False)
+    root = (s[:rank] / layer.scaling[ADAPTER]).sqrt()
+    return Started(root[:, None] * vh[:rank], u[:, :rank] * root)
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Linear layers with the trained adapter, by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer") and not hasattr(module, "parameter_name") and ADAPTER in module.lora_A:
+            yield name, module
+
+
+def start_layer(model: nn.Module, name: str, started: Started, *, moves: bool) -> None:
+    """Give a layer's adapter its values.
+
+    Args:
+        model: Holds the layer.
+        name: Of the layer.
+        started: On all ranks alike.
+        moves: Take scale · B·A out of the base weight, and note it.
+    """
+    layer: Any = model.get_submodule(name)
+    copy_whole(layer.lora_A[ADAPTER].weight, started.a)
+    copy_whole(layer.lora_B[ADAPTER].weight, started.b)
+    if moves:
+        for buffer, values in zip(INITIAL, started, strict=True):
+            getattr(layer, buffer).copy_(values)
+        _take(layer)
+
+
+def take_from_base(model: nn.Module) -> None:
+    """Take out of the base weights what the adapters started with, once a checkpoint has told it: the base of a run
+    that goes on comes from its folder again."""
+    for _, layer in adapted_layers(model):
+        if hasattr(layer, INITIAL[0]):
+            _take(layer)
+
+
+def _take(layer: Any) -> None:
+    """W − scale · B·A, rounded once, of whole matrices: the same bits under every plan."""
+    weight = layer.base_layer.weight
+    a, b = (getattr(layer, buffer) for buffer in INITIAL)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    whole = whole_tensor(weight)
+    copy_whole(weight, whole.to(wide) - layer.scaling[ADAPTER] * (b.to(wide) @ a.to(wide)))
+
+
+def set_magnitudes(model: nn.Module) -> None:
+    """DoRA (Liu et al. 2024, equation 5): the length of each row of W + scale · B·A, with which y stays as it is."""
+    for name, layer in adapted_layers(model):
+        if ADAPTER in layer.lora_magnitude_vector:
+            magnitude = model.get_parameter(adapter_weight(name, MAGNITUDE))
+            weight = whole_tensor(layer.base_layer.weight)
+            wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            a, b = (whole_tensor(side[ADAPTER].weight).to(wide) for side in (layer.lora_A, layer.lora_B))
+            copy_whole(magnitude, torch.linalg.norm(wide + layer.scaling[ADAPTER] * (b @ a), dim=1))
+
+
+def made_by_peft(weight: torch.Tensor, layer: Any, initialisation: str, seed: int, **marks: Any) -> Started:
+    """What PEFT starts a layer with: pissa, pissa_niter_N (Meng et al. 2024), olora (Büyükakyüz 2024), orthogonal,
+    corda (Yang et al. 2024).
+
+    Args:
+        weight: (outputs, inputs), the whole one.
+        layer: Whose adapter it is: rank and scale.
+        initialisation: PEFT's name.
+        seed: Of what is drawn.
+        marks: Attributes that PEFT looks for on the layer.
+
+    Raises:
+        ConfigError: The rank does not fit the layer.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    holder = nn.Module()
+    base = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    base.weight = nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)  # what PEFT computes in
+    holder.layer = base
+    for name, value in marks.items():
+        setattr(base, name, value)
+    config = LoraConfig(
+        r=layer.r[ADAPTER],
+        lora_alpha=layer.lora_alpha[ADAPTER],
+        init_lora_weights=initialisation,  # type: ignore[arg-type]
+        target_modules=["layer"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, holder, adapter_name=ADAPTER)
+    made: Any = holder.layer
+    return Started(made.lora_A[ADAPTER].weight.detach(), made.lora_B[ADAPTER].weight.detach())
+
+
+def check_rank(initialisation: bool | str, shapes: Mapping[str, torch.Size], rank: int) -> None:
+    """Raise `ConfigError` for a rank that an initialisation cannot have: PEFT would say so in the middle of a run, or
+    give adapters of another shape.
+
+    Args:
+        initialisation: `training.lora.init_lora_weights`.
+        shapes: Of the weights by layer.
+        rank: Of the adapters.
+    """
+    if initialisation == "orthogonal" and rank % 2:
+        raise ConfigError(
+            f"'orthogonal', but the rank is {rank}", key=_KEY, way_out="Choose an even training.lora.rank."
+        )
+    if initialisation in (True, False, "gaussian", "orthogonal"):
+        return
+    small = min(shapes.items(), key=lambda item: min(item[1]), default=None)
+    if small is not None and min(small[1]) < rank:
+        raise ConfigError(
+            f"'{initialisation}' takes {rank} directions of each weight, and {small[0]} is {list(small[1])}",
+            key=_KEY,
+            way_out=f"Set training.lora.rank to {min(small[1])} or less, or leave this layer out.",
+        )
+
+
+# --- details ----------------------------------------------------------------------------------------------------------
+
+
+def _ranks(model: nn.Module) -> dict[str, int]:
+    """Layer with adapters on fused experts → the rank of one expert's."""
+    return {name: wrapper.r[ADAPTER] for wrappers in wrappers_of(model).values() for name, wrapper in wrappers}
+
+
+def _drawn(
+    name: str, side: str, shape: torch.Size, rank: int | None, initialisation: bool | str, seed: int
+) -> torch.Tensor:
+    values = torch.zeros(shape)
+    generator = torch.Generator().manual_seed(derive_seed(seed, name))
+    if side == "B" and initialisation is not False:
+        return values
+    if initialisation == "gaussian":
+        return values.normal_(std=1 / (rank or shape[0]), generator=generator)
+    return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+
+
+def from_first_rank(layer: Any, make: Callable[[], Started]) -> Started:
+    """What `make` gives on the first of the ranks that hold a part of the layer, on all of them: decompositions may
+    differ in signs between machines, and every rank keeps a part."""
+    parameter = layer.base_layer.weight
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    device = local_tensor(parameter).device
+    is_first = mesh is None or not any(mesh.get_coordinate() or ())
+    shapes = (layer.lora_A[ADAPTER].weight.shape, layer.lora_B[ADAPTER].weight.shape)
+    made = make() if is_first else Started(*map(torch.empty, shapes))
+    started = Started(*(tensor.to(device, torch.float32).contiguous() for tensor in made))
+    for axis in range(mesh.ndim if mesh is not None else 0):
+        for tensor in started:
+            dist.broadcast(tensor, group=mesh.get_group(axis), group_src=0)  # type: ignore[union-attr]
+    return started

@@ -1,0 +1,199 @@
+"""Adapters added to the weights under them, tensor by tensor, nothing read before it is written.
+
+plain   W + s·B·A                           experts: for each of them
+DoRA    m ⊙ (W + s·B·A) / ‖W + s·B·A‖       rows, length by length
+
+Several adapters add what each would add to the base alone, as PEFT's forward pass does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.fsdp.models.lora.experts import factors
+from mindspeed_mm.fsdp.models.lora.files import StoredAdapter
+from mindspeed_mm.fsdp.models.lora.names import MAGNITUDE, LoraReport, Strength, adapter_weight
+from mindspeed_mm.fsdp.ops.experts import fused_experts
+
+_MOST = 5
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one adapter adds to one weight."""
+
+    a: LazyTensor
+    b: LazyTensor
+    scale: float
+    magnitude: LazyTensor | None = None
+    experts: int = 0
+    """Of a fused parameter; 0 for a linear layer."""
+    is_transposed: bool = False
+    """Fused parameters lie as (experts, inputs, outputs)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        inputs, outputs = self.a.shape[1], self.b.shape[0]
+        if not self.experts:
+            return outputs, inputs
+        return (self.experts, inputs, outputs) if self.is_transposed else (self.experts, outputs, inputs)
+
+    @property
+    def parts(self) -> list[LazyTensor]:
+        """What is read."""
+        return [self.a, self.b, *([self.magnitude] if self.magnitude is not None else [])]
+
+    def added(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        """The difference to the weight, from `parts` as read."""
+        if self.experts:
+            a_ErI, b_EOr = factors(a, b, self.experts)
+            product = self.scale * (b_EOr @ a_ErI)
+            return product.transpose(1, 2) if self.is_transposed else product
+        product = self.scale * (b @ a)
+        if not rest:
+            return product
+        direction = weight + product
+        return (rest[0] / torch.linalg.norm(direction, dim=1))[:, None] * direction - weight
+
+
+def with_deltas(base: LazyTensor, deltas: Sequence[tuple[Delta, float]], dtype: torch.dtype | None) -> LazyTensor:
+    """A weight with adapters added, each so many times. Added up in the widest of the dtypes that are read and written:
+    what is written is rounded once."""
+    parts = [part for delta, _ in deltas for part in delta.parts]
+    widest = reduce(torch.promote_types, (base.dtype, *(part.dtype for part in parts), dtype or base.dtype))
+
+    def merged(read: list[torch.Tensor]) -> torch.Tensor:
+        weight, *values = (tensor.to(widest) for tensor in read)
+        total, remaining = weight, iter(values)
+        for delta, times in deltas:
+            total = total + times * delta.added(weight, *(next(remaining) for _ in delta.parts))
+        return total
+
+    return Computed([base, *parts], merged, base.shape, widest)
+
+
+def merge_into(
+    tensors: dict[str, LazyTensor], adapters: Sequence[tuple[Mapping[str, Delta], float]], dtype: torch.dtype | None
+) -> None:
+    """Add adapters to tensors of a model, in place.
+
+    Args:
+        tensors: The model's, by its own names.
+        adapters: Weight → what is added to it, and how many times.
+        dtype: That will be written; None: each tensor's own.
+    """
+    for name in dict.fromkeys(name for deltas, _ in adapters for name in deltas):
+        own = [(deltas[name], times) for deltas, times in adapters if name in deltas]
+        tensors[name] = with_deltas(tensors[name], own, dtype)
+
+
+def deltas_of_run(lora: LoraReport, trained: Mapping[str, LazyTensor], outline: nn.Module) -> dict[str, Delta]:
+    """What a run's own adapter adds.
+
+    Args:
+        lora: Of the run.
+        trained: What it trained, by names in the model with adapters, as of an untouched base.
+        outline: The model without adapters.
+    """
+
+    def read(layer: str, side: str) -> LazyTensor:
+        return trained[adapter_weight(layer, side)]
+
+    found = {}
+    for layer in lora.targets:
+        magnitude = read(layer, MAGNITUDE) if lora.use_dora else None
+        found[f"{layer}.weight"] = Delta(read(layer, "A"), read(layer, "B"), lora.scale, magnitude)
+    for name, layer, module in levels(outline, lora.parameters_targeted):
+        strength = lora.strengths.get(name.rpartition(".")[2], Strength(lora.rank, lora.alpha))
+        found[name] = _of_experts(read(layer, "A"), read(layer, "B"), strength.scale, module)
+    return found
+
+
+@contextmanager
+def deltas_of_files(
+    adapters: Sequence[StoredAdapter], outline: nn.Module
+) -> Iterator[list[tuple[dict[str, Delta], dict[str, LazyTensor]]]]:
+    """What adapters add, and what they trained whole, by names of the model; inside, it can be read.
+
+    Args:
+        adapters: From files.
+        outline: The model without adapters, parameters on meta.
+
+    Raises:
+        ModelFolderError: They are of another model.
+    """
+    with ExitStack() as stack:
+        readers = [stack.enter_context(safe_open(each.weights, framework="pt")) for each in adapters]
+        yield [_of_file(each, outline, reader) for each, reader in zip(adapters, readers, strict=True)]
+
+
+def _of_file(adapter: StoredAdapter, outline: nn.Module, reader: Any) -> tuple[dict[str, Delta], dict[str, LazyTensor]]:
+    found = {}
+    for layer, sides in adapter.layers.items():
+        parts = {side: adapter.stored(key, reader) for side, key in sides.items()}
+        found[f"{layer}.weight"] = Delta(parts["A"], parts["B"], adapter.scale(layer), parts.get(MAGNITUDE))
+    for name, layer, module in levels(outline, _fused_parameters(adapter, outline)):
+        if layer not in adapter.fused:
+            raise _foreign(adapter, [Problem("has no adapter in the file", key=name)])
+        a, b = (adapter.stored(adapter.fused[layer][side], reader) for side in "AB")
+        found[name] = _of_experts(a, b, adapter.scale(name), module)
+    whole = {name: adapter.stored(adapter.keys[name], reader) for name in adapter.whole}
+    _check_fits(adapter, outline, found, whole)
+    return found, whole  # type: ignore[return-value]
+
+
+def levels(outline: nn.Module, parameters: Sequence[str]) -> Iterator[tuple[str, str, nn.Module]]:
+    """(parameter, what PEFT calls its wrapper, module) of fused parameters with adapters: PEFT wraps a module once for
+    each, in their order, the last one outermost."""
+    for module_name, module in fused_experts(outline).items():
+        own = [f"{module_name}.{name}" for name, _ in module.named_parameters(recurse=False)]
+        wrapped = [name for name in own if name in parameters]
+        for position, name in enumerate(wrapped):
+            yield name, module_name + ".base_layer" * (len(wrapped) - 1 - position), module
+
+
+def _fused_parameters(adapter: StoredAdapter, outline: nn.Module) -> list[str]:
+    ends = adapter.settings.get("target_parameters") or ()
+    names = [name for name, _ in outline.named_parameters()] if ends else []
+    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
+
+
+def _of_experts(a: LazyTensor, b: LazyTensor, scale: float, module: Any) -> Delta:
+    return Delta(a, b, scale, experts=module.num_experts, is_transposed=bool(module.is_transposed))
+
+
+def _check_fits(
+    adapter: StoredAdapter, outline: nn.Module, deltas: Mapping[str, Delta], whole: Mapping[str, LazyTensor]
+) -> None:
+    state = outline.state_dict(keep_vars=True)
+    wanted: dict[str, tuple[int, ...]] = {name: delta.shape for name, delta in deltas.items()}
+    wanted |= {name: tensor.shape for name, tensor in whole.items()}
+    problems = [Problem("is not in the model", key=name) for name in wanted if name not in state]
+    problems += [
+        Problem(f"{list(shape)} by the adapter, {list(state[name].shape)} in the model", key=name)
+        for name, shape in wanted.items()
+        if name in state and tuple(state[name].shape) != tuple(shape)
+    ]
+    named = {layer for _, layer, _ in levels(outline, list(wanted))}
+    problems += [Problem("is not in the model", key=layer) for layer in adapter.fused if layer not in named]
+    if problems:
+        raise _foreign(adapter, problems)
+
+
+def _foreign(adapter: StoredAdapter, problems: Sequence[Problem]) -> ModelFolderError:
+    return ModelFolderError(
+        f"{adapter.weights}: the adapters do not belong to this model: {len(problems)} of their weights do not fit. "
+        "Name the folder that they were trained on.",
+        problems=problems[:_MOST],
+    )

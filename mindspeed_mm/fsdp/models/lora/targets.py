@@ -1,0 +1,223 @@
+"""Which linear layers and fused parameters of experts get an adapter by `training.lora`, and what is trained whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.patterns import compile_pattern, resolve_patterns
+from mindspeed_mm.core.suggest import nearest
+from mindspeed_mm.fsdp.models.lora.names import Strength
+from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.ops.experts import fused_experts
+from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+
+TARGETS = "training.lora.target_modules"
+WHOLE = "training.lora.modules_to_save"
+_SINGLE = {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "w1": "gate_up_proj",
+    "w3": "gate_up_proj",
+    "down_proj": "down_proj",
+    "w2": "down_proj",
+}
+"""Layer of a single expert, as it is released → the fused parameter that holds it."""
+
+
+@dataclass
+class LoraTargets:
+    """What gets an adapter, by names of the model without adapters, in its order."""
+
+    layers: list[str] = field(default_factory=list)
+    """Linear layers."""
+    parameters: list[str] = field(default_factory=list)
+    """Fused parameters of experts."""
+    strengths: dict[str, Strength] = field(default_factory=dict)
+    """Last name of a fused parameter whose adapters have another strength."""
+    whole: list[str] = field(default_factory=list)
+    """Modules that are trained whole."""
+
+
+def resolve_targets(model: nn.Module, lora: LoraArguments, default_targets: Sequence[str] = ()) -> LoraTargets:
+    """What the patterns of the section mean in a model. Nothing is changed.
+
+    Raises:
+        ConfigError: A pattern matches nothing, or nothing that can have an adapter and may be trained; or a layer
+            shares its weight with another one.
+    """
+    whole = _modules_to_save(model, lora.modules_to_save)
+    patterns = _patterns(lora, default_targets)
+    layers, parameters = _Layers(model), _FusedParameters(model, single=not lora.disable_peft_moe_conversion)
+    resolve_patterns(patterns, [*layers.modules, *parameters.names], key=TARGETS, allow_suffix=True)
+    found = LoraTargets(whole=whole)
+    problems: list[Problem] = []
+    for pattern in patterns:
+        linear, fused = layers.named(pattern), parameters.named(pattern)
+        free = [*(linear - layers.frozen), *(fused - parameters.frozen)]
+        found.layers += sorted(linear - layers.frozen)
+        found.parameters += sorted(fused - parameters.frozen)
+        if not free:
+            frozen = sorted(linear | fused)
+            problems.append(_frozen(pattern, frozen) if frozen else layers.none_there(pattern, parameters))
+    problems += parameters.half_named()
+    chosen = sorted({*found.layers, *found.parameters})
+    problems += [_in_both(name) for name in chosen if name in whole or is_below(name, whole)]
+    if problems:
+        raise ConfigError(f"{TARGETS}: {len(problems)} problem(s)", problems=problems)
+    found.layers = [name for name in layers.linear if name in found.layers]
+    found.parameters = [name for name in parameters.all if name in found.parameters]
+    found.strengths = parameters.strengths(lora)
+    _check_ties(model, found.layers, whole)
+    return found
+
+
+class _Layers:
+    """The linear layers of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {name: module for name, module in model.named_modules() if name}
+        self.linear = [name for name, module in self.modules.items() if is_linear(module)]
+        self.frozen = {name for name in self.linear if not self.modules[name].weight.requires_grad}  # type: ignore[union-attr]
+
+    def named(self, pattern: str) -> set[str]:
+        return set(self.linear).intersection(_matched(pattern, self.modules))
+
+    def none_there(self, pattern: str, parameters: _FusedParameters) -> Problem:
+        """The pattern names modules, and none that can have an adapter."""
+        matched = _matched(pattern, [*self.modules, *parameters.names])
+        near = [name for name in self.linear if is_below(name, matched)] or nearest(matched[0], self.linear, most=3)
+        return Problem(
+            f"'{pattern}' matches {len(matched)} module(s), none of them a linear layer ({matched[0]} …)",
+            key=TARGETS,
+            way_out=f"Linear layers there: {', '.join(near[:3])}." if near else "",
+        )
+
+
+class _FusedParameters:
+    """The fused parameters (E, …) of a model's experts. A bare last name means linear layers only: a fused parameter
+    is named with its module (`experts.down_proj`), or by its module (`experts`).
+
+    Args:
+        model: Without adapters.
+        single: Names of the layers of single experts stand for the fused parameters too.
+    """
+
+    def __init__(self, model: nn.Module, *, single: bool) -> None:
+        self.all: list[str] = []
+        self.frozen: set[str] = set()
+        self._modules: dict[str, list[str]] = {}
+        self._single: dict[str, str] = {}
+        self._asked: dict[str, set[str]] = {}
+        for module_name, module in fused_experts(model).items():
+            own = {f"{module_name}.{name}": p for name, p in module.named_parameters(recurse=False) if p.dim() == 3}
+            self.all += own
+            self.frozen |= {name for name, parameter in own.items() if not parameter.requires_grad}
+            self._modules[module_name] = list(own)
+            for old, new in _SINGLE.items() if single else ():
+                if f"{module_name}.{new}" in own:
+                    self._single[f"{module_name}.{old}"] = f"{module_name}.{new}"
+
+    @property
+    def names(self) -> list[str]:
+        """All that a pattern may match."""
+        return [*self.all, *self._single]
+
+    def named(self, pattern: str) -> set[str]:
+        found = set(_matched(pattern, self.all)) if "." in pattern else set()
+        for module_name in _matched(pattern, self._modules):
+            found.update(self._modules[module_name])
+        for name in _matched(pattern, self._single):
+            self._asked.setdefault(self._single[name], set()).add(name.rpartition(".")[2])
+            found.add(self._single[name])
+        return found
+
+    def half_named(self) -> Iterator[Problem]:
+        """Gate and up are one parameter: they can only be adapted together."""
+        for parameter, asked in self._asked.items():
+            if parameter.endswith("gate_up_proj") and len(asked) == 1:
+                pair = next(({a, b} for a, b in (("gate_proj", "up_proj"), ("w1", "w3")) if asked & {a, b}), set())
+                other = ", ".join(pair - asked)
+                yield Problem(
+                    f"'{next(iter(asked))}' alone cannot be adapted: {parameter} holds gate and up",
+                    key=TARGETS,
+                    way_out=f"Name '{other}' too.",
+                )
+                return
+
+    def strengths(self, lora: LoraArguments) -> dict[str, Strength]:
+        """Two layers in one parameter: PEFT gives it twice the rank at the same scale."""
+        doubled = any(parameter.endswith("gate_up_proj") for parameter in self._asked)
+        return {"gate_up_proj": Strength(2 * lora.rank, 2 * lora.alpha)} if doubled else {}
+
+
+def _matched(pattern: str, names: Collection[str] | Mapping[str, object]) -> list[str]:
+    expression = compile_pattern(pattern, key=TARGETS, allow_suffix=True)
+    return [name for name in names if expression.fullmatch(name)]
+
+
+def _patterns(lora: LoraArguments, default_targets: Sequence[str]) -> Sequence[str]:
+    """A resolved configuration spells defaults out: that nothing was named shows in the value alone."""
+    is_default = lora.target_modules == LoraArguments.model_fields["target_modules"].default
+    return default_targets if default_targets and is_default else lora.target_modules
+
+
+def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The outermost of the modules that the patterns name."""
+    if not patterns:
+        return []
+    names = resolve_patterns(patterns, [n for n, _ in model.named_modules()], key=WHOLE, allow_suffix=True)
+    whole = [name for name in names if not is_below(name, names)]
+    if hasattr(model, "_mm_adapter"):
+        raise ConfigError(
+            f"{', '.join(whole)}: diffusers' pipelines load adapters only",
+            key=WHOLE,
+            way_out="Name linear layers of it in target_modules instead.",
+        )
+    return whole
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether PEFT can give a module the adapter of a linear layer."""
+    # torch's attention reads the weight of its output layer without calling it: an adapter there would do nothing.
+    return isinstance(module, nn.Linear) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def is_below(name: str, parents: Collection[str]) -> bool:
+    """Whether a name is that of something inside one of the modules."""
+    return any(name.startswith(f"{parent}.") for parent in parents)
+
+
+def _frozen(pattern: str, frozen: Sequence[str]) -> Problem:
+    return Problem(
+        f"'{pattern}' matches only layers that model.freeze freezes ({frozen[0]} …)",
+        key=TARGETS,
+        way_out="Take it out, or free them in model.freeze.",
+    )
+
+
+def _in_both(name: str) -> Problem:
+    return Problem(f"'{name}' is trained whole, as {WHOLE} says", key=TARGETS, way_out="Name it in one of them only.")
+
+
+def _check_ties(model: nn.Module, targets: Sequence[str], whole: Sequence[str]) -> None:
+    """A shared weight with an adapter at one of its places could not be merged; one that is trained whole at one place
+    only would be another one there for whoever reads the files."""
+    for group in shared_parameters(model):
+        homes = [name.rpartition(".")[0] for name in group]
+        if adapted := [home for home in homes if home in targets]:
+            others = ", ".join(f"'{home}'" for home in homes if home != adapted[0])
+            raise ConfigError(
+                f"'{adapted[0]}' shares its weight with {others}",
+                key=TARGETS,
+                way_out="Leave it out: its adapter could not be merged.",
+            )
+        trained = [home for home in homes if home in whole or is_below(home, whole)]
+        if trained and len(trained) < len(homes):
+            others = ", ".join(f"'{home}'" for home in homes if home not in trained)
+            raise ConfigError(
+                f"'{trained[0]}' shares its weight with {others}", key=WHOLE, way_out="Name all of them, or none."
+            )

@@ -1,0 +1,232 @@
+"""Rules that hold between keys, and the list of features that this version does not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.patterns import compile_pattern
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.cards import dataset_cards
+from mindspeed_mm.fsdp.params.rules.lora import lora_problems
+from mindspeed_mm.fsdp.params.rules.loss import loss_problems
+from mindspeed_mm.fsdp.params.rules.memory import memory_problems
+from mindspeed_mm.fsdp.params.rules.multi_token import multi_token_problems
+from mindspeed_mm.fsdp.params.rules.optimizer import optimizer_problems
+from mindspeed_mm.fsdp.params.rules.pipeline import pipeline_problems
+from mindspeed_mm.fsdp.params.rules.speed import speed_problems
+from mindspeed_mm.fsdp.params.rules.tools import tools_problems
+from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features, value_at
+
+__all__ = ["check_cross_section", "unbuilt_features"]
+
+PATTERN_KEYS = (
+    "model.freeze",
+    "parallel.fsdp_plan.apply_modules",
+    "parallel.fsdp_plan.ignored_modules",
+    "parallel.fsdp_plan.hook_modules",
+    "parallel.tp_plan.colwise_parallel",
+    "parallel.tp_plan.rowwise_parallel",
+    "parallel.tp_plan.sequence_parallel",
+    "parallel.ep_plan.apply_modules",
+    "parallel.ep_plan.apply_efsdp_modules",
+    "features.recompute_plan.apply_modules",
+    "features.activation_offload_plan.apply_modules",
+    "features.chunkmbs_plan.apply_modules",
+    "features.compile_plan.apply_modules",
+    "training.lora.target_modules",
+    "training.lora.modules_to_save",
+    "training.no_decay_modules",
+    "training.no_decay_params",
+    "training.allow_missing",
+    "training.allow_unexpected",
+)
+"""Keys that hold patterns."""
+
+
+def check_cross_section(arguments: Arguments) -> list[Problem]:
+    """Every rule between keys that the configuration breaks. Pure: no file, no model, no device is asked."""
+    return [problem for rule in _RULES for problem in rule(arguments)]
+
+
+def _patterns_are_well_formed(arguments: Arguments) -> Iterator[Problem]:
+    for key in PATTERN_KEYS:
+        for pattern in value_at(arguments, key) or ():
+            try:
+                compile_pattern(pattern, key=key)
+            except ConfigError as error:
+                yield from error.problems
+
+
+def _something_is_trained(arguments: Arguments) -> Iterator[Problem]:
+    if "*" not in arguments.model.freeze:
+        return
+    if arguments.training.lora.enable:
+        yield Problem(
+            "'*' freezes everything, the adapters of training.lora.enable included",
+            key="model.freeze",
+            way_out="Take it out: training.lora freezes all but the adapters by itself.",
+        )
+    else:
+        yield Problem(
+            "'*' freezes everything: nothing is left to train", key="model.freeze", way_out="Name parts of it."
+        )
+
+
+def _adapters_have_a_base(arguments: Arguments) -> Iterator[Problem]:
+    """Checkpoints of adapters do not hold the base model: its weights must be somewhere else."""
+    if arguments.training.lora.enable and arguments.model.train_from_scratch:
+        yield Problem(
+            "true, but training.lora.enable trains adapters of weights that exist",
+            key="model.train_from_scratch",
+            way_out="Keep one of them.",
+        )
+
+
+def _learning_rates_are_in_order(arguments: Arguments) -> Iterator[Problem]:
+    training = arguments.training
+    for name in ("lr_min", "lr_start"):
+        value = getattr(training, name)
+        if value > training.lr:
+            yield Problem(f"{value} is above training.lr, {training.lr}", key=f"training.{name}", way_out="Lower it.")
+    if training.lr_decay_style == "wsd" and training.lr_warmup_ratio + training.lr_decay_ratio > 1:
+        yield Problem(
+            f"{training.lr_decay_ratio} and lr_warmup_ratio, {training.lr_warmup_ratio}, make more than all steps",
+            key="training.lr_decay_ratio",
+            way_out="For wsd it is the share of the steps that decay, e.g. 0.1.",
+        )
+
+
+def _stable_part_is_left(arguments: Arguments) -> Iterator[Problem]:
+    training = arguments.training
+    if training.lr_decay_style == "wsd" and training.lr_decay_ratio >= 1.0 and not training.lr_warmup_ratio:
+        yield Problem(
+            "'wsd' decays over the last lr_decay_ratio of all steps: at 1.0 nothing stays stable",
+            key="training.lr_decay_ratio",
+            way_out="Set it to the share of steps that decay, e.g. 0.1.",
+        )
+
+
+def _streams_are_not_counted(arguments: Arguments) -> Iterator[Problem]:
+    """Rows that are streamed have no number until all are read."""
+    for name in ("dataset_param", "val_dataset_param"):
+        basic: Any = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        if getattr(basic, "streaming", False) and not basic.preprocess_on_fly:
+            yield Problem(
+                "rows that are streamed are not known before they come",
+                key=f"data.{name}.basic_parameters.preprocess_on_fly",
+                way_out="Leave it true, or set streaming: false.",
+            )
+    is_streamed = getattr(arguments.data.dataset_param.basic_parameters, "streaming", False)
+    if is_streamed and arguments.training.train_epochs is not None:
+        yield Problem(
+            "rows that are streamed have no number until all are read, so epochs cannot be counted in steps",
+            key="training.train_epochs",
+            way_out="Set training.train_iters instead, or streaming: false.",
+        )
+
+
+def _scaling_plan_is_regex(arguments: Arguments) -> Iterator[Problem]:
+    for index, entry in enumerate(arguments.training.lr_scaling_plan):
+        try:
+            re.compile(entry.match)
+        except re.error as error:
+            key = f"training.lr_scaling_plan.{index}.match"
+            yield Problem(f"'{entry.match}' is not a regular expression: {error}", key=key)
+
+
+def _weights_have_one_source(arguments: Arguments) -> Iterator[Problem]:
+    training = arguments.training
+    if arguments.model.train_from_scratch and training.load and training.load_format == "hf":
+        yield Problem(
+            "true, but training.load names weights to start from",
+            key="model.train_from_scratch",
+            way_out="Keep one of them.",
+        )
+
+
+def _pixel_limits_are_in_order(arguments: Arguments) -> Iterator[Problem]:
+    for name in ("dataset_param", "val_dataset_param"):
+        dataset = getattr(arguments.data, name)
+        for media in ("image", "video") if dataset else ():
+            least = getattr(dataset.preprocess_parameters, f"{media}_min_pixels")
+            most = getattr(dataset.preprocess_parameters, f"{media}_max_pixels")
+            if least is not None and most is not None and least > most:
+                key = f"data.{name}.preprocess_parameters.{media}_min_pixels"
+                yield Problem(f"{least} is above {media}_max_pixels, {most}", key=key, way_out="Lower it.")
+
+
+def _prompts_and_history_do_not_contradict(arguments: Arguments) -> Iterator[Problem]:
+    for name in ("dataset_param", "val_dataset_param"):
+        dataset = getattr(arguments.data, name)
+        if dataset and dataset.basic_parameters.train_on_prompt and dataset.basic_parameters.mask_history:
+            yield Problem(
+                "true, but mask_history trains on the last answer only",
+                key=f"data.{name}.basic_parameters.train_on_prompt",
+                way_out="Keep one of them.",
+            )
+
+
+def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
+    basic = arguments.data.dataset_param.basic_parameters
+    has_own = basic.val_max_samples != 0
+    own_rows = basic.val_dataset or getattr(basic, "val_features_dir", None)
+    sources = {
+        "data.val_dataset_param": arguments.data.val_dataset_param,
+        "data.dataset_param.basic_parameters.val_dataset": own_rows if has_own else None,
+        "data.dataset_param.basic_parameters.val_rate": basic.val_rate if has_own else None,
+    }
+    given = [key for key, value in sources.items() if value]
+    if len(given) > 1:
+        yield Problem(f"is given beside {given[1]}", key=given[0], way_out="Keep one source of validation rows.")
+    is_plugin = arguments.data.dataset_param.dataset_type not in dataset_cards()
+    if arguments.training.val_interval and not given and not is_plugin:
+        yield Problem(
+            f"{arguments.training.val_interval}, but there are no rows for validation",
+            key="training.val_interval",
+            way_out="Give data.dataset_param.basic_parameters.val_dataset or val_rate."
+            if has_own
+            else "Raise data.dataset_param.basic_parameters.val_max_samples, which is 0.",
+        )
+
+
+def _prefetch_has_workers(arguments: Arguments) -> Iterator[Problem]:
+    loader = arguments.data.dataloader_param
+    if loader.prefetch_factor is not None and loader.num_workers == 0:
+        key = "data.dataloader_param.prefetch_factor"
+        yield Problem(f"{loader.prefetch_factor}, but num_workers is 0", key=key, way_out="Leave one of them out.")
+
+
+def _recompute_is_given_once(arguments: Arguments) -> Iterator[Problem]:
+    """The loader moves both keys to `features`; a tree made in code may still hold two answers."""
+    for name in ("recompute", "recompute_plan"):
+        value, other = getattr(arguments.parallel, name), getattr(arguments.features, name)
+        if value is not None and value != other:
+            yield Problem(f"differs from features.{name}", key=f"parallel.{name}", way_out="Keep one of them.")
+
+
+_RULES: tuple[Callable[[Arguments], Iterator[Problem]], ...] = (
+    _patterns_are_well_formed,
+    _something_is_trained,
+    _adapters_have_a_base,
+    _learning_rates_are_in_order,
+    _stable_part_is_left,
+    _streams_are_not_counted,
+    _scaling_plan_is_regex,
+    _weights_have_one_source,
+    _pixel_limits_are_in_order,
+    _prompts_and_history_do_not_contradict,
+    _validation_has_one_source,
+    _prefetch_has_workers,
+    tools_problems,
+    _recompute_is_given_once,
+    speed_problems,
+    pipeline_problems,
+    lora_problems,
+    loss_problems,
+    optimizer_problems,
+    memory_problems,
+    multi_token_problems,
+)

@@ -1,0 +1,98 @@
+"""What can be said of a configuration's paths without opening what they name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
+from mindspeed_mm.core.run_ownership import check_run_folder
+from mindspeed_mm.core.suggest import near_path
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.unbuilt import value_at
+
+_INPUTS: dict[str, type[MMError]] = {
+    "model.model_name_or_path": ModelFolderError,
+    "data.dataset_param.preprocess_parameters.model_name_or_path": ModelFolderError,
+    "data.dataset_param.basic_parameters.chat_template": DataError,
+    "training.load": CheckpointError,
+    "training.lora.pretrained_lora_path": CheckpointError,
+    "training.lora.frozen_adapters": CheckpointError,
+}
+
+
+def check_paths(arguments: Arguments, config: Path | None = None) -> list[MMError]:
+    """Inputs that do not exist, and a run folder that may not be written; `config` is the YAML. Data files are the data
+    set's own to find."""
+    errors = [error for key, kind in _INPUTS.items() for error in _check_input(arguments, key, kind)]
+    missing_model = [error for error in errors if error.problems[0].key == "model.model_name_or_path"]
+    if missing_model:  # the processor's folder follows from it: said once
+        errors = [error for error in errors if error.problems[0].what != missing_model[0].problems[0].what]
+        errors = missing_model + errors
+    for check in _check_outputs(arguments, config):
+        try:
+            check()
+        except MMError as error:
+            errors.append(error)
+    return errors
+
+
+def _check_outputs(arguments: Arguments, config: Path | None) -> Iterator[Callable[[], None]]:
+    if arguments.training.save:
+        yield partial(check_save_folder, Path(arguments.training.save), config)
+    for name in ("dataset_param", "val_dataset_param"):
+        basic: Any = getattr(getattr(arguments.data, name), "basic_parameters", None)
+        folder = getattr(basic, "cache_dir", None)
+        if folder and not basic.preprocess_on_fly:
+            yield partial(check_writable, Path(folder), f"data.{name}.basic_parameters.cache_dir")
+
+
+def check_save_folder(folder: Path, config: Path | None = None) -> None:
+    """Raise when a run folder cannot be made or written to, or holds what is not the run's. Makes nothing.
+
+    Args:
+        folder: `training.save`.
+        config: The YAML that is trained.
+
+    Raises:
+        ConfigError: It, or something above it, is a file; or see `check_run_folder`.
+        MachineError: The rights to write are missing.
+    """
+    check_writable(check_run_folder(folder, config), "training.save")
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Raise `ConfigError` or `MachineError` when a folder that a key names cannot be made or written to. Makes
+    nothing."""
+    standing = folder.expanduser()
+    while not standing.exists() and standing != standing.parent:
+        standing = standing.parent
+    if not standing.is_dir():
+        raise ConfigError(f"'{standing}' is a file, not a folder", key=key, way_out="Name another folder.")
+    if not os.access(standing, os.W_OK | os.X_OK):
+        way_out = "Change its rights, or name another folder."
+        raise MachineError(f"'{standing}' cannot be written to", key=key, way_out=way_out)
+
+
+def _check_input(arguments: Arguments, key: str, kind: type[MMError]) -> list[MMError]:
+    value = value_at(arguments, key)
+    paths = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
+    missing = [path for path in paths if not Path(path).expanduser().exists()]
+    return [missing_input(Path(path), key, kind) for path in missing]
+
+
+def missing_input(path: Path, key: str, kind: type[MMError]) -> MMError:
+    """What is said of an input that is not there: with the name beside it that was meant, if there is one."""
+    return kind(f"'{path}' does not exist", key=key, way_out=_where_else(path))
+
+
+def _where_else(path: Path) -> str:
+    near = near_path(path.expanduser())
+    if near is not None:
+        return f"Did you mean '{near}'?"
+    if not path.is_absolute() and len(path.parts) == 2 and not path.parent.exists():
+        return "If this is a name on a model hub: download it first and name the local folder."
+    return f"Working directory: {Path.cwd()}."

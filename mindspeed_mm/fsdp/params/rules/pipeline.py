@@ -1,0 +1,95 @@
+"""What must hold between the keys of a pipeline and all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.sizes.encoder import is_given
+
+SIZE = "parallel.pipeline_parallel_size"
+PLAN = "parallel.pp_plan"
+ACCUMULATION = "training.gradient_accumulation_steps"
+
+
+def pipeline_problems(arguments: Arguments) -> Iterator[Problem]:
+    """What breaks a configuration with stages; nothing where there are none."""
+    if arguments.parallel.pipeline_parallel_size == 1:
+        return
+    yield from _chunks_fit_the_schedule(arguments)
+    yield from _micro_batches_fit_the_schedule(arguments)
+    yield from _features_go_with_stages(arguments)
+
+
+def _chunks_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
+    schedule, chunks = arguments.parallel.pp_plan.schedule, arguments.parallel.pp_plan.virtual_stages
+    key = f"{PLAN}.virtual_stages"
+    if schedule in ("gpipe", "1f1b") and chunks > 1:
+        way_out = "Set it to 1, or schedule to interleaved1f1b."
+        yield Problem(f"{chunks}, but the schedule {schedule} runs 1 chunk on a rank", key=key, way_out=way_out)
+    if schedule == "interleaved1f1b" and chunks < 2:
+        way_out = "Set it to 2, or schedule to 1f1b."
+        yield Problem(f"{chunks}, but the schedule {schedule} takes turns between 2 and more", key=key, way_out=way_out)
+    if schedule == "zbv" and chunks > 2:
+        way_out = "Leave it out: zbv has 2 by itself."
+        yield Problem(f"{chunks}, but the schedule zbv has 2 chunks on a rank", key=key, way_out=way_out)
+
+
+def _micro_batches_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
+    plan, steps = arguments.parallel.pp_plan, arguments.training.gradient_accumulation_steps
+    ranks, count = arguments.parallel.pipeline_parallel_size, plan.micro_batches or steps
+    if steps % count:
+        fitting = ", ".join(str(n) for n in range(1, steps + 1) if steps % n == 0)
+        yield Problem(
+            f"{count} at a time do not divide the {steps} micro-batches of a step ({ACCUMULATION})",
+            key=f"{PLAN}.micro_batches",
+            way_out=f"Sizes that do: {fitting}.",
+        )
+    key = f"{PLAN}.micro_batches" if plan.micro_batches else ACCUMULATION
+    if plan.schedule in ("1f1b", "interleaved1f1b") and count < ranks:
+        yield Problem(
+            f"{count} micro-batches are fewer than the {ranks} ranks that the schedule {plan.schedule} keeps busy",
+            key=key,
+            way_out=f"Raise it to {ranks}, or set {PLAN}.schedule to gpipe.",
+        )
+    elif plan.schedule == "interleaved1f1b" and count % (count // ranks):
+        numbers = [n for n in range(ranks, 2 * count + 1) if n % (n // ranks) == 0]
+        nearest = sorted(sorted(numbers, key=lambda n: abs(n - count))[:2])
+        yield Problem(
+            f"{count} micro-batches do not make equal rounds over {ranks} ranks",
+            key=key,
+            way_out=f"Nearest numbers that do: {', '.join(map(str, nearest))}.",
+        )
+
+
+def _features_go_with_stages(arguments: Arguments) -> Iterator[Problem]:
+    parallel, features, training = arguments.parallel, arguments.features, arguments.training
+    size = parallel.pipeline_parallel_size
+    is_chunked = parallel.pp_plan.virtual_stages > 1 or parallel.pp_plan.schedule == "zbv"
+    if features.recompute and parallel.pp_plan.schedule == "zbv":
+        yield Problem(
+            "true, but the schedule zbv splits backward passes and would compute every layer again for each part",
+            key="features.recompute",
+            way_out=f"Set {PLAN}.schedule to 1f1b or interleaved1f1b.",
+        )
+    if parallel.tensor_parallel_size > 1 and parallel.tp_plan.sequence_parallel and is_chunked:
+        yield Problem(
+            "joins tokens behind the last layer of a rank, not behind each chunk",
+            key="parallel.tp_plan.sequence_parallel",
+            way_out=f"Leave it empty, or set {PLAN}.schedule to 1f1b or gpipe.",
+        )
+    refused = {
+        "parallel.expert_parallel_size": parallel.expert_parallel_size > 1,
+        "parallel.encoder_plan": is_given(parallel.encoder_plan),
+        "parallel.fsdp_plan.ignored_modules": bool(parallel.fsdp_plan.ignored_modules),
+        "parallel.fsdp_plan.pregather": parallel.fsdp_plan.pregather,
+        "parallel.fsdp_plan.output_dtype": parallel.fsdp_plan.output_dtype is not None,
+        "features.loss_cfg.router_aux_loss_coef": features.loss_cfg.router_aux_loss_coef != 0,
+        "features.skip_moe_pad_tokens": features.skip_moe_pad_tokens,
+        "training.sampling.interval": bool(training.sampling.interval),
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            way_out = f"Leave it out, or set {SIZE} to 1."
+            yield Problem(f"is not possible together with {size} stages ({SIZE})", key=key, way_out=way_out)

@@ -1,0 +1,141 @@
+"""Keys that moved: other names for the same thing, keys written under another section, keys that mean nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
+from mindspeed_mm.fsdp.params.tools_args import StaticProfile
+from mindspeed_mm.fsdp.params.value_types import show
+from mindspeed_mm.fsdp.params.yaml.tree import Node, find, merge, nest, plain, take
+
+ALIASES: tuple[tuple[str, str], ...] = (
+    ("tools.profiler", "tools.profile"),
+    *((f"tools.profile.{name}", f"tools.profile.static_param.{name}") for name in StaticProfile.model_fields),
+    ("tools.memory_profile.record_peak_memory", "tools.memory_profile.mem_info"),
+    ("data.dataloader_param.collate_param.collator_id", "data.dataloader_param.collate_param.model_name"),
+    *((f"{section}moe_grouped_gemm", "model.use_grouped_expert_matmul") for section in ("", "model.", "parallel.")),
+    *((f"{section}ep_dispatcher", "parallel.ep_plan.dispatcher") for section in ("", "model.", "parallel.")),
+    ("parallel.recompute", "features.recompute"),
+    ("parallel.recompute_plan", "features.recompute_plan"),
+    ("training.quantization_plan.quant_recipe", "training.quantization_plan.recipe_name"),
+    ("training.quantization_plan.quant_apply_modules", "training.quantization_plan.apply_modules"),
+    ("training.quantization_plan.quant_ignored_modules", "training.quantization_plan.ignored_modules"),
+    ("training.quantization_plan.converters", "training.quantization_plan.quant_converters"),
+    ("training.quantization_plan.quant_format", "training.quantization_plan.extra_args.quant_format"),
+    ("training.quantization_plan.block_size", "training.quantization_plan.extra_args.block_size"),
+)
+"""(other name, name here), applied from top to bottom without a word."""
+
+MISPLACED: tuple[tuple[str, str], ...] = tuple(
+    (f"model.{name}", f"features.{name}") for name in FeatureArguments.model_fields
+)
+"""(where older files have it, where it belongs), honoured with a warning."""
+
+RECOMPUTE_SWITCH = "model.enable_gradient_checkpointing"
+"""Generators' older files switch recompute on with it, whatever the general key beside it says."""
+
+MEANINGLESS: dict[str, str] = {
+    "parallel.context_parallel_size": "ulysses_parallel_size and ring_attention_size share a sequence between ranks",
+    "parallel.pregather": "the switch is parallel.fsdp_plan.pregather",
+    "parallel.expert_data_parallel_size": "it follows from the other sizes",
+    "features.chunkloss_plan.impl_type": "there is one implementation of the chunked loss",
+    "features.chunkloss_plan.vocab_tile_size": "there is one implementation of the chunked loss",
+    "training.enable_full_determinism": "training.use_deter_comp chooses deterministic kernels",
+    "training.ckpt_manager": "training.save_format chooses the layout of checkpoints",
+    "training.load_checkpoint_path": "training.load names the checkpoint to start from",
+    "training.save_steps": "training.save_interval counts the steps between checkpoints",
+    "training.max_steps": "training.train_iters counts the steps",
+    "training.profile": "tools.profile switches the profiler on",
+    "training.global_batch_size": "it is micro_batch_size × data ranks × gradient_accumulation_steps",
+    "training.max_epochs": "training.train_epochs counts passes over the data",
+    "training.resume": "a run continues by itself from the newest checkpoint in training.save",
+    "training.validate_interval": "training.val_interval counts the steps between validations",
+    "training.clip_norm_type": "the gradient norm is the 2-norm",
+    "training.scheduler": "training.lr_decay_style names the schedule",
+    "training.scheduler_conf": "training.lr_warmup_ratio and lr_decay_ratio shape the schedule",
+    "data.train_data_set_list": "data.dataset_param.basic_parameters.dataset names the rows",
+    "data.valid_data_set_list": "data.dataset_param.basic_parameters.val_dataset names the rows",
+}
+"""Keys of older files that are dropped with one warning each: key → what counts instead."""
+
+
+@dataclass
+class Notes:
+    """What was found while a tree was put in order."""
+
+    warnings: list[Problem] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> None:
+    """Bring every key to the name and section that it has here.
+
+    Args:
+        root: The tree; changed in place.
+        notes: Takes warnings, and problems where two names of one key disagree.
+        declared: Keys of the model's plugin; they stay under `model` whatever their name.
+    """
+    for key, reason in MEANINGLESS.items():
+        entry = take(root, key)
+        if entry is not None:
+            notes.warnings.append(Problem("means nothing here and is ignored", str(entry.key), key, f"{reason}."))
+    for old, new in MISPLACED:
+        entry = find(root, old)
+        if entry is not None and old.removeprefix("model.") not in declared:
+            notes.warnings.append(
+                Problem("is taken, but stands in the wrong section", str(entry.key), old, f"Its place is {new}.")
+            )
+            _move(root, old, new, notes)
+    for old, new in ALIASES:
+        _move(root, old, new, notes)
+    # The last: it wins over the general switch, which has arrived from wherever it stood.
+    if RECOMPUTE_SWITCH.removeprefix("model.") not in declared:
+        _settle_recompute(root, notes)
+
+
+def _settle_recompute(root: Node, notes: Notes) -> None:
+    """Either of the two switches of older files switches recompute on."""
+    entry = take(root, RECOMPUTE_SWITCH)
+    if entry is None or entry.node.value is None:
+        return
+    is_off = str(plain(entry.node)).lower() in ("false", "no", "off")
+    if is_off and find(root, "features.recompute") is not None:
+        return
+    notes.warnings.append(
+        Problem("is taken as features.recompute", str(entry.key), RECOMPUTE_SWITCH, "Write that one instead.")
+    )
+    merge(root, nest("features.recompute", entry))
+
+
+def _move(root: Node, old: str, new: str, notes: Notes) -> None:
+    entry = take(root, old)
+    if entry is None or entry.node.value is None:
+        return
+    held = find(root, new)
+    if held is not None and not _agree(held.node, entry.node):
+        notes.problems.append(
+            Problem(
+                f"{show(plain(entry.node))} here, but {new} is {show(plain(held.node))} at {held.node.place}",
+                str(entry.node.place),
+                old,
+                "They are the same setting: keep one.",
+            )
+        )
+        return
+    parent = find(root, new.rpartition(".")[0])
+    if parent is not None and parent.node.value is None:
+        parent.node.value = {}
+    if parent is None or isinstance(parent.node.value, dict):
+        merge(root, nest(new, entry))
+
+
+def _agree(one: Node, other: Node) -> bool:
+    """Whether two nodes say nothing different: equal values, or mappings whose common keys agree."""
+    if isinstance(one.value, dict) and isinstance(other.value, dict):
+        return all(
+            _agree(one.value[name].node, other.value[name].node) for name in one.value.keys() & other.value.keys()
+        )
+    return bool(plain(one) == plain(other))

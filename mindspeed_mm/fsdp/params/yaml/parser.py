@@ -1,0 +1,253 @@
+"""YAML 1.2 text → tree.
+
+ruamel.yaml scans and parses; the tree is built here, so that anchors, merge keys, duplicate keys, depth and size are in
+our hands and nothing is ever constructed but plain values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentEndEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+)
+from ruamel.yaml.nodes import ScalarNode
+
+from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.params.yaml.tree import Entry, Node, Place
+
+MOST_DEPTH = 64
+MOST_NODES = 50_000
+_CORE = "tag:yaml.org,2002:"
+_FLOATS = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
+
+
+@dataclass
+class Document:
+    """A parsed file."""
+
+    root: Node
+    problems: list[Problem] = field(default_factory=list)
+    """Faults that did not stop the parser: duplicate keys."""
+
+
+def parse_yaml(text: str, source: str) -> Document:
+    """The tree of a text.
+
+    Args:
+        text: YAML. Tabs are accepted wherever they do not indent.
+        source: Name of the text, for places.
+
+    Raises:
+        ConfigError: Not YAML, more than one document, too deep, too large once aliases are written out, or a tag that
+            asks for more than a plain value.
+    """
+    lines = [line.rstrip() if line.rstrip() != line.rstrip(" \r\n") else line for line in text.split("\n")]
+    while True:
+        try:
+            return _Builder(_events("\n".join(lines)), source).document()
+        except MarkedYAMLError as error:
+            if not _take_out_tab(error, lines):
+                raise _not_yaml(error, lines, source) from None
+        except YAMLError as error:
+            raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", where=source) from None
+
+
+def _events(text: str) -> Iterator[Event]:
+    parsed: Iterator[Event] = iter(YAML(typ="safe", pure=True).parse(text))
+    return parsed
+
+
+def _take_out_tab(error: MarkedYAMLError, lines: list[str]) -> bool:
+    """Replace the tab at which the scanner stopped by spaces, unless it indents. Says whether it did."""
+    mark = error.problem_mark
+    if mark is None or mark.line >= len(lines):
+        return False
+    before, rest = lines[mark.line][: mark.column], lines[mark.line][mark.column :]
+    tabs = re.match(r"[\t ]*\t", rest)
+    if not tabs or not before.strip():
+        return False
+    lines[mark.line] = before + " " * tabs.end() + rest[tabs.end() :]
+    return True
+
+
+def _not_yaml(error: MarkedYAMLError, lines: Sequence[str], source: str) -> ConfigError:
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return ConfigError(f"not valid YAML: {error.problem}", where=source)
+    place = str(Place(source, mark.line + 1, mark.column + 1))
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    if line[mark.column : mark.column + 1] == "\t":
+        return ConfigError("a tab indents this line", where=place, way_out="YAML indents by spaces: replace the tab.")
+    context = f" ({error.context})" if error.context else ""
+    needs_quotes = re.search(r"\[[^\]]*\w\.?\{[*\d]", line)
+    hint = "Inside [ ] a pattern with braces takes quotes: ['layers.{*}']." if needs_quotes else ""
+    return ConfigError(f"not valid YAML: {error.problem}{context}", where=place, way_out=hint)
+
+
+class _Builder:
+    """Builds nodes from parser events; each `_build` consumes the events of one node."""
+
+    def __init__(self, events: Iterator[Event], source: str) -> None:
+        self.events = events
+        self.source = source
+        self.resolver = YAML(typ="safe", pure=True).resolver
+        self.anchors: dict[str, Node] = {}
+        self.problems: list[Problem] = []
+        self.path: list[str] = []
+
+    def document(self) -> Document:
+        next(self.events)  # the stream starts
+        start = next(self.events)
+        if isinstance(start, StreamEndEvent):
+            return Document(Node(None, Place(self.source, 1, 1)))
+        root = self._build(next(self.events), level=0)
+        for event in self.events:
+            if isinstance(event, DocumentStartEvent):
+                raise self._fault(event, "a second document begins here", "A configuration is one document.")
+            if not isinstance(event, DocumentEndEvent | StreamEndEvent):
+                raise self._fault(event, "something stands after the end of the document", "Take it out.")
+        return Document(root, self.problems)
+
+    def _build(self, event: Any, level: int) -> Node:
+        if level > MOST_DEPTH:
+            raise self._fault(event, f"nested deeper than {MOST_DEPTH} levels", "Flatten it.")
+        if isinstance(event, AliasEvent):
+            return self._alias(event)
+        if isinstance(event, ScalarEvent):
+            node = Node(self._scalar(event), self._place(event))
+        elif isinstance(event, SequenceStartEvent):
+            node = self._sequence(event, level)
+        else:
+            node = self._mapping(event, level)
+        if node.size > MOST_NODES or node.depth > MOST_DEPTH:
+            raise self._fault(
+                event, f"more than {MOST_NODES} values once aliases are written out", "Use fewer aliases."
+            )
+        if event.anchor:
+            node.anchored = True
+            self.anchors[event.anchor] = node
+        return node
+
+    def _alias(self, event: AliasEvent) -> Node:
+        node = self.anchors.get(event.anchor)
+        if node is None:
+            near = did_you_mean(event.anchor, self.anchors)
+            raise self._fault(event, f"'*{event.anchor}' names no anchor that is complete before it", near.strip())
+        return Node(node.value, self._place(event), node.size, node.depth, node.anchored)
+
+    def _sequence(self, event: Any, level: int) -> Node:
+        self._check_tag(event, "seq")
+        node = Node([], self._place(event))
+        for item in iter(lambda: next(self.events), None):
+            if isinstance(item, SequenceEndEvent):
+                break
+            child = self._build(item, level + 1)
+            node.value.append(child)
+            _grow(node, child)
+        return node
+
+    def _mapping(self, event: Any, level: int) -> Node:
+        self._check_tag(event, "map")
+        node = Node({}, self._place(event))
+        merged: list[Node] = []
+        for item in iter(lambda: next(self.events), None):
+            if isinstance(item, MappingEndEvent):
+                break
+            if not isinstance(item, ScalarEvent):
+                raise self._fault(item, "a key is a list, a mapping or an alias", "Keys are plain words.")
+            self.path.append(item.value)
+            child = self._build(next(self.events), level + 1)
+            self.path.pop()
+            _grow(node, child)
+            if item.value == "<<" and item.implicit[0]:
+                merged += self._merge_sources(child)
+            else:
+                self._add(node.value, item, child)
+        for source in merged:
+            for name, entry in source.value.items():
+                node.value.setdefault(name, entry)
+        return node
+
+    def _add(self, entries: dict[str, Entry], key: ScalarEvent, child: Node) -> None:
+        place = self._place(key)
+        if key.value in entries:
+            first = entries[key.value].key.line
+            dotted = ".".join([*self.path, key.value])
+            self.problems.append(
+                Problem(f"'{key.value}' stands twice, first in line {first}", str(place), dotted, "Keep one of them.")
+            )
+        entries[key.value] = Entry(place, child)
+
+    def _merge_sources(self, node: Node) -> list[Node]:
+        sources = node.value if isinstance(node.value, list) else [node]
+        if not all(isinstance(source.value, dict) for source in sources):
+            raise ConfigError("'<<' takes a mapping, or a list of mappings", where=str(node.place))
+        return sources
+
+    def _scalar(self, event: ScalarEvent) -> Any:
+        text: str = event.value
+        tag = event.tag
+        if tag is None:
+            tag = self.resolver.resolve(ScalarNode, text, (True, False)) if event.implicit[0] else f"{_CORE}str"
+        kind = str(tag).removeprefix(_CORE)
+        try:
+            return _SCALARS[kind](text)
+        except KeyError:
+            raise self._refused(event, str(tag)) from None
+        except ValueError:
+            raise self._fault(event, f"'{text}' cannot be read as {kind}", "Quote it to make it a text.") from None
+
+    def _check_tag(self, event: Any, kind: str) -> None:
+        if event.tag is not None and str(event.tag) != _CORE + kind:
+            raise self._refused(event, str(event.tag))
+
+    def _refused(self, event: Any, tag: str) -> ConfigError:
+        short = tag.replace(_CORE, "!!")
+        return self._fault(event, f"tag '{short}' is refused: a configuration holds plain values", "Take the tag out.")
+
+    def _fault(self, event: Any, what: str, way_out: str) -> ConfigError:
+        return ConfigError(what, where=str(self._place(event)), way_out=way_out)
+
+    def _place(self, event: Any) -> Place:
+        return Place(self.source, event.start_mark.line + 1, event.start_mark.column + 1)
+
+
+def _grow(parent: Node, child: Node) -> None:
+    parent.size += child.size
+    parent.depth = max(parent.depth, child.depth + 1)
+    parent.anchored |= child.anchored
+
+
+def _whole(text: str) -> int:
+    digits = text.replace("_", "")
+    prefixed = digits.lstrip("+-")[:2].lower() in {"0x", "0o", "0b"}
+    return int(digits, 0) if prefixed else int(digits)
+
+
+def _fraction(text: str) -> float:
+    return _FLOATS[text.lower()] if text.lower() in _FLOATS else float(text.replace("_", ""))
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "timestamp": str,
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() in {"true", "yes", "on"},
+    "int": _whole,
+    "float": _fraction,
+}

@@ -1,0 +1,174 @@
+"""Paths in a configuration have one base: the working directory, or the YAML's folder where that is what makes its
+inputs exist. Paths given on the command line start at the working directory, as with every command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.fsdp.params.yaml.tree import Entry, Node, Place, find, merge, nest, text_at, value_at_key
+
+INPUT_PATHS = (
+    "model.model_name_or_path",
+    "model.checkpoint_path",
+    "model.text_encoder_path",
+    *(
+        f"data.{dataset}.{key}"
+        for dataset in ("dataset_param", "val_dataset_param")
+        for key in (
+            "basic_parameters.dataset",
+            "basic_parameters.dataset_dir",
+            "basic_parameters.val_dataset",
+            "basic_parameters.chat_template",
+            "basic_parameters.media_roots",
+            "basic_parameters.data_folder",
+            "basic_parameters.features_dir",
+            "basic_parameters.val_features_dir",
+            "preprocess_parameters.model_name_or_path",
+        )
+    ),
+    "training.load",
+    "training.lora.pretrained_lora_path",
+    "training.lora.frozen_adapters",
+    "training.sampling.prompts_file",
+    "inference.sampling.prompts_file",
+    "inference.load",
+    "inference.adapter",
+    "inference.processor_path",
+    "inference.data_path",
+)
+"""Keys whose paths exist already, or may (features are written and read under the same key)."""
+OUTPUT_PATHS = (
+    "training.save",
+    *(
+        f"data.{dataset}.basic_parameters.{key}"
+        for dataset in ("dataset_param", "val_dataset_param")
+        for key in ("features_dir", "val_features_dir", "cache_dir")
+    ),
+)
+"""Keys whose paths are written to, and need not exist."""
+
+
+def derive_processor_folder(root: Node) -> None:
+    """A dataset that names no processor uses the model's folder; one of generators also what else decides the model."""
+    for dataset in ("data.dataset_param", "data.val_dataset_param"):
+        if dataset == "data.dataset_param" or value_at_key(root, dataset) is not None:
+            of_generators = text_at(root, f"{dataset}.dataset_type") == "generation"
+            for key in ("model_name_or_path", *(("model_id", "transformer") if of_generators else ())):
+                _derive(root, f"model.{key}", f"{dataset}.preprocess_parameters.{key}", dataset)
+
+
+def _derive(root: Node, source: str, key: str, dataset: str) -> None:
+    given = find(root, source)
+    parents = [find(root, parent) for parent in ("data", dataset, key.rpartition(".")[0])]
+    if given is None or not given.node.value or value_at_key(root, key) is not None:
+        return
+    if all(_takes_keys(parent) for parent in parents):
+        place = Place(f"derived: {source}")
+        merge(root, nest(key, Entry(place, Node(given.node.value, place))))
+
+
+def _takes_keys(entry: Entry | None) -> bool:
+    return entry is None or entry.node.value is None or isinstance(entry.node.value, dict)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A relative path in the YAML, one of several in the same text perhaps."""
+
+    key: str
+    node: Node
+    text: str
+
+    @property
+    def is_here(self) -> bool:
+        return _exists(Path(self.text))
+
+    def is_beside(self, config: Path) -> bool:
+        return _exists(config.parent / self.text)
+
+
+def locate_paths(root: Node, config: Path) -> list[Problem]:
+    """Write the YAML's relative paths as paths from the working directory, wherever it is.
+
+    Where every input that exists does so from the working directory, that is the base of all paths; where inputs exist
+    beside the YAML only, its folder is, for what is written too. Where neither is there, a run folder beside the YAML
+    tells.
+
+    Args:
+        root: The tree; changed in place.
+        config: The YAML.
+
+    Returns:
+        One finding when some inputs exist from the working directory only and others beside the YAML only.
+    """
+    if config.parent.resolve() == Path.cwd():
+        return []
+    inputs = [each for key in INPUT_PATHS for each in _written(root, key, config)]
+    outputs = [each for key in OUTPUT_PATHS for each in _written(root, key, config)]
+    here = [each for each in inputs if each.is_here and not each.is_beside(config)]
+    beside = [each for each in inputs if each.is_beside(config) and not each.is_here]
+    if here and beside:
+        return [_two_bases(here[0], beside[0], config)]
+    found = any(each.is_here or each.is_beside(config) for each in inputs)
+    went_on = [each for each in outputs if each.is_beside(config) and not each.is_here]
+    if beside or (went_on and not found):
+        _move(inputs, config, only_existing=True)
+        _move(outputs, config, only_existing=False)
+    return []
+
+
+def _two_bases(here: _Written, beside: _Written, config: Path) -> Problem:
+    return Problem(
+        f"'{beside.text}' is there beside the YAML ({config.parent.resolve()}) only, and '{here.text}' of {here.key} "
+        f"from the working directory ({Path.cwd()}) only: paths of a YAML have one base",
+        str(beside.node.place),
+        beside.key,
+        "Start from the other folder, or write one of them as an absolute path.",
+    )
+
+
+def _written(root: Node, key: str, config: Path) -> Iterator[_Written]:
+    """The relative paths that the YAML has under a key; what was put over it starts at the working directory."""
+    entry = find(root, key)
+    for node in _text_nodes(entry.node) if entry is not None else ():
+        if node.place.source == str(config):
+            yield from (_Written(key, node, part) for part in _parts(node) if _is_relative(part))
+
+
+def _text_nodes(node: Node) -> Iterator[Node]:
+    if isinstance(node.value, list):
+        for item in node.value:
+            yield from _text_nodes(item)
+    elif isinstance(node.value, dict):  # an entry of `dataset` with what is special about it
+        if "path" in node.value:
+            yield from _text_nodes(node.value["path"].node)
+    elif isinstance(node.value, str):
+        yield node
+
+
+def _parts(node: Node) -> list[str]:
+    return [part.strip() for part in str(node.value).split(",")]
+
+
+def _is_relative(part: str) -> bool:
+    return part != "" and "://" not in part and "\0" not in part and not Path(part).expanduser().is_absolute()
+
+
+def _exists(path: Path) -> bool:
+    """Whether it is there, or is a pattern that fits something that is."""
+    try:
+        return path.exists() or ("*" in path.name and any(path.parent.glob(path.name)))
+    except OSError:  # a name that no file can have, or no right to look
+        return False
+
+
+def _move(written: list[_Written], config: Path, *, only_existing: bool) -> None:
+    """Let paths begin at the YAML's folder."""
+    moved = {each.text for each in written if not only_existing or each.is_beside(config)}
+    for node in {id(each.node): each.node for each in written}.values():
+        text = ",".join(str(config.parent / part) if part in moved else part for part in _parts(node))
+        if text != ",".join(_parts(node)):
+            node.value, node.place = text, Place(f"derived: beside the YAML, {node.place}")

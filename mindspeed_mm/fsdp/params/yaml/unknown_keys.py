@@ -1,0 +1,154 @@
+"""Keys that the schema does not have: declared by a plugin, unchecked, or errors that say what was probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.core.suggest import did_you_mean, nearest
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.schema_walk import is_open, places_of_name, section_of
+from mindspeed_mm.fsdp.params.value_types import Flag, Number, Section, Whole, show
+from mindspeed_mm.fsdp.params.yaml.tree import Entry, Node, plain
+
+OTHER_TOOLS = {
+    "learning_rate": "lr",
+    "min_lr": "lr_min",
+    "warmup_ratio": "lr_warmup_ratio",
+    "lr_scheduler_type": "lr_decay_style",
+    "max_grad_norm": "clip_grad",
+    "gradient_clipping": "clip_grad",
+    "batch_size": "micro_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "num_train_epochs": "train_epochs",
+    "epochs": "train_epochs",
+    "max_steps": "train_iters",
+    "logging_steps": "log_interval",
+    "eval_steps": "val_interval",
+    "output_dir": "save",
+    "resume_from_checkpoint": "load",
+    "seq_length": "cutoff_len",
+    "max_length": "cutoff_len",
+    "max_seq_len": "cutoff_len",
+    "r": "rank",
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "gradient_checkpointing": "recompute",
+    "sharding_size": "fully_shard_parallel_size",
+    "sub_modules_to_wrap": "apply_modules",
+    "offload_to_cpu": "cpu_offload",
+}
+"""Names that other tools use → the name here."""
+
+
+@dataclass
+class Scope:
+    """What may stand in an open section besides the schema's keys, by the section's dotted key."""
+
+    declared: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Section → key → default, as plugins declared them."""
+    unchecked: frozenset[str] = frozenset()
+    """Sections of plugins that are not imported."""
+
+
+@dataclass
+class Findings:
+    """What a walk over a tree found."""
+
+    problems: list[Problem] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Keys that only their plugin can judge."""
+
+
+def judge_keys(root: Node, scope: Scope) -> Findings:
+    """Look at every key of a tree; take out those that are errors, so that values are judged without them."""
+    findings = Findings()
+    _judge(root, Arguments, "", scope, findings)
+    return findings
+
+
+def _judge(node: Node, section: type[Section], prefix: str, scope: Scope, findings: Findings) -> None:
+    for name, entry in list(node.value.items()):
+        info = section.model_fields.get(name)
+        declared = scope.declared.get(prefix.rstrip("."), {})
+        if name in declared:
+            findings.problems += _check_declared(prefix + name, entry, declared[name])
+        elif info is not None:
+            inner = section_of(info.annotation)
+            items = entry.node.value if isinstance(entry.node.value, list) else [entry.node]
+            for item in items:
+                if inner is not None and isinstance(item.value, dict):
+                    _judge(item, inner, f"{prefix}{name}.", scope, findings)
+        elif is_open(section) and prefix.rstrip(".") in scope.unchecked:
+            findings.unchecked.append(prefix + name)
+        elif not _is_free(prefix, name, entry):
+            findings.problems.append(_unknown(name, entry, section, prefix, declared))
+            del node.value[name]
+        elif not prefix:
+            del node.value[name]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    words: str
+    reads: TypeAdapter[Any] | None = None
+
+
+_KINDS: dict[type, _Kind] = {
+    bool: _Kind("true or false", TypeAdapter(Flag)),
+    int: _Kind("a whole number", TypeAdapter(Whole)),
+    float: _Kind("a number", TypeAdapter(Number)),
+    str: _Kind("a text"),
+    list: _Kind("a list"),
+}
+"""Type of a default → what its key takes."""
+
+
+def _is_free(prefix: str, name: str, entry: Entry) -> bool:
+    """Whether a key is legal whatever its name: a top-level holder of anchors, or an audio model's `*_conf` mapping."""
+    if not prefix:
+        return entry.node.anchored
+    return prefix == "model." and name.endswith("_conf") and isinstance(entry.node.value, dict)
+
+
+def _check_declared(key: str, entry: Entry, default: Any) -> list[Problem]:
+    """A declared key has the type of its default; `yes` is a truth value and 1 a number, as in the schema itself."""
+    value = plain(entry.node)
+    if default is None or value is None or type(value) is type(default):
+        return []
+    kind = _KINDS.get(type(default))
+    if kind is not None and kind.reads is not None:
+        try:
+            entry.node.value = kind.reads.validate_python(value)
+            return []
+        except ValidationError:
+            pass
+    wanted = kind.words if kind else "a mapping"
+    way_out = f"The plugin's default is {show(default)}."
+    return [Problem(f"{show(value)} is not {wanted}", str(entry.node.place), key, way_out)]
+
+
+def _unknown(name: str, entry: Entry, section: type[Section], prefix: str, declared: Iterable[str]) -> Problem:
+    return Problem("unknown key", str(entry.key), prefix + name, explain_unknown(name, section, declared))
+
+
+def explain_unknown(name: str, section: type[Section], declared: Iterable[str] = ()) -> str:
+    """What was probably meant by a key that the section does not have."""
+    here = [*section.model_fields, *declared]
+    if OTHER_TOOLS.get(name) in here:
+        return f"Did you mean '{OTHER_TOOLS[name]}'?"
+    places = places_of_name()
+    if name in places:
+        return f"It belongs elsewhere: {' or '.join(places[name][:3])}."
+    if hint := did_you_mean(name, here):
+        return hint.strip()
+    meant = OTHER_TOOLS.get(next(iter(nearest(name, OTHER_TOOLS, likeness=0.8)), ""))
+    if meant in here:
+        return f"Did you mean '{meant}'?"
+    near = [meant] if meant in places else nearest(name, places, likeness=0.8)
+    return f"Did you mean '{places[near[0]][0]}'?" if near else f"Keys here: {', '.join(here)}."[:400]

@@ -1,0 +1,1 @@
+"""Prompts and samplers of generators: what draws while training, afterwards, and in an evaluation."""

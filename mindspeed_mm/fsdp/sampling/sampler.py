@@ -1,0 +1,324 @@
+"""Pictures and clips from a generator, through its own diffusers pipeline with whatever transformer is at hand.
+
+The starting noise is ours and comes from the CPU: a sample does not depend on the batch that it is in, on the rank or
+on the device. Which samples make a batch does not depend on the number of ranks either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError
+from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import cover
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_pipeline
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.prompts import Prompt
+from mindspeed_mm.fsdp.utils.quiet import quiet
+
+_POSITIONS_AND_TIMES = ("timestep", "guidance", "_ids", "sigma")
+"""Inputs of transformers whose names hold one of these keep their precision."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """One sample to make."""
+
+    prompt: Prompt
+    number: int
+    """Of the samples of this prompt, from 0."""
+
+    def noise_seed(self, seed: int) -> int:
+        """Seed of the starting noise, under the settings' seed."""
+        own = self.prompt.seed
+        whole = derive_seed(seed, self.prompt.number, self.number) if own is None else derive_seed(own, self.number)
+        return whole % 2**63
+
+    def file_stem(self, digits: int = 3) -> str:
+        """Name of its file without the ending: prompt, sample, words of the prompt."""
+        return f"{self.prompt.number:0{digits}}_{self.number:02}_{self.prompt.slug}"
+
+    def describe(self, sampling: SamplingArguments) -> dict[str, Any]:
+        """What a manifest says of it: with the model and the other settings it can be made again."""
+        prompt = self.prompt
+        negative = sampling.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
+        return {
+            "number": prompt.number,
+            "sample": self.number,
+            "prompt": prompt.text,
+            "negative_prompt": negative,
+            "image": str(prompt.image) if prompt.image else None,
+            "place": prompt.place,
+            "seed": sampling.seed if prompt.seed is None else prompt.seed,
+            "noise_seed": self.noise_seed(sampling.seed),
+        }
+
+
+SampleBatch = tuple[SampleOrder, ...]
+"""Orders that go through the pipeline together: they share the negative prompt and the picture, if any."""
+
+
+def plan_batches(prompts: Sequence[Prompt], sampling: SamplingArguments) -> list[SampleBatch]:
+    """All orders for some prompts in batches of at most `batch_size`; batches of one negative prompt stand together."""
+    alike: dict[str | None, dict[Path | None, list[SampleOrder]]] = {}
+    for prompt in prompts:
+        orders = alike.setdefault(prompt.negative_prompt, {}).setdefault(prompt.image, [])
+        orders.extend(SampleOrder(prompt, number) for number in range(sampling.num_samples))
+    groups = [orders for by_picture in alike.values() for orders in by_picture.values()]
+    size = sampling.batch_size
+    return [tuple(orders[first : first + size]) for orders in groups for first in range(0, len(orders), size)]
+
+
+def deal_in_step(batches: Sequence[SampleBatch], rank: int, world_size: int) -> Iterator[tuple[SampleBatch, bool]]:
+    """A rank's batches where all ranks must call the transformer equally often: those of one round have the same
+    negative prompt, and a rank that is left without one repeats another's.
+
+    Yields:
+        A batch, and whether its samples are this rank's to keep.
+    """
+    by_negative: dict[str | None, list[SampleBatch]] = {}
+    for batch in batches:
+        by_negative.setdefault(batch[0].prompt.negative_prompt, []).append(batch)
+    for group in by_negative.values():
+        for first in range(0, len(group), world_size):
+            round_ = group[first : first + world_size]
+            yield round_[min(rank, len(round_) - 1)], rank < len(round_)
+
+
+class Sampler:
+    """Makes samples.
+
+    Args:
+        adapter: The family.
+        transformer: Loaded, on its device; may be sharded, then all ranks call together and equally often.
+        encoders: From `components.load_encoders`, on the same device.
+        compute_dtype: What a sharded transformer computes in when its parameters are kept in another type.
+    """
+
+    def __init__(
+        self,
+        adapter: DiffusionAdapter,
+        transformer: nn.Module,
+        encoders: Any,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.adapter = adapter
+        self._transformer, self._compute_dtype = transformer, compute_dtype
+        self.pipeline = load_pipeline(adapter, transformer, encoders)
+        """The family's pipeline around `transformer`."""
+
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingArguments) -> Iterator[list[np.ndarray]]:
+        """The samples of all prompts, batch by batch in the order of `plan_batches`; (T, H, W, 3) uint8 each.
+
+        Raises:
+            DataError: The size is not one that the family takes, or a prompt's picture is off.
+        """
+        sampling = self.prepared(prompts, sampling)
+        for batch in plan_batches(prompts, sampling):
+            yield self.make(batch, sampling)
+
+    def prepared(self, prompts: Sequence[Prompt], sampling: SamplingArguments, key: str = "") -> SamplingArguments:
+        """The settings with the size filled in, checked together with the prompts: what is off is said before
+        anything runs.
+
+        Args:
+            prompts: What is to be sampled.
+            sampling: Height, width and frames may be open.
+            key: Of the settings, for messages.
+
+        Raises:
+            DataError: The size is not one that the family takes; a picture is missing or too many.
+            ConfigError: The pipeline has no size of its own; a setting has no effect here.
+        """
+        check_request(self.adapter, prompts, sampling, key)
+        size = resolve_size(self.adapter, self.pipeline, sampling, key)
+        return sampling.model_copy(update={"height": size.height, "width": size.width, "num_frames": size.frames})
+
+    def make(self, batch: Sequence[SampleOrder], sampling: SamplingArguments) -> list[np.ndarray]:
+        """The samples of one batch, (T, H, W, 3) uint8 each; T is 1 for pictures.
+
+        Args:
+            batch: From `plan_batches`.
+            sampling: From `prepared`.
+
+        Raises:
+            DataError: The picture cannot be read.
+            DivergedError: What came out are no numbers.
+        """
+        assert sampling.height and sampling.width and sampling.num_frames
+        size = MediaSize(sampling.num_frames, sampling.height, sampling.width)
+        noise = torch.stack([self.noise(order, sampling.seed, size) for order in batch])
+        first = batch[0].prompt
+        texts = [order.prompt.text for order in batch]
+        arguments = self.adapter.pipeline_arguments(_with_negative(sampling, first.negative_prompt), texts, noise)
+        if first.image is not None:
+            # In the size of the video, scaled and cut as training data are.
+            arguments["image"] = Image.fromarray(cover(load_picture(first), size.height, size.width))
+        with evaluating(self._transformer), self._computing(), quiet("diffusers", "transformers"):
+            media = self.pipeline(**{**arguments, "prompt": texts, "output_type": "np", "return_dict": False})[0]
+        return _as_frames(np.asarray(media), batch)
+
+    def cut_short(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that are longer than what the transformer reads of them."""
+        lengths = CaptionLengths(self.adapter, self.pipeline.components)
+        return [prompts[number] for number in lengths.cut([prompt.text for prompt in prompts])]
+
+    def noise(self, order: SampleOrder, seed: int, size: MediaSize) -> torch.Tensor:
+        """Starting noise of a sample: fp32, (C, H, W) or (C, T, H, W)."""
+        generator = torch.Generator().manual_seed(order.noise_seed(seed))
+        return torch.randn(self.adapter.geometry.latent_shape(size), generator=generator)
+
+    def _computing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._compute_dtype is None else computing_in(self._transformer, self._compute_dtype)
+
+
+def resolve_size(adapter: DiffusionAdapter, pipeline: Any, sampling: SamplingArguments, key: str = "") -> MediaSize:
+    """The size that is sampled: what the settings leave open is the pipeline's own.
+
+    Raises:
+        DataError: The family takes no such size; the nearest one is named.
+        ConfigError: The settings leave it open, and so does the pipeline.
+    """
+    size = MediaSize(
+        sampling.num_frames or _own(pipeline, "num_frames") or 1,
+        sampling.height or _own(pipeline, "height") or 0,
+        sampling.width or _own(pipeline, "width") or 0,
+    )
+    if not (size.height and size.width):
+        raise ConfigError(
+            f"{type(pipeline).__name__} has no size of its own",
+            key=key,
+            way_out=f"Set height and width, multiples of {adapter.geometry.side_step}.",
+        )
+    adapter.geometry.check(size, key=key)
+    return size
+
+
+def _own(pipeline: Any, name: str) -> int | None:
+    """What the pipeline takes when it is not told: the default of its argument, or its sample size in latents."""
+    parameter = inspect.signature(pipeline.__call__).parameters.get(name)
+    if parameter is not None and isinstance(parameter.default, int):
+        return parameter.default
+    sides, ratio = getattr(pipeline, "default_sample_size", None), getattr(pipeline, "vae_scale_factor", None)
+    return sides * ratio if parameter is not None and name != "num_frames" and sides and ratio else None
+
+
+def check_request(
+    adapter: DiffusionAdapter, prompts: Sequence[Prompt], sampling: SamplingArguments, key: str = ""
+) -> None:
+    """Raise what can be said of prompts and settings without any weights.
+
+    Raises:
+        DataError: A prompt has no picture where the pipeline goes on from one, or the other way round.
+        ConfigError: The size is not one that the family takes; a setting has no effect here.
+    """
+    geometry, pipeline = adapter.geometry, diffusers_class(adapter.pipelines[adapter.task])
+    if sampling.height and sampling.width:
+        geometry.check(MediaSize(sampling.num_frames or 1, sampling.height, sampling.width), key=key)
+    takes_picture = "image" in inspect.signature(pipeline.__call__).parameters
+    for prompt in prompts:
+        _check_picture(prompt, pipeline.__name__, takes_picture)
+    some_latents = torch.zeros(1, *geometry.latent_shape(geometry.nearest(MediaSize(1, 1, 1))))
+    for negative in {prompt.negative_prompt for prompt in prompts}:
+        adapter.pipeline_arguments(_with_negative(sampling, negative), [""], some_latents)
+
+
+def _check_picture(prompt: Prompt, pipeline: str, takes_picture: bool) -> None:
+    if takes_picture and prompt.image is None:
+        raise DataError(
+            f"the prompt has no picture, and {pipeline} goes on from one",
+            where=prompt.place,
+            key="image",
+            way_out="Give a file of JSON rows with 'prompt' and 'image'.",
+        )
+    if prompt.image is not None and not takes_picture:
+        raise DataError(f"{pipeline} takes no picture", where=prompt.place, key="image", way_out="Leave it out.")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards each module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Pipelines look at the parameters for the type to compute in. A sharded model's are fp32 or, while they are
+    gathered, of another type; so its inputs are cast here, times and positions excepted. Outputs are fp32 at least:
+    steps of the scheduler are not to be rounded."""
+
+    def cast(_module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {name: _cast(name, value, dtype) for name, value in inputs.items()}
+
+    def cast_back(_module: nn.Module, _args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        exact = torch.promote_types(dtype, torch.float32)
+        return tuple(item.to(exact) if isinstance(item, torch.Tensor) else item for item in output)
+
+    # In front of the hooks that gather parameters, so that theirs see what the model will see.
+    handles = (
+        model.register_forward_pre_hook(cast, with_kwargs=True, prepend=True),
+        model.register_forward_hook(cast_back),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cast(name: str, value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value if any(part in name for part in _POSITIONS_AND_TIMES) else value.to(dtype)
+
+
+def _with_negative(sampling: SamplingArguments, negative: str | None) -> SamplingArguments:
+    return sampling if negative is None else sampling.model_copy(update={"negative_prompt": negative})
+
+
+def load_picture(prompt: Prompt) -> Image.Image:
+    """The picture that a prompt names, decoded.
+
+    Raises:
+        DataError: It is missing, refused or broken.
+    """
+    assert prompt.image is not None
+    try:
+        return MediaLoader(prompt.image.parent).load_image(prompt.image.name)
+    except DataError as error:
+        problem = error.problems[0]
+        raise DataError(problem.what, where=prompt.place, key="image", way_out=problem.way_out) from error
+
+
+def _as_frames(media: np.ndarray, batch: Sequence[SampleOrder]) -> list[np.ndarray]:
+    """(B, H, W, 3) or (B, T, H, W, 3) in 0..1 → rounded bytes of each, with a time axis."""
+    finite = np.isfinite(media.reshape(len(media), -1)).all(axis=1)
+    if not finite.all():
+        order = batch[int(np.argmin(finite))]
+        raise DivergedError(
+            "the sample is not made of finite numbers",
+            where=order.prompt.place,
+            way_out="The weights have diverged: take an earlier checkpoint.",
+        )
+    pixels = (media * 255).round().astype(np.uint8)
+    return list(pixels if media.ndim == 5 else pixels[:, None])

@@ -1,0 +1,1 @@
+"""What happens around steps: checkpoints, validation, logs, samples, profiles."""

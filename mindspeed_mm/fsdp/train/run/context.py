@@ -1,0 +1,46 @@
+"""What a checkpoint's manifest records of a run, and what a resume compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.redaction import redact
+from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.train.run.start_checks import fingerprint
+
+
+def run_context(
+    config: ResolvedConfig, dataset: Any, *, world_size: int, mesh: str, global_batch: int | None
+) -> dict[str, Any]:
+    """The context of `checkpoint.resume.check_resumable`, but for `batching`, which the loader knows.
+
+    Args:
+        config: The configuration.
+        dataset: What is trained on.
+        world_size: Ranks of the job.
+        mesh: Its axes, in words.
+        global_batch: Samples of an optimizer step; None where the number of ranks is not known.
+    """
+    training = config.arguments.training
+    base = base_of_adapters(training) or config.arguments.model.model_name_or_path
+    return {
+        **({"base_weights": base_weights_mark(Path(base))} if training.lora.enable and base else {}),
+        "world_size": world_size,
+        "mesh": mesh,
+        "config": redact(resolved_dict(config)),
+        "dataset": fingerprint(dataset),
+        "global_batch": global_batch,
+        "seed": training.seed,
+        "versions": {"mindspeed-mm": __version__, "torch": torch.__version__},
+    }
+
+
+def base_of_adapters(training: TrainingArguments) -> Path | None:
+    """Other weights than those of the model folder, under adapters: no checkpoint of the run holds them."""
+    return told_weights(training.load) if training.lora.enable else None

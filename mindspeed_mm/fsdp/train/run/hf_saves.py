@@ -1,0 +1,87 @@
+"""`save_format: hf`: beside each checkpoint, what was trained as transformers, PEFT or diffusers load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.folder_kinds import is_touched
+from mindspeed_mm.core.folder_writing import remove_written
+from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
+from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
+from mindspeed_mm.fsdp.checkpoint.hf import save_hf
+from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder, put_aside
+from mindspeed_mm.fsdp.models.lora.names import lora_of
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+
+
+class HuggingFaceSaves:
+    """Writes `<save>/hf/iter_0000123`; a folder whose checkpoint was deleted is deleted too. Resuming takes the
+    checkpoints: they hold the optimizer. Every rank makes one, and calls `save` at the same moment.
+
+    It is a whole model; of a run that trains adapters the adapters alone, of a generator the transformer alone.
+
+    Args:
+        save: The run folder.
+        assets_from: What the run started from: configuration, tokenizer and processor are copied.
+        dtype: Of the weights; None: as `assets_from` has them.
+        timeout_s: Limit on each exchange between ranks.
+        write_view: Adds to the folder of a whole model how training looked at its rows.
+    """
+
+    def __init__(
+        self,
+        save: Path,
+        assets_from: Path,
+        dtype: torch.dtype | None,
+        timeout_s: float,
+        write_view: Callable[[Path], None] | None = None,
+    ) -> None:
+        self._write_view = write_view
+        self._save, self._assets_from, self._dtype = save, assets_from, dtype
+        self._ranks = Ranks(timeout_s)
+
+    def save(self, iteration: int, model: nn.Module) -> None:
+        """Write the folder of this step.
+
+        Raises:
+            MMError: It could not be written, on all ranks alike.
+        """
+        folder = self._folder / checkpoint_folder(self._save, iteration).name
+        self._ranks.first("making room", lambda: _keep_what_is_not_ours(folder))
+        self._write(model, folder)
+        self._ranks.first("deleting old folders", lambda: self._prune(keep=folder))
+
+    def _write(self, model: nn.Module, folder: Path) -> None:
+        if lora_of(model) is not None:
+            save_adapters(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
+        elif hasattr(model, "_mm_adapter"):
+            save_transformer(model, folder, dtype=self._dtype, overwrite=True, ranks=self._ranks)
+        else:
+            save_hf(
+                model,
+                folder,
+                self._assets_from,
+                dtype=self._dtype,
+                overwrite=True,
+                ranks=self._ranks,
+                write_view=self._write_view,
+            )
+
+    @property
+    def _folder(self) -> Path:
+        return self._save / "hf"
+
+    def _prune(self, keep: Path) -> None:
+        for folder in self._folder.glob("iter_*"):
+            if folder != keep and not (self._save / folder.name).is_dir():
+                remove_written(folder)
+
+
+def _keep_what_is_not_ours(folder: Path) -> None:
+    """A folder that somebody has put into, or changed, does not end a run that saves under its name."""
+    if folder.is_dir() and is_touched(folder):
+        put_aside(folder, "with files that no save has written, or that were changed since")

@@ -1,0 +1,108 @@
+"""What a run says of itself before its first step: warnings, the model, how it is split, the data, the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.counts import short_count
+from mindspeed_mm.core.run_ownership import others_files
+from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
+from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
+from mindspeed_mm.fsdp.models.modelhub import LoadReport
+from mindspeed_mm.fsdp.models.structure.share import whole_of
+from mindspeed_mm.fsdp.params.data_args import CollateParam
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+from mindspeed_mm.fsdp.utils.device import get_device_type
+
+
+def introduce(
+    note: Callable[[str], None],
+    config: ResolvedConfig,
+    assembled: Assembled,
+    loader: Any,
+    engine: TrainEngine,
+    state: ParallelState,
+) -> None:
+    """Tell `note` each of its lines."""
+    for warning in (*config.warnings, *assembled.warnings, *assembled.loaded.warnings):
+        note(f"warning: {warning}")
+    if config.arguments.training.save:
+        note(f"run    {_run_folder(Path(config.arguments.training.save), config, is_new=engine.iteration == 0)}")
+    note(f"model  {_model(config, assembled)}")
+    for word, part in _parts(assembled).items():
+        note(f"{word:<6} {part}")
+    if config.arguments.training.lr == 0:
+        note("lr     0: nothing will be learned")
+    note(f"loss   {engine.objective.describe()}")
+    note(f"data   {loader.describe()}, {_batch(config.arguments.training, state, loader.most_tokens)}")
+    if hasattr(loader.dataset, "build_collator"):
+        note(f"data   {_padding(config.arguments.data.dataloader_param.collate_param)}")
+    for line in loader.dataset.view_notes() if hasattr(loader.dataset, "view_notes") else ():
+        note(f"data   {line}; inference and the exported folder take it over")
+    if loader.estimate_note:
+        note(f"data   {loader.estimate_note}")
+    note(
+        f"plan   {get_device_type()} × {state.sizes.world}, {state.describe()}; "
+        f"steps {engine.iteration + 1} to {engine.schedule.total_steps}"
+    )
+
+
+def _run_folder(save: Path, config: ResolvedConfig, *, is_new: bool) -> str:
+    others = others_files(save, config.path) if is_new else 0
+    verb = "file lies" if others == 1 else "files lie"
+    return f"{save.resolve()}" + (f"; {others} other {verb} there and will be left alone" if others else "")
+
+
+def global_batch(training: TrainingArguments, data_ranks: int) -> int:
+    """Samples of one optimizer step."""
+    return training.micro_batch_size * training.gradient_accumulation_steps * data_ranks
+
+
+def _model(config: ResolvedConfig, assembled: Assembled) -> str:
+    whole = whole_of(assembled.model)
+    parameters = sum(p.numel() for p in whole.parameters())
+    trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+    dtype = config.arguments.parallel.fsdp_plan.param_dtype or "fp32"
+    return (
+        f"{type(assembled.model).__name__.removeprefix('FSDP')}, {short_count(parameters)} parameters "
+        f"({short_count(trainable)} trained), {dtype}, attention {assembled.attention}{_weights(assembled.loaded)}"
+    )
+
+
+def _parts(assembled: Assembled) -> dict[str, str]:
+    """A line for each thing that was done to the model."""
+    stages = assembled.pipeline.plan if assembled.pipeline is not None else None
+    splits = (assembled.tensor_plan, stages, assembled.experts)
+    described = {
+        "lora": str(assembled.lora) if assembled.lora is not None else "",
+        "split": "; ".join(split.describe() for split in splits if split is not None),
+        "media": assembled.media.describe() if assembled.media is not None else "",
+        "flops": assembled.utilisation.describe() if assembled.utilisation is not None else "",
+    }
+    return {word: text for word, text in (described | describe_speed(whole_of(assembled.model))).items() if text}
+
+
+def _batch(training: TrainingArguments, state: ParallelState, most: int | None) -> str:
+    shares = f"{state.data_size} ranks × {training.gradient_accumulation_steps} accumulated"
+    if most is not None:
+        return f"global batch of at most {most:,} tokens × {shares}"
+    return f"global batch {global_batch(training, state.data_size)} = {training.micro_batch_size} × {shares}"
+
+
+def _padding(collate_param: CollateParam) -> str:
+    is_given = collate_param.pad_to_multiple_of is not None
+    source = "as pad_to_multiple_of says" if is_given else f"no pad_to_multiple_of; device {get_device_type()}"
+    return f"rows padded to multiples of {padding_multiple(collate_param)} tokens ({source})"
+
+
+def _weights(loaded: LoadReport) -> str:
+    """Where the weights came from; nothing when a checkpoint fills them."""
+    if loaded.folder:
+        return f", weights from {loaded.folder} ({loaded.size_bytes / 2**30:.2f} GiB in {loaded.seconds:.1f} s)"
+    return ", weights from scratch" if loaded.initialized else ""

@@ -1,0 +1,165 @@
+"""What a run leaves in its folder beside checkpoints: configuration, environment, metrics, events, log."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.artifacts import RunFolder, append_jsonl, atomic_write_text
+from mindspeed_mm.core.redaction import redact, without_secrets
+from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.models.loading.folder import code_hash
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, resolved_dict
+from mindspeed_mm.fsdp.params.yaml.origins import leaves
+from mindspeed_mm.fsdp.train.hooks.trackers import TrackedRun, Trackers
+from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
+from mindspeed_mm.fsdp.utils.device import get_device_type
+from mindspeed_mm.fsdp.utils.plugin_import import plugin_hashes
+
+RECORDED_PACKAGES = ("torch", "torchvision", "transformers", "peft", "safetensors", "datasets", "numpy", "pillow")
+
+
+class RunRecord:
+    """Writes the records of one run; on ranks other than 0 every method does nothing.
+
+    A record that cannot be written, on a full disk for one, never ends the training: it is said once.
+
+    Args:
+        folder: The run folder, or None when nothing is to be written.
+        rank: Global rank.
+        warn: Tells people.
+        trackers: Follow the numbers too.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        rank: int,
+        warn: Callable[[str], None],
+        trackers: Trackers | None = None,
+    ) -> None:
+        self.folder = folder if rank == 0 else None
+        self._trackers = trackers if rank == 0 else None
+        self._warn = warn
+        self._failing = False
+        self._run: dict[str, Any] = {}
+
+    def begin(self, config: ResolvedConfig, facts: dict[str, Any], first_step: int = 1) -> None:
+        """Write the configuration as given and as resolved, and `run.json`, all without secrets; tell the trackers."""
+        if self._trackers is not None:
+            self._trackers.begin(self._tracked(config, first_step))
+        if self.folder is None:
+            return
+        self._run = {
+            "status": "running",
+            "exit_code": None,
+            "started": time.time(),
+            "command": sys.argv,
+            **environment(),
+            **facts,
+        }
+        if config.path.resolve() != self.folder.config.resolve():  # who trains the file that lies there keeps it
+            self._try(self.folder.config, lambda path: atomic_write_text(path, without_secrets(config.text)))
+        self._try(self.folder.resolved, lambda path: atomic_write_text(path, without_secrets(dump_resolved(config))))
+        self._write_run()
+        if (launcher := LaunchFolder.of_this_rank()) is not None:
+            launcher.note_record(self.folder.run_json)
+
+    def end(self, status: str, exit_code: int) -> None:
+        """Write how the run ended, if it began."""
+        if self._trackers is not None:
+            self._trackers.end(exit_code)
+        self.break_off(status, exit_code)
+
+    def break_off(self, status: str, exit_code: int) -> None:
+        """`end` of a process that has no time left: trackers, which may wait for a network, are not told."""
+        if self._run:
+            self._run |= {"status": status, "exit_code": exit_code, "ended": time.time()}
+            self._write_run()
+
+    def event(self, kind: str, step: int, **details: Any) -> None:
+        """Append to `events.jsonl`."""
+        if self.folder is not None:
+            record = {"time": time.time(), "kind": kind, "step": step, **details}
+            self._try(self.folder.events, lambda path: append_jsonl(path, record))
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append to `metrics.jsonl`, and tell the trackers."""
+        if self._trackers is not None:
+            self._trackers.log(record)
+        if self.folder is not None:
+            self._try(self.folder.metrics, lambda path: append_jsonl(path, {**record, "time": time.time()}))
+
+    def _tracked(self, config: ResolvedConfig, first_step: int) -> TrackedRun:
+        values = dict(leaves(redact(resolved_dict(config))))
+        settings = {key: value for key, value in values.items() if config.origins[key].kind != "default"}
+        folder = self.folder.path if self.folder is not None else None
+        return TrackedRun(
+            folder.resolve().name if folder is not None else config.path.stem, settings, folder, first_step
+        )
+
+    def _write_run(self) -> None:
+        if self.folder is not None:
+            text = json.dumps(redact(self._run), indent=2, ensure_ascii=False, default=str) + "\n"
+            self._try(self.folder.run_json, lambda path: atomic_write_text(path, text))
+
+    def _try(self, path: Path, write: Callable[[Path], None]) -> None:
+        try:
+            write(path)
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                self._warn(f"warning: {path} could not be written ({error.strerror}); training goes on")
+            self._failing = True
+
+
+def trusted_code(arguments: Arguments) -> dict[str, str]:
+    """SHA-256 of the foreign code that the run executes: plugins, and Python files of folders that it trusts."""
+    preprocess = arguments.data.dataset_param.preprocess_parameters
+    folders = {
+        arguments.model.model_name_or_path if arguments.model.trust_remote_code else None,
+        getattr(preprocess, "model_name_or_path", None) if getattr(preprocess, "trust_remote_code", False) else None,
+    }
+    hashes = {folder: code_hash(Path(folder)) for folder in sorted(filter(None, folders))}
+    return plugin_hashes(arguments.training.plugin) | {folder: digest for folder, digest in hashes.items() if digest}
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and commit: what somebody needs to run it again."""
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": get_device_type(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "packages": {name: _version(name) for name in RECORDED_PACKAGES},
+        "git": _git_commit(Path.cwd()),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit(folder: Path) -> str | None:
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,170 @@
+"""Where a run starts: from weights, from its own newest checkpoint, or from another run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.checkpoint.layout import TRAINER_STATE, list_iterations
+from mindspeed_mm.fsdp.checkpoint.loading import RESTORE
+from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
+from mindspeed_mm.fsdp.checkpoint.recognise import recognise
+from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
+from mindspeed_mm.fsdp.models.lora.apply import take_from_base
+from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.rules.path import missing_input
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """The part of the command line that decides where a run starts."""
+
+    resume: bool = True
+    """Continue from the newest checkpoint in `training.save`; else refuse a folder that has one."""
+    weights_only: bool = False
+    """Take the weights of the checkpoint in `training.load` and start at step 0."""
+    allow_fresh: bool = False
+    """Start from the beginning although checkpoints exist and none is valid."""
+    accept_data_change: bool = False
+    """Continue although the data set is not the one that the checkpoint was trained on."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run starts, and who writes its checkpoints."""
+
+    manager: CheckpointManager | None = None
+    checkpoint: CommittedCheckpoint | None = None
+    reader: CheckpointManager | None = None
+    """Reads `checkpoint`."""
+    weights: Path | None = None
+    """Hugging Face folder to take weights from instead of `model.model_name_or_path`."""
+    weights_only: bool = False
+    with_optimizer: bool = True
+
+    @property
+    def iteration(self) -> int:
+        """The step that the run goes on after."""
+        return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.iteration or 0
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> dict[str, Any] | None:
+        """Load the checkpoint into a sharded model; returns the loop's state, None when the run starts at step 0."""
+        if self.checkpoint is None or self.reader is None:
+            return None
+        state = self.reader.load(self.checkpoint, model, optimizer if self.with_optimizer else None, ema)
+        take_from_base(model)
+        if self.weights_only:
+            return None
+        _check_state(state, self.checkpoint.path / TRAINER_STATE)
+        return state
+
+
+def _check_state(state: Mapping[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` when the loop's state lacks something or holds another kind of value. Files are compared
+    with the manifest before, but not under `training.verify_checkpoint: size` or `none`."""
+    wrong = [name for name in ("iteration", "consumed_samples", "skipped_in_a_row") if type(state.get(name)) is not int]
+    wrong += [name for name in ("data_position", "bad_samples") if not isinstance(state.get(name), dict)]
+    if "data_position" not in wrong:
+        position = state["data_position"]
+        wrong += [f"data_position.{name}" for name in ("epoch", "index") if type(position.get(name)) is not int]
+    if wrong:
+        raise CheckpointError(
+            f"is no state of a training: {', '.join(wrong)} missing or mistyped", where=str(path), way_out=RESTORE
+        )
+
+
+def find_resume_point(
+    arguments: Arguments, options: ResumeOptions, context: dict[str, Any], note: Callable[[str], None]
+) -> ResumePoint:
+    """Decide where the run starts, before anything large is built.
+
+    A run's own checkpoints in `training.save` come first: running the same command again continues. Then
+    `training.load`: another run, a DCP folder, or a Hugging Face folder of weights.
+
+    Raises:
+        CheckpointError: Checkpoints exist and none may be used; the message says why and what to do.
+    """
+    training = arguments.training
+    manager = CheckpointManager(Path(training.save), training, context=context) if training.save else None
+    if manager is not None and not options.resume:
+        refuse_used_folder(manager.save_folder)
+    elif manager is not None:
+        own = manager.find_latest(allow_fresh=options.allow_fresh)
+        if own is not None:
+            return _from_own(own, manager, options, context, note)
+    if training.load is None:
+        return ResumePoint(manager)
+    return _from_elsewhere(Path(training.load), arguments, options, context, manager, note)
+
+
+def refuse_used_folder(save: Path) -> None:
+    """Raise when the run folder holds checkpoints and nobody wants to continue them."""
+    if iterations := list_iterations(save):
+        raise CheckpointError(
+            f"holds a run already, saved up to step {iterations[-1]}",
+            where=str(save),
+            key="training.save",
+            way_out="Say --resume auto to continue it, or give the new run a folder of its own.",
+        )
+
+
+def _from_own(
+    checkpoint: CommittedCheckpoint,
+    manager: CheckpointManager,
+    options: ResumeOptions,
+    context: dict[str, Any],
+    note: Callable[[str], None],
+) -> ResumePoint:
+    if options.weights_only:
+        # A run that began again in this folder would be taken for the older one as long as that is further.
+        raise CheckpointError(
+            "holds a run already; a run that starts from its weights needs a folder of its own",
+            where=str(manager.save_folder),
+            key="training.save",
+            way_out=f"Say training.save=<new folder> training.load={manager.save_folder} --weights-only.",
+        )
+    for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
+        note(line)
+    note(f"resume from {checkpoint.path}")
+    return ResumePoint(manager, checkpoint, manager)
+
+
+def _from_elsewhere(
+    load: Path,
+    arguments: Arguments,
+    options: ResumeOptions,
+    context: dict[str, Any],
+    manager: CheckpointManager | None,
+    note: Callable[[str], None],
+) -> ResumePoint:
+    if not load.exists():
+        raise missing_input(load, "training.load", CheckpointError)
+    kind = recognise(load) if arguments.training.load_format == "auto" else arguments.training.load_format
+    if kind == "megatron":
+        raise CheckpointError(
+            "is a Megatron-style checkpoint, which this version does not read",
+            where=str(load),
+            key="training.load",
+            way_out="Name a Hugging Face folder, a run folder or a DCP folder.",
+        )
+    if kind == "hf":
+        note(f"weights from {load}")
+        return ResumePoint(manager, weights=load)
+    reader = manager or CheckpointManager(load, arguments.training, context={})
+    checkpoint = reader.open(load)
+    # Weights without an optimizer, or from a run that kept no state of its loop, are a new run's beginning.
+    weights_only = options.weights_only or arguments.training.no_load_optim or checkpoint.manifest is None
+    if weights_only:
+        note(f"weights from {checkpoint.path}; the run starts at step 0")
+    else:
+        for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
+            note(line)
+        note(f"continue from {checkpoint.path}")
+    return ResumePoint(manager, checkpoint, reader, weights_only=weights_only, with_optimizer=not weights_only)

@@ -1,0 +1,121 @@
+"""What share of the devices' peak a run uses: FLOPs of its steps over seconds, devices and their published peak.
+
+MFU counts what a step needs, HFU also what recomputation does again (Chowdhery et al. 2022, appendix B). By the causal
+convention attention counts the pairs that its mask leaves, half of all; by the full one all of them. FLOPs of all
+ranks' samples are divided by all devices, however the model is split over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
+from mindspeed_mm.fsdp.models.structure.spec import find_blocks
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount
+from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
+from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
+from mindspeed_mm.fsdp.utils.device import get_device_type, get_torch_device
+
+EVERY_KIND = ("linear", "adapter", "convolution", "experts", "attention", "linear attention")
+"""Kinds of work whose results selective recomputation keeps."""
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Knows the FLOPs of a model and the peak of its devices."""
+
+    count: FlopCount | None
+    """None where nobody knows how the model's modules are fed."""
+    devices: int
+    peak_tflops: float | None
+    """Of one device; None where nobody knows."""
+    peak_source: str
+    """What the peak is of, in words."""
+
+    @classmethod
+    def of(cls, model: nn.Module, arguments: Arguments) -> Utilisation:
+        """For a model that is built and neither split nor sharded."""
+        devices = dist.get_world_size() if dist.is_initialized() else 1
+        told = arguments.tools.peak_tflops
+        if told is not None:
+            return cls(count_step(model, arguments), devices, told, "tools.peak_tflops")
+        precision = arithmetic(arguments)
+        device = device_name()
+        return cls(
+            count_step(model, arguments), devices, peak_tflops(device, precision), f"{device}, {precision} dense"
+        )
+
+    @property
+    def meter(self) -> Callable[[Sequence[Batch]], dict[str, float]] | None:
+        """Counts this rank's micro-batches of a step, from host numbers alone."""
+        return self.count.meter() if self.count is not None else None
+
+    def metrics(self, steps: Iterable[Mapping[str, float]], seconds: float) -> dict[str, float]:
+        """What the log says of steps that took so long.
+
+        Args:
+            steps: FLOPs of each over all ranks, as `meter` names them.
+            seconds: Of all of them.
+        """
+        found = list(steps)
+        if not any(sum(step.values()) for step in found):  # nobody counts, or batches are of no kind that is known
+            return {}
+        each_s = {name: sum(step[name] for step in found) / seconds / self.devices / 1e12 for name in found[0]}
+        achieved = {
+            "mfu": each_s["causal"],
+            "mfu_full": each_s["full"],
+            "hfu": each_s["causal"] + each_s["recompute"],
+            "hfu_full": each_s["full"] + each_s["recompute_full"],
+        }
+        shares = {name: value / self.peak_tflops for name, value in achieved.items()} if self.peak_tflops else {}
+        return {"tflops": each_s["causal"], "tflops_full": each_s["full"], **shares}
+
+    def describe(self) -> str:
+        """One line for the log."""
+        if self.count is None:
+            return "no MFU: how this model's modules are fed is not known"
+        missing = f"; not counted: {', '.join(self.count.uncounted[:3])}" if self.count.uncounted else ""
+        if self.peak_tflops is None:
+            return f"no MFU: the peak of {self.peak_source} is not known (tools.peak_tflops tells it){missing}"
+        return (
+            f"MFU of {self.devices} × {self.peak_tflops:g} TFLOP/s ({self.peak_source}), attention by the pairs "
+            f"that its mask leaves; mfu_full in metrics.jsonl: by all pairs{missing}"
+        )
+
+
+def device_name() -> str:
+    """What this process's device calls itself."""
+    if get_device_type() == "cpu":
+        return "a CPU"
+    ask = getattr(get_torch_device(), "get_device_name", None)
+    return str(ask()) if ask is not None else get_device_type()
+
+
+def count_step(model: nn.Module, arguments: Arguments) -> FlopCount | None:
+    """FLOPs of a training step as the configuration wants it: head, recomputation, what is kept."""
+    features, keys = arguments.features, arguments.model
+    again: list[str] = []
+    kept: tuple[str, ...] = ()
+    if features.recompute:
+        again = FeaturesApplier(features, find_blocks(model)).modules_to_recompute(model)
+        if features.recompute_plan.mode == "selective":
+            kept = EVERY_KIND
+        else:
+            kept += ("attention",) if keys.skip_flash_attn_recompute else ()
+            kept += ("linear attention",) if keys.skip_gdn_recompute or keys.skip_kda_recompute else ()
+    head_on_labels = features.loss_cfg.loss_type != "raw"
+    return count_flops(model, head_on_labels=head_on_labels, recompute=again, keeps=kept)
+
+
+def arithmetic(arguments: Arguments) -> str:
+    """In which format the plan multiplies, by the names of `peaks`; what quantised layers do faster is measured by the
+    same peak."""
+    dtype = arguments.parallel.fsdp_plan.param_dtype or "fp32"
+    short = arguments.training.allow_hf32 and get_device_type() == "cuda"
+    return "tf32" if dtype == "fp32" and short else dtype

@@ -1,0 +1,1 @@
+"""One optimizer step: forward and backward, pipelines, the objective's counts and sums."""

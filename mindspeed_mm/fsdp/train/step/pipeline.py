@@ -1,0 +1,112 @@
+"""The forward-backward strategy of a pipeline: the micro-batches of a step follow a schedule through the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
+from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, build_schedule, run_schedule
+from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule, Work
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules
+from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
+from mindspeed_mm.fsdp.params.parallel_args import PpPlan
+from mindspeed_mm.fsdp.utils.ranges import PIPELINE, named
+
+
+class PipelineForwardBackward:
+    """Every rank of a pipeline has all micro-batches; tensors between stages are all that is sent.
+
+    Args:
+        pipeline: Its stages are sharded and have their weights.
+        objective: What to sum; the last stage does.
+        pp_plan: Schedule, and how many micro-batches are under way at a time.
+        device: Where the stages are.
+    """
+
+    def __init__(self, pipeline: Pipeline, objective: Objective, pp_plan: PpPlan, device: torch.device) -> None:
+        self._pipeline, self._objective, self._plan = pipeline, objective, pp_plan
+        self._device = device
+        self._stages = [
+            OwnShapes(stage, stage.index, pipeline.plan, device, pipeline.dtype, pipeline.group)
+            for stage in pipeline.stages
+        ]
+        self._schedules: dict[int, Any] = {}
+        self._waiting: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
+        """Accumulate gradients of Σ terms / denominators; returns this data rank's share of each normalised term, the
+        same on all its stages."""
+        work = Work(self._objective, micro_batches, denominators)
+        at_a_time = self._plan.micro_batches or len(micro_batches)
+        for start in range(0, len(micro_batches), at_a_time):
+            work.batches = micro_batches[start : start + at_a_time]
+            self._run(work)
+        self._pipeline.sum_tied_gradients()
+        return self._on_all_stages(work, denominators)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Batch]) -> Terms:
+        """Each term's sum over micro-batches, on all stages: forward passes, one micro-batch behind the other."""
+        names = self._objective.count(micro_batches)
+        work = Work(self._objective, micro_batches, dict.fromkeys(names, 1))
+        for number in range(len(micro_batches)):
+            for stage in self._pipeline.stages:
+                self._forward(stage, work, number)
+        for stage in self._pipeline.stages:
+            for module in fsdp_modules(stage):
+                module.reshard()
+        return self._on_all_stages(work, names)
+
+    def _run(self, work: Work) -> None:
+        count, boundary = len(work.batches), self._pipeline.boundary
+        for stage, module in zip(self._stages, self._pipeline.stages, strict=True):
+            module.work = work
+            before = [boundary.shapes(batch, module.index) for batch in work.batches]
+            after = [[()] if module.is_last else boundary.shapes(batch, module.index + 1) for batch in work.batches]
+            stage.lay_out(before, after)
+        if count not in self._schedules:
+            self._schedules[count] = build_schedule(self._plan.schedule, self._stages, count)
+        with named(PIPELINE):
+            run_schedule(self._schedules[count], self._stages, count)
+        for module in self._pipeline.stages:
+            module.work = None
+
+    def _forward(self, stage: StageModule, work: Work, number: int) -> None:
+        plan, group = self._pipeline.plan, self._pipeline.group
+        shapes = self._pipeline.boundary.shapes(work.batches[number], stage.index)
+        received = [torch.empty(shape, dtype=self._pipeline.dtype, device=self._device) for shape in shapes]
+        for tensor in received:
+            self._pass_on(tensor, plan.rank_of(stage.index - 1), group, sends=False, key=(number, stage.index))
+        stage.work = work
+        sent = stage(*received, mb=torch.tensor([number]))
+        stage.work = None
+        for tensor in () if stage.is_last else sent:
+            self._pass_on(tensor, plan.rank_of(stage.index + 1), group, sends=True, key=(number, stage.index + 1))
+
+    def _pass_on(
+        self, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, *, sends: bool, key: tuple[int, int]
+    ) -> None:
+        """Send to, or receive from, another stage; two stages of one rank hand over in memory."""
+        if peer == self._pipeline.rank:
+            waiting = self._waiting.setdefault(key, [])
+            if sends:
+                waiting.append(tensor)
+            else:
+                tensor.copy_(waiting.pop(0))
+        elif sends:
+            dist.send(tensor.contiguous(), group=group, group_dst=peer)
+        else:
+            dist.recv(tensor, group=group, group_src=peer)
+
+    def _on_all_stages(self, work: Work, names: Mapping[str, float]) -> Terms:
+        """What the last stage summed, everywhere."""
+        dtype = torch.float64 if self._pipeline.dtype == torch.float64 else torch.float32
+        zero = torch.zeros((), dtype=dtype, device=self._device)
+        numbers = torch.stack([work.totals.get(name, zero).to(dtype) for name in sorted(names)])
+        dist.all_reduce(numbers, group=self._pipeline.group)
+        return dict(zip(sorted(names), numbers, strict=True))

@@ -1,0 +1,1 @@
+"""Answers by a model that understands: `mm infer`."""

@@ -1,0 +1,148 @@
+"""Many questions, one after the other: progress with the time left, and a file of answers that can be continued."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.tasks.answer.generation import Answer, Generator
+from mindspeed_mm.tasks.answer.questions import Question
+
+_LINE_START = '{"row": '
+QUIET_S = 5.0
+"""Work that takes less than this shows no progress."""
+LINE_INTERVAL_S = 10.0
+
+
+class AnswerFile:
+    """Answers as JSON lines, appended batch by batch; what is there already is not asked again.
+
+    Args:
+        path: The file. Its folder is made when the first answer comes.
+        fingerprint: Of model and settings; each line bears it, so that answers of two models are never mixed.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path = path
+        self._fingerprint = fingerprint
+        self.records: dict[int, dict[str, Any]] = {}
+        if path.exists():
+            self._read()
+
+    def missing(self, questions: Sequence[Question]) -> list[Question]:
+        """The questions that the file has no answer to.
+
+        Raises:
+            DataError: An answer in the file belongs to another question: the input has changed.
+        """
+        rows = {question.row: question for question in questions}
+        for row, record in self.records.items():
+            if row not in rows or (record["id"], record["question"]) != (rows[row].id, rows[row].text):
+                raise self._foreign(f"row {row} answers '{record['question']}', which is not that row of the input")
+        return [question for question in questions if question.row not in self.records]
+
+    def append(self, answered: Sequence[tuple[Question, Answer]]) -> None:
+        """Add a batch of answers."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for question, answer in answered:
+            record = {
+                "row": question.row,
+                "id": question.id,
+                "question": question.text,
+                "images": question.image_names,
+                "answer": answer.text,
+                "finished": answer.finished,
+                "model": self._fingerprint,
+            }
+            append_jsonl(self.path, record)
+            self.records[question.row] = record
+
+    def sort(self) -> None:
+        """Put the lines into the order of the input."""
+        lines = [json.dumps(self.records[row], ensure_ascii=False) + "\n" for row in sorted(self.records)]
+        atomic_write_text(self.path, "".join(lines))
+
+    def _read(self) -> None:
+        for line in self.path.read_text(encoding="utf-8", errors="replace").split("\n"):  # answers may hold U+2028
+            try:
+                record = parse_json(line)
+            except ValueError:
+                if not line.startswith(_LINE_START[: len(line)]):
+                    raise self._foreign("it was not written by mm infer") from None
+                continue  # a line that a crash cut short: its question is asked again
+            if not isinstance(record, dict) or "row" not in record or "model" not in record:
+                raise self._foreign("it was not written by mm infer")
+            if record["model"] != self._fingerprint:
+                raise self._foreign("it holds answers of another model or of other settings")
+            self.records[record["row"]] = record
+
+    def _foreign(self, why: str) -> DataError:
+        return DataError(
+            f"cannot be continued: {why}",
+            where=str(self.path),
+            way_out="Choose another file, or say --overwrite to start anew.",
+        )
+
+
+def answer_all(
+    generator: Generator,
+    questions: Sequence[Question],
+    media: MediaLoader,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+) -> Iterator[list[tuple[Question, Answer]]]:
+    """`Generator.answer`, with progress on stderr."""
+    progress = AnswerProgress(len(questions))
+    for answered in generator.answer(questions, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
+        yield answered
+        progress.advance(len(answered))
+    progress.close()
+
+
+class AnswerProgress:
+    """Says how many questions are answered, or rows measured, and how long the rest takes, once it takes more than five
+    seconds.
+
+    A terminal shows one line that is redrawn; a file gets a line every ten seconds.
+    """
+
+    def __init__(self, total: int, stream: TextIO | None = None, *, done: str = "answered") -> None:
+        self._total, self._done_word = total, done
+        self._done = 0
+        self._stream = stream or sys.stderr
+        self._begun = self._spoke = time.monotonic()
+        self._drawn = False
+
+    def advance(self, count: int) -> None:
+        """Count answers."""
+        self._done += count
+        now = time.monotonic()
+        if now - self._begun < QUIET_S:
+            return
+        if self._stream.isatty():
+            self._stream.write(f"\r\033[K{self._text(now)}")
+            self._stream.flush()
+            self._drawn = True
+        elif now - self._spoke >= LINE_INTERVAL_S:
+            self._stream.write(self._text(now) + "\n")
+            self._stream.flush()
+            self._spoke = now
+
+    def close(self) -> None:
+        """Clear the redrawn line."""
+        if self._drawn:
+            self._stream.write("\r\033[K")
+            self._stream.flush()
+
+    def _text(self, now: float) -> str:
+        left_s = round((now - self._begun) / self._done * (self._total - self._done))
+        return f"{self._done:,} of {self._total:,} {self._done_word}, {left_s // 60}:{left_s % 60:02} left"

@@ -1,0 +1,158 @@
+"""Greedy answers in batches from a Hugging Face folder, with transformers' own `generate`.
+
+Questions of similar length share a batch; rows are padded on the left, so that every answer starts at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
+from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
+from mindspeed_mm.fsdp.utils.device import current_device
+from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.tasks.answer.asking import QuestionEncoder, RowsView
+from mindspeed_mm.tasks.answer.peft_loading import load_peft
+from mindspeed_mm.tasks.answer.questions import Question
+
+SORTED_BATCHES = 8
+"""Questions are sorted by length in windows of so many batches: the media of one window are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said: its tokens up to and including the end token, and their text."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finished: bool
+    """False when `max_new_tokens` cut it off."""
+
+
+class Generator:
+    """A model with its processor, ready to answer.
+
+    Args:
+        model: A transformers model that generates.
+        encoder: Shows it questions as training did.
+    """
+
+    def __init__(self, model: Any, encoder: QuestionEncoder) -> None:
+        self.model = model.eval()
+        self.encoder, self.tokenizer = encoder, encoder.tokenizer
+        self._end_ids = _end_ids(model, self.tokenizer)
+
+    def answer(
+        self, questions: Sequence[Question], media: MediaLoader, *, max_new_tokens: int, batch_size: int
+    ) -> Iterator[list[tuple[Question, Answer]]]:
+        """Answers, batch by batch; within a window of eight batches the questions come sorted by length.
+
+        Args:
+            questions: To answer.
+            media: Of `QuestionEncoder.media`.
+            max_new_tokens: Longest answer.
+            batch_size: Questions answered at a time.
+
+        Raises:
+            DataError: A medium cannot be read, or the model takes none of its kind.
+        """
+        window = batch_size * SORTED_BATCHES
+        for start in range(0, len(questions), window):
+            encoded = [
+                (question, self.encoder.encode(question.sample, media)) for question in questions[start:][:window]
+            ]
+            encoded.sort(key=lambda pair: len(pair[1].input_ids))
+            for first in range(0, len(encoded), batch_size):
+                batch = encoded[first : first + batch_size]
+                answers = self.answer_batch([each for _, each in batch], max_new_tokens)
+                yield list(zip((question for question, _ in batch), answers, strict=True))
+
+    def answer_batch(self, questions: Sequence[EncodedQuestion], max_new_tokens: int) -> list[Answer]:
+        """The answers to encoded questions, in order."""
+        inputs = move_to(self.encoder.collate(questions), self.model.device)
+        with torch.inference_mode():
+            output_BL = self.model.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                eos_token_id=self._end_ids or None,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+        prompt_tokens = inputs["input_ids"].shape[1]
+        return [self._read_answer(row) for row in output_BL[:, prompt_tokens:].tolist()]
+
+    def _read_answer(self, token_ids: list[int]) -> Answer:
+        end = next((i for i, token in enumerate(token_ids) if token in self._end_ids), None)
+        kept = token_ids if end is None else token_ids[: end + 1]
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return Answer(tuple(kept), text.strip(), finished=end is not None)
+
+
+def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What a model takes, on its device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def load_generator(folder: Path, lora: Path | None = None, view: RowsView | None = None) -> Generator:
+    """The model of a Hugging Face folder on this process's device, in the type that its weights are stored in.
+
+    Args:
+        folder: With weights, configuration and processor.
+        lora: Adapters to put beside the weights, as PEFT has them.
+        view: How rows were shown to the model; None: as the folder says.
+
+    Raises:
+        ModelFolderError: Weights, configuration or processor are missing or broken, or the adapters of another model.
+    """
+    encoder = QuestionEncoder(folder, view)  # first: it makes torchvision importable
+    model = load_model(folder)
+    if lora is not None:
+        model = load_peft(model, lora)
+    return Generator(model.to(current_device()), encoder)
+
+
+def load_model(folder: Path) -> Any:
+    """The model of a Hugging Face folder, in the type that its weights are stored in.
+
+    Raises:
+        ModelFolderError: Weights or configuration are missing or broken.
+    """
+    find_entries(folder)  # says what is wrong with weight files in words
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # seconds
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        takes_pictures = type(config) in AutoModelForImageTextToText._model_mapping
+        auto_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+        with quiet("transformers"):
+            model, report = auto_class.from_pretrained(
+                folder, dtype="auto", local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
+    check_all_loaded(report, folder)
+    fit_experts(model, model.dtype)
+    return model
+
+
+def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: those of the generation configuration, else the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    if configured is None:
+        configured = tokenizer.eos_token_id
+    if configured is None:
+        return []
+    return list(configured) if isinstance(configured, list | tuple) else [configured]

@@ -1,0 +1,101 @@
+"""`mm infer`: one answer to a picture and a prompt, or a file of answers to a file of questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.file_writing import check_output_file, check_output_place, first_line_has
+from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
+from mindspeed_mm.tasks.answer.asking import rows_view
+from mindspeed_mm.tasks.answer.generation import Answer, load_generator
+from mindspeed_mm.tasks.answer.questions import ask, read_questions
+from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
+
+is_answers = first_line_has("row", "id", "question", "images", "answer", "finished", "model")
+"""Whether a file begins like one that this command wrote."""
+
+
+@dataclass(frozen=True)
+class InferOutcome:
+    """What became of a file of questions."""
+
+    out: Path
+    answered: int
+    kept: int
+    """Answers that the file held already."""
+    cut_off: int
+    """Answers that ended at `max_new_tokens`, in the whole file."""
+
+
+def answer_prompt(
+    model: Path,
+    prompt: str,
+    images: tuple[Path, ...] = (),
+    *,
+    max_new_tokens: int = 512,
+    lora: Path | None = None,
+    config: Path | None = None,
+) -> Answer:
+    """The answer to one prompt about some pictures; `lora`: with these adapters; `config`: shown as this says.
+
+    Raises:
+        MMError: The folder is no model, or a picture cannot be read.
+    """
+    source = with_adapters(resolve_model(model), lora)
+    generator = load_generator(source.folder, source.lora, rows_view(source, config))
+    media = generator.encoder.media(Path.cwd(), [image.absolute().parent for image in images])
+    question = generator.encoder.encode(ask(prompt, images).sample, media)
+    return generator.answer_batch([question], max_new_tokens)[0]
+
+
+def run(
+    model: Path,
+    data: Path,
+    out: Path,
+    *,
+    batch_size: int = 32,
+    max_new_tokens: int = 512,
+    media_dir: Path | None = None,
+    overwrite: bool = False,
+    lora: Path | None = None,
+    config: Path | None = None,
+) -> InferOutcome:
+    """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
+
+    Args:
+        model: A Hugging Face folder or a run.
+        data: Rows as `read_questions` takes them.
+        out: Written batch by batch, and put into the order of the input at the end.
+        batch_size: Questions answered at a time.
+        max_new_tokens: Most tokens of an answer.
+        media_dir: Where relative media paths start; by default the folder of `data`.
+        overwrite: Forget the answers that `out` holds.
+        lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
+        config: Says how rows are laid out and shown, instead of the run's own.
+
+    Raises:
+        MMError: The folder is no model, rows are bad, or `out` holds answers of another model or input.
+    """
+    if out.resolve() == data.resolve():
+        raise UsageError("--out names the file of questions itself", where=str(out), way_out="Choose another file.")
+    check_output_place(resolve_output(out), "--out")
+    if overwrite:
+        check_output_file(out, is_answers, "--out")
+    source = with_adapters(resolve_model(model), lora)
+    view = rows_view(source, config)
+    questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
+    if overwrite:
+        out.unlink(missing_ok=True)
+    answers = AnswerFile(out, f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}")
+    missing = answers.missing(questions)
+    kept = len(questions) - len(missing)
+    if missing:
+        generator = load_generator(source.folder, source.lora, view)
+        media = generator.encoder.media(media_dir or data.parent, [data.parent])
+        for batch in answer_all(generator, missing, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
+            answers.append(batch)
+    answers.sort()
+    return InferOutcome(out, len(missing), kept, sum(not record["finished"] for record in answers.records.values()))

@@ -1,0 +1,47 @@
+"""Adapters beside the weights of a language model, by PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.models.lora.files import PEFT_CONFIG, AdapterFile
+from mindspeed_mm.fsdp.utils.quiet import quiet
+
+KEY = "--lora"
+
+
+def load_peft(model: nn.Module, folder: Path) -> Any:
+    """Put adapters into a model of transformers.
+
+    Args:
+        model: Loaded.
+        folder: As PEFT writes it.
+
+    Raises:
+        ModelFolderError: There are none, or they do not belong to this model.
+    """
+    AdapterFile.find(folder, KEY)
+    if not (folder / PEFT_CONFIG).is_file():
+        raise ModelFolderError(f"holds no {PEFT_CONFIG}", where=str(folder), key=KEY, way_out="Name PEFT's folder.")
+    from peft import PeftModel  # half a second
+
+    try:
+        with quiet("transformers"), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelFolderError(
+            f"the adapters do not belong to this model: {first_line}", where=str(folder), key=KEY
+        ) from error
+    # PEFT leaves what it does not find as it was drawn, and says so in a warning.
+    if lacking := [str(each.message) for each in said if "missing adapter keys" in str(each.message)]:
+        raise ModelFolderError(
+            f"the adapters do not belong to this model: {lacking[0].splitlines()[0][:200]}", where=str(folder), key=KEY
+        )
+    return adapted.eval()

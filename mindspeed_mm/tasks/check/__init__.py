@@ -1,0 +1,1 @@
+"""`mm check`: everything that training would refuse, told before it starts."""

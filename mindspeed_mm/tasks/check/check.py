@@ -1,0 +1,509 @@
+"""`mm check`: what is wrong with a configuration, from its text to its first batch, before anything is trained.
+
+The stages run in the order in which a run would meet their faults; a stage that needs an earlier one which failed is
+skipped, the others go on, so that one call shows all that can be known.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
+from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, ModelFolderError, Problem
+from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
+from mindspeed_mm.fsdp.params.loader import Given, Override, PluginKeys, ResolvedConfig, load_config, read_plugins
+from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
+from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
+from mindspeed_mm.fsdp.params.rules.path import check_paths
+from mindspeed_mm.fsdp.params.sizes.encoder import check_encoder_plan, is_given
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_ranks, resolve_parallel_sizes
+from mindspeed_mm.fsdp.params.yaml.overrides import CONFIGURATION
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong."""
+
+    stage: str
+    problem: Problem
+    exit_code: int
+
+
+@dataclass
+class CheckResult:
+    """What a check found."""
+
+    path: Path
+    passed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Stage → the failed stage that is the first cause of its being skipped."""
+    findings: list[Finding] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    """Keys that only a plugin can judge that was not imported."""
+
+    notes: list[str] = field(default_factory=list)
+    """Worth knowing of this machine; nothing to change."""
+
+    memory: list[str] = field(default_factory=list)
+    """What a rank would hold with the first batch, in lines."""
+    predicted_memory: dict[str, object] = field(default_factory=dict)
+    """The same for machines, in bytes."""
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Everything that is wrong: what, where, under which key, and the way out."""
+        return [finding.problem for finding in self.findings]
+
+    @property
+    def exit_code(self) -> int:
+        """That of the first finding: what a run would have ended with."""
+        return self.findings[0].exit_code if self.findings else int(ExitCode.OK)
+
+
+def run(
+    given: Given,
+    overrides: Sequence[Override] = (),
+    *,
+    config_only: bool = False,
+    nproc: int | None = None,
+    accept_data_change: bool = False,
+) -> CheckResult:
+    """Check a configuration.
+
+    Args:
+        given: The YAML, or a mapping of its sections.
+        overrides: `section.key=value`, or mappings of sections.
+        config_only: Only what needs neither plugins nor torch.
+        nproc: Number of ranks that the parallel sizes are checked for; not given: `WORLD_SIZE`, if it is set.
+        accept_data_change: Features may be of rows that have changed.
+    """
+    check = _Check(given, overrides, nproc)
+    check.accepts_data_change = accept_data_change
+    check.attempt("configuration", check.configuration)
+    if check.nproc:
+        check.attempt("parallel sizes", check.parallel_sizes, needs="configuration")
+    if not config_only:
+        check.attempt("plugins", check.plugins, needs="configuration")
+        check.attempt("features", check.features, needs="configuration")
+        check.attempt("paths", check.paths, needs="configuration")
+        check.attempt("module patterns", check.module_patterns, needs="plugins")
+        check.attempt("first samples", check.first_samples, needs="plugins")
+        check.attempt("resume", check.resume, needs=("paths", "first samples"))
+        check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
+        check.attempt("samples", check.samples, needs="module patterns")
+        check.attempt("memory", check.memory, needs=("features", "batch keys"))
+    return check.result
+
+
+class _Check:
+    """The stages of one check, and what later ones take from earlier ones."""
+
+    def __init__(self, given: Given, overrides: Sequence[Override], nproc: int | None) -> None:
+        self.given = given
+        self.overrides = overrides
+        world_size = os.environ.get("WORLD_SIZE", "")
+        self.nproc = nproc or (int(world_size) if world_size.isdigit() else 0)
+        self.result = CheckResult(given if isinstance(given, Path) else Path(CONFIGURATION))
+        self.accepts_data_change = False
+        self.failed = set[str]()
+        self.config: ResolvedConfig
+        self.model: Any = None
+        self.dataset: Any = None
+        self.batching: dict[str, Any] = {}
+        self.batch: Batch = {}
+        self.processor: Any = None
+
+    def attempt(self, name: str, stage: Callable[[], None], needs: str | tuple[str, ...] = ()) -> None:
+        """Run a stage unless one that it needs has not passed."""
+        missing = [need for need in ((needs,) if isinstance(needs, str) else needs) if need not in self.result.passed]
+        if missing:
+            self.result.skipped[name] = self.result.skipped.get(missing[0], missing[0])
+            return
+        self.stage = name
+        try:
+            stage()
+        except MMError as error:
+            self.add(error)
+        if name not in self.failed:
+            self.result.passed.append(name)
+
+    def add(self, error: MMError) -> None:
+        """File every problem of an error that no earlier stage has told: who reads an absent path would repeat it."""
+        located = self.config.locate(error.problems) if hasattr(self, "config") else error.problems
+        known = {finding.problem for finding in self.result.findings}
+        absent = {finding.problem.key for finding in self.result.findings if finding.stage == "paths" != self.stage}
+        new = [problem for problem in located if problem not in known and problem.key not in absent]
+        found = [Finding(self.stage, problem, int(error.exit_code)) for problem in new]
+        self.failed.add(self.stage)
+        self.result.findings += found
+
+    def configuration(self) -> None:
+        """Text, keys, values and the rules between them."""
+        self._keep(load_config(self.given, self.overrides))
+
+    def _keep(self, config: ResolvedConfig) -> None:
+        self.config = config
+        self.result.warnings = list(config.warnings)
+        self.result.unchecked = list(config.unchecked)
+
+    def parallel_sizes(self) -> None:
+        """Sizes of the groups multiply to the number of ranks."""
+        resolve_parallel_sizes(self.config.arguments.parallel, self.nproc)
+
+    def plugins(self) -> None:
+        """Plugins import, ids are registered, and the keys that plugins declare hold."""
+        from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
+        from mindspeed_mm.fsdp.utils.torchvision_guard import clash
+
+        self.result.notes += [note] if (note := clash()) else []
+        plugins, model_id, dataset_type = read_plugins(self.given, self.overrides)
+        self._collect([partial(import_plugin, [plugin]) for plugin in plugins])
+        lookups = [(model_register, model_id), (data_register, dataset_type)]
+        self._collect([partial(registry.get, name) for registry, name in lookups if name])
+        keys = PluginKeys(
+            model=model_register.config_keys(model_id) if model_id else {},
+            dataset=data_register.config_keys(dataset_type) if dataset_type else {},
+        )
+        if plugins and not any(finding.stage == self.stage for finding in self.result.findings):
+            self._keep(load_config(self.given, self.overrides, plugin_keys=keys))
+
+    def _collect(self, steps: Iterable[Callable[[], Any]]) -> None:
+        """Run independent steps; one that fails does not stop the next."""
+        for step in steps:
+            try:
+                step()
+            except MMError as error:
+                self.add(error)
+
+    def features(self) -> None:
+        """Nothing is asked for that this version does not have."""
+        from mindspeed_mm.fsdp.train.run.start_checks import check_save_format
+
+        problems = unbuilt_features(self.config.arguments)
+        if problems:
+            raise ConfigError("features", problems=problems)
+        check_save_format(self.config.arguments)
+        from mindspeed_mm.fsdp.train.hooks.trackers import check_trackers
+
+        check_trackers(self.config.arguments.training.report_to)
+        self._profilers()
+
+    def _profilers(self) -> None:
+        """Profilers can record on this device; their ranks are there, where the number of ranks is known."""
+        from mindspeed_mm.fsdp.train.hooks.profile import build_profile_hooks
+
+        tools = self.config.arguments.tools
+        ranks = self.nproc or 1 + max(0, *tools.profile.ranks, *tools.memory_profile.dump_ranks)
+        build_profile_hooks(self.config.arguments, 0, ranks, lambda _note: None)
+
+    def paths(self) -> None:
+        """Inputs exist; the run folder can be written."""
+        for error in check_paths(self.config.arguments, self.config.path):
+            self.add(error)
+
+    def module_patterns(self) -> None:
+        """The model builds, without weights, and every pattern names some of its modules."""
+        # Imported here: what stands above answers without torch.
+        from mindspeed_mm.fsdp.models.modelhub import ModelHub
+        from mindspeed_mm.tasks.check.model import model_steps
+
+        arguments = self.config.arguments
+        if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
+            raise ModelFolderError("is not given", key="model.model_name_or_path", way_out="Name the model's folder.")
+        try:
+            self.model = ModelHub.build(arguments.model, feature_args=arguments.features)
+        except ConfigError as error:
+            if error.problems[0].key != "model.freeze":
+                raise
+            self.add(error)  # the other patterns can still be judged
+            whole = arguments.model.model_copy(update={"freeze": ()})
+            self.model = ModelHub.build(whole, feature_args=arguments.features)
+        self._collect(model_steps(self.model, arguments))
+        self._collect([partial(check_plans, self.model, arguments), self.sharding, self.experts])
+
+    def sharding(self) -> None:
+        """The installed torch can shard what the model has, where it is sharded."""
+        from mindspeed_mm.fsdp.distributed.torch_parallelize import changes_nothing_on_one_rank
+        from mindspeed_mm.fsdp.models.behaviour.quantized_linear import check_sharded_bytes
+
+        parallel = self.config.arguments.parallel
+        is_whole = (self.nproc or least_ranks(parallel)) == 1 and changes_nothing_on_one_rank(parallel.fsdp_plan)
+        if not is_whole:
+            check_sharded_bytes(self.model)
+
+    def experts(self) -> None:
+        """Experts can be spread, balanced and kept from padding as the plan says; a warning where they are padded."""
+        from mindspeed_mm.fsdp.distributed.expert.plan import is_spread, padding_warnings
+
+        parallel = self.config.arguments.parallel
+        sizes = resolve_parallel_sizes(parallel, self.nproc) if self.nproc else None
+        check_expert_features(self.model, self.config.arguments, sizes)
+        if sizes is not None and not is_spread(parallel):
+            self.result.warnings += padding_warnings(self.model, sizes.fsdp)
+
+    def first_samples(self) -> None:
+        """The data set opens and its first batch is made."""
+        from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
+        from mindspeed_mm.fsdp.train.run.start_checks import check_encoders, check_rows_of_features
+
+        arguments = self.config.arguments
+        seed = arguments.training.seed
+        param = self._before_extraction(arguments.data.dataset_param)
+        dataset, validation = build_mm_dataset(
+            param,
+            seed=seed,
+            val_dataset_param=arguments.data.val_dataset_param,
+            encode_ahead=False,
+        )
+        if param is arguments.data.dataset_param:
+            self._collect([partial(check_encoders, (dataset, validation))])
+        self.result.warnings += check_rows_of_features((dataset, validation), accept=self.accepts_data_change)
+        loader = build_mm_dataloader(
+            dataset,
+            arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "prefetch_factor": None}),
+            micro_batch_size=arguments.training.micro_batch_size,
+            gradient_accumulation_steps=1,
+            dp_rank=0,
+            dp_size=1,
+            seed=seed,
+            dataset_param=arguments.data.dataset_param,
+        )
+        self.dataset, self.batching = dataset, loader.batching
+        self.batch, self.processor = next(iter(loader))[0], getattr(dataset, "processor", None)
+        if validation is not None:
+            validation[0]
+
+    def _before_extraction(self, param: DatasetParam) -> DatasetParam:
+        """Where features are still to be made, the media that they will be made of are looked at instead."""
+        from mindspeed_mm.tasks.data.opening import before_extraction
+
+        found = before_extraction(param)
+        if found is not param:
+            folder = getattr(param.basic_parameters, "features_dir", None)
+            self.result.warnings.append(
+                f"features_dir {folder} is not there yet: the media are checked instead. Run mm extract before mm train"
+            )
+        return found
+
+    def resume(self) -> None:
+        """What `training.save` or `training.load` holds can be gone on from, by its manifest and the sizes of its
+        files; their content is compared when it is read."""
+        training = self.config.arguments.training
+        if not (training.save or training.load):
+            return
+        from mindspeed_mm.fsdp.train.run.resume import ResumeOptions, find_resume_point
+
+        by_size = {"verify_checkpoint": "none" if training.verify_checkpoint == "none" else "size"}
+        as_checked = training.model_copy(update=by_size | {"save_async": False})
+        arguments = self.config.arguments.model_copy(update={"training": as_checked})
+        options = ResumeOptions(accept_data_change=self.accepts_data_change)
+        find_resume_point(arguments, options, self._context(), lambda _note: None)
+
+    def _context(self) -> dict[str, Any]:
+        from mindspeed_mm.fsdp.train.run.context import run_context
+        from mindspeed_mm.fsdp.train.run.introduction import global_batch
+
+        training, parallel = self.config.arguments.training, self.config.arguments.parallel
+        data_ranks = resolve_parallel_sizes(parallel, self.nproc).dp if self.nproc else 0
+        samples = global_batch(training, data_ranks) or None
+        of_step = {"micro_batches_per_step": training.gradient_accumulation_steps * data_ranks}
+        batching = self.batching | (of_step if self.batching else {})
+        context = run_context(self.config, self.dataset, world_size=self.nproc, mesh="", global_batch=samples)
+        return context | {"batching": batching}
+
+    def batch_keys(self) -> None:
+        """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
+        from mindspeed_mm.fsdp.models.vocabulary import check_processor
+
+        self._collect([partial(check_processor, self.model, self.processor)])
+        parameters = inspect.signature(self.model.forward).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        given = self._generator_inputs() if self.adapter is not None else self.batch.keys() - ENGINE_KEYS
+        too_many = [] if takes_any else sorted(given - parameters.keys())
+        required = {name for name, parameter in parameters.items() if _is_required(parameter)}
+        missing = sorted(required - given)
+        if too_many or missing:
+            raise ConfigError(
+                f"{type(self.model).__name__}.forward does not take {too_many} and misses {missing}",
+                key="data.dataloader_param.collate_param.model_name",
+                way_out=f"It takes {', '.join(parameters)}. Choose the collator of this model.",
+            )
+        if self.adapter is None:
+            self._forward_on_meta(given)
+
+    def _forward_on_meta(self, given: set[str]) -> None:
+        """Give the model the first batch without data: a `forward` that takes any keyword says only then what it lacks.
+        What cannot be computed without data is not looked at."""
+        import torch
+
+        inputs = {key: _without_data(self.batch[key]) for key in given}
+        try:
+            with torch.no_grad():
+                self.model(**inputs)
+        except (TypeError, ValueError) as error:
+            if not _ABOUT_KEYS.search(str(error)):
+                return
+            raise ConfigError(
+                f"{type(self.model).__name__}.forward refuses the batch: {str(error).splitlines()[-1]}",
+                key="data.dataloader_param.collate_param.model_name",
+                way_out=f"The batch holds {', '.join(sorted(given))}. Choose the collator of this model.",
+            ) from error
+        except (RuntimeError, IndexError, KeyError, AttributeError):
+            return  # an operator that needs data
+
+    @property
+    def adapter(self) -> Any:
+        """The family's adapter when the model is a generator, else None."""
+        return getattr(self.model, "_mm_adapter", None)
+
+    def _generator_inputs(self) -> set[str]:
+        """What the family makes of a batch of features; of raw media the encoders decide."""
+        import torch
+
+        if "latents" not in self.batch:
+            return {name for name, p in inspect.signature(self.model.forward).parameters.items() if _is_required(p)}
+        latents = self.batch["latents"]
+        return set(self.adapter.inputs(latents, torch.ones(len(latents)), self.batch, guidance=1.0))
+
+    def samples(self) -> None:
+        """What is sampled while training has prompts, pictures and a size that the model takes."""
+        training = self.config.arguments.training
+        if self.adapter is None or not training.sampling.interval:
+            return
+        from mindspeed_mm.fsdp.train.hooks.sampling import check_sampling
+
+        check_sampling(self.adapter, training.sampling, training.save)
+
+    def memory(self) -> None:
+        """What a rank would hold with the first batch; a warning where the device has less."""
+        from mindspeed_mm.tasks.check.memory import predict
+
+        ranks = self.nproc or least_ranks(self.config.arguments.parallel)
+        lines, record, warnings = predict(self.config.arguments, self.batch, ranks)
+        self.result.memory, self.result.predicted_memory = lines, record
+        self.result.warnings += warnings
+
+
+def check_plans(model: Any, arguments: Arguments) -> None:
+    """The model can be split, its sequences spread and packed as the plan says. Raises `ConfigError`."""
+    parallel = arguments.parallel
+    if getattr(arguments.data.dataset_param.basic_parameters, "packs", False):
+        from mindspeed_mm.fsdp.models.behaviour.packed_rows import check_packed_rows
+
+        check_packed_rows(model, attention=arguments.model.attn_implementation)
+    from mindspeed_mm.fsdp.distributed.tensor.plan import output_head
+    from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
+    from mindspeed_mm.fsdp.loss.objectives import build_objective
+
+    head = build_head_loss(model, output_head(model), arguments.features)
+    if hasattr(model, "_mm_adapter"):
+        from mindspeed_mm.fsdp.train.generator import check_loss
+
+        check_loss(arguments.features.loss_cfg)
+    else:
+        build_objective(arguments.features.loss_cfg.loss_type, model, head)
+    whole_towers = check_towers_plan(model, parallel)
+    if parallel.tensor_parallel_size > 1:
+        from mindspeed_mm.fsdp.distributed.tensor.apply import with_adapters
+        from mindspeed_mm.fsdp.distributed.tensor.plan import resolve_tensor_plan
+        from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_stretches
+        from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes
+        from mindspeed_mm.fsdp.distributed.towers.groups import check_tower_sums
+
+        names, key = [name for name, _ in model.named_modules()], "parallel.fsdp_plan.ignored_modules"
+        check_tower_sums(model, whole_towers, resolve_patterns(parallel.fsdp_plan.ignored_modules, names, key=key))
+        plan = resolve_tensor_plan(model, parallel.tp_plan).without(whole_towers)
+        check_split_sizes(model, plan, parallel.tensor_parallel_size)
+        sequence_stretches(model, plan)
+        for name, rule in plan.rules.items():
+            with_adapters(model, name, rule, in_sequence=False)
+    if parallel.pipeline_parallel_size > 1:
+        from mindspeed_mm.fsdp.distributed.pipeline.apply import check_composition
+        from mindspeed_mm.fsdp.distributed.pipeline.plan import plan_stages
+        from mindspeed_mm.fsdp.models.structure.cut_points import find_cut_points
+
+        check_composition(model, parallel)
+        plan_stages(model, find_cut_points(model), parallel.pipeline_parallel_size, parallel.pp_plan)
+    is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
+    if is_spread and not hasattr(model, "_mm_adapter"):
+        from mindspeed_mm.fsdp.train.assemble import check_spread_sequences
+
+        check_spread_sequences(model, arguments)
+
+
+def check_towers_plan(model: Any, parallel: ParallelArguments) -> list[str]:
+    """Towers can be laid out otherwise than the decoder, where they are to be. Raises `ConfigError`.
+
+    Returns:
+        Names of towers that stay whole although the decoder is split.
+    """
+    plan = parallel.encoder_plan
+    check_encoder_plan(parallel)
+    if not is_given(plan):
+        return []
+    from mindspeed_mm.fsdp.distributed.towers.media import check_towers
+    from mindspeed_mm.fsdp.models.structure.towers import find_towers
+
+    names = sorted({tower.module for tower in find_towers(model)})
+    check_towers(model, names, in_teams=(plan.ring_attention_size or 1) * (plan.ulysses_parallel_size or 1) > 1)
+    return names if plan.tensor_parallel_size == 1 else []
+
+
+def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes | None) -> None:
+    """What the configuration asks of a model's experts fits the model. Raises `ConfigError`.
+
+    Args:
+        model: Built; it is not for training afterwards.
+        arguments: The whole configuration.
+        sizes: Of the groups, if the number of ranks is known.
+    """
+    from mindspeed_mm.fsdp.distributed.expert.plan import (
+        balance_copies,
+        check_experts,
+        check_inside,
+        is_spread,
+    )
+    from mindspeed_mm.fsdp.distributed.sharding.fully_shard import is_below
+    from mindspeed_mm.fsdp.loss.router_aux import RouterLogits
+    from mindspeed_mm.fsdp.models.behaviour.experts import choose_experts
+    from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
+
+    features, parallel = arguments.features, arguments.parallel
+    copies = balance_copies(features, parallel)
+    choose_experts(model, grouped=False, skip_padding=features.skip_moe_pad_tokens)
+    if features.loss_cfg.router_aux_loss_coef and not hasattr(model, "_mm_adapter"):
+        RouterLogits(model)
+    if not is_spread(parallel):
+        return
+    efsdp = sizes.efsdp if sizes is not None else parallel.expert_fully_shard_parallel_size or 1
+    experts = check_experts(model, parallel, parallel.expert_parallel_size, efsdp, copies)
+    names, plan, spec = [name for name, _ in model.named_modules()], parallel.fsdp_plan, resolve_spec(model)
+    own = [*spec.shard_modules, *(name for group in spec.tie_groups for name in group)]
+    wrapped = resolve_patterns(plan.apply_modules, names, key="parallel.fsdp_plan.apply_modules") or own
+    ignored = resolve_patterns(plan.ignored_modules, names, key="parallel.fsdp_plan.ignored_modules")
+    check_inside(experts, lambda name: is_below(name, wrapped) and not is_below(name, ignored))
+
+
+_ABOUT_KEYS = re.compile(
+    r"unexpected keyword|required positional argument|multiple values for|have to specify|must specify"
+)
+"""What a `forward` says of arguments that it lacks or does not know."""
+
+
+def _without_data(value: Any) -> Any:
+    return value.to("meta") if hasattr(value, "to") else value
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return is_named and parameter.default is parameter.empty

@@ -1,0 +1,38 @@
+"""The memory stage of `mm check`: what a rank would hold, and whether the device has it."""
+
+from __future__ import annotations
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.params.argument import Arguments
+
+
+def predict(arguments: Arguments, batch: Batch, nproc: int) -> tuple[list[str], dict[str, object], list[str]]:
+    """Lines for people, a record for machines, and warnings.
+
+    Args:
+        arguments: The configuration.
+        batch: Its first micro-batch, as collated.
+        nproc: Ranks.
+
+    Raises:
+        ConfigError: The model cannot be put together as the configuration says.
+    """
+    from mindspeed_mm.fsdp.tools.memory_model.report import as_record, in_units, table
+    from mindspeed_mm.fsdp.train.memory.forecast import forecast
+    from mindspeed_mm.fsdp.utils.device import get_device_type, memory_total_bytes
+
+    try:
+        prediction = forecast(arguments, batch, nproc)
+    except MMError:
+        raise
+    except Exception as error:  # noqa: BLE001 (a plugin's model is foreign code, and nothing here keeps it from training)
+        return [], {}, [f"memory could not be predicted: {type(error).__name__}: {error}".splitlines()[0]]
+    device, total = get_device_type(), memory_total_bytes()
+    ranks = nproc if device == "cpu" else 1  # ranks on a CPU share its memory
+    warnings = []
+    if prediction.peak * ranks > total:
+        needed = f"{in_units(prediction.peak)} a rank" + (f" × {ranks} ranks" if ranks > 1 else "")
+        has = "this host" if device == "cpu" else f"the device ({device})"
+        warnings.append(f"the first batch needs {needed}, and {has} has {in_units(total)}")
+    return table(prediction), as_record(prediction) | {"ranks": nproc, "device_bytes": total}, warnings

@@ -1,0 +1,272 @@
+"""`mm infer` of a generator: prompts → a folder of pictures or clips with a manifest, continued where it stopped.
+
+Ranks share the batches out among themselves. Which samples make a batch does not depend on their number, nor on what is
+there already, so the files do not either.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time
+from mindspeed_mm.core.errors import DataError, StoppedAfterSave, UsageError
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, resolve_launch, shutdown_distributed
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of, read_prompts
+from mindspeed_mm.fsdp.sampling.sampler import (
+    SampleBatch,
+    SampleOrder,
+    Sampler,
+    check_request,
+    plan_batches,
+)
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.fsdp.utils.device import current_device, set_local_device
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+from mindspeed_mm.tasks.draw.loading import load_sampler
+from mindspeed_mm.tasks.draw.sample_folder import Key, SampleFolder
+from mindspeed_mm.tasks.launch.launcher import launch
+from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
+
+_WAIT_S = 7 * 24 * 3600.0
+"""Ranks wait for one another at the end, and one may have much more to do."""
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What is asked of a generator."""
+
+    prompts: tuple[str, ...] = ()
+    prompts_file: Path | None = None
+    image: Path | None = None
+    """Goes with `prompts`: the picture that a video goes on from."""
+    media_dir: Path | None = None
+    """Where images of `prompts_file` start; by default its folder."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingArguments`; what is not given is the run's `inference.sampling`, else its `training.sampling`,
+    else the default."""
+    lora: Path | None = None
+    """Folder of adapters for the model."""
+    config: Path | None = None
+    """A YAML that stands for the run's: its plugins are imported, its `model` and sampling sections apply."""
+
+
+@dataclass(frozen=True)
+class GenerateOutcome:
+    """What became of the prompts."""
+
+    out: Path
+    made: int
+    kept: int
+    """Samples that the folder held already."""
+    notes: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        """For people."""
+        kept = f", {self.kept} were there already" if self.kept else ""
+        return f"{self.out}: {self.made} {'sample' if self.made == 1 else 'samples'} made{kept}"
+
+
+def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = False) -> GenerateOutcome | None:
+    """Make the samples that `out` lacks, as one rank of a job if this process is one.
+
+    Args:
+        model: A folder in diffusers' layout, a generator's run, or one checkpoint of it.
+        out: Folder of the samples and of `manifest.jsonl`.
+        request: What to make.
+        overwrite: Remove the samples that `out` holds.
+
+    Returns:
+        How it went; None on ranks above 0.
+
+    Raises:
+        StoppedAfterSave: A signal asked for an end; run again to go on.
+        MMError: Anything else that a person can act on. Nothing was made when the request is off.
+    """
+    # Before ranks form a group: reading a checkpoint would be a step that they take together.
+    source = resolve_source(model, request.lora)
+    arguments = _arguments_of(source, request.config)
+    sampling, prompts = resolve_request(request, arguments)
+    adapter = _adapter_of(source, arguments)
+    check_request(adapter, prompts, sampling, "--size")
+    batches = plan_batches(prompts, sampling)
+    folder = SampleFolder(out, source.fingerprint(), sampling)
+    with _joined() as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
+        orders = [order for batch in batches for order in batch]
+        done = ranks.first("reading the folder", lambda: folder.begin(orders, overwrite=overwrite))
+        lacking = [batch for batch in batches if missing_of(batch, done)]
+        notes = [note] if (note := empty_note(prompts)) else []
+        if share := lacking[ranks.rank :: ranks.world_size]:
+            sampler = load_sampler(adapter, source, current_device())
+            notes += _too_long(sampler.cut_short(prompts))
+            work = _Work(sampler, sampler.prepared(prompts, sampling, "--size"), folder, done, ranks)
+            work.make(share, notes, stop)
+        ranks.gather(None)  # all have written what they had to
+        if not ranks.is_first:
+            return None
+        folder.finish()
+    return GenerateOutcome(out, len(orders) - len(done), len(done), tuple(notes))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one rank does."""
+
+    sampler: Sampler
+    sampling: SamplingArguments
+    folder: SampleFolder
+    done: set[Key]
+    ranks: Ranks
+
+    def make(self, batches: Sequence[SampleBatch], notes: Sequence[str], stop: StopSignal) -> None:
+        """Make what is missing of some batches. They are made whole, so that what comes out does not depend on what is
+        there; what is there is not written again."""
+        progress = WorkProgress(self.ranks.rank, self.ranks.world_size, sys.stderr)
+        for note in notes:
+            progress.note(note)
+        progress.begin(sum(len(missing_of(batch, self.done)) for batch in batches))
+        for batch in batches:
+            if stop.requested:
+                progress.end()
+                raise _stopped(self.folder.path)
+            missing = missing_of(batch, self.done)
+            for order, frames in zip(batch, self.sampler.make(batch, self.sampling), strict=True):
+                if order in missing:
+                    self.folder.write(order, frames, self.ranks.rank)
+            progress.advance(len(missing))
+        progress.end()
+
+
+def run_ranks(nproc: int, words: Sequence[str]) -> int:
+    """Sample in `nproc` processes on this host and return their exit code.
+
+    Args:
+        nproc: Number of ranks on this host.
+        words: The command line behind `mm`, for each rank.
+
+    Raises:
+        MMError: The ranks could not be started.
+    """
+    return launch(nproc, words, None)
+
+
+def resolve_source(model: Path, lora: Path | None) -> ModelSource:
+    """The model folder and what was trained of it; a checkpoint is exported when it is not yet.
+
+    Raises:
+        UsageError: Adapters are named for a run that has its own.
+        MMError: The model is none.
+    """
+    with one_at_a_time(model) if model.is_dir() else nullcontext():  # other ranks want the same export
+        source = resolve_model(model)
+    return with_adapters(source, lora)
+
+
+def resolve_request(request: GenerateRequest, arguments: Arguments | None) -> tuple[SamplingArguments, list[Prompt]]:
+    """Settings and prompts.
+
+    Args:
+        request: From the command line.
+        arguments: Of the run, if the model is one.
+
+    Raises:
+        UsageError: There are no prompts.
+        DataError: The file of prompts, or the picture, is off.
+    """
+    sampling = _configured(arguments) if arguments is not None else SamplingArguments()
+    sampling = sampling.model_copy(update=dict(request.settings))
+    if request.prompts or request.prompts_file is not None:
+        return sampling, _asked(request)
+    prompts = prompts_of(sampling)
+    if not prompts:
+        raise UsageError("there are no prompts", way_out="Give --prompt TEXT or --prompts FILE.")
+    return sampling, prompts
+
+
+def missing_of(batch: SampleBatch, done: set[Key]) -> list[SampleOrder]:
+    """What is not there of a batch."""
+    return [order for order in batch if (order.prompt.number, order.number) not in done]
+
+
+def _asked(request: GenerateRequest) -> list[Prompt]:
+    image = _checked(request.image) if request.image is not None else None
+    listed = [Prompt(number, text, "--prompt", image) for number, text in enumerate(request.prompts)]
+    if request.prompts_file is None:
+        return listed
+    in_file = read_prompts(request.prompts_file, media_dir=request.media_dir, first_number=len(listed))
+    return [*listed, *in_file]
+
+
+def _checked(image: Path) -> Path:
+    """A picture that can be decoded: said now, not after the weights are loaded."""
+    path = image.resolve()
+    try:
+        MediaLoader(path.parent).load_image(path.name)
+    except DataError as error:
+        raise DataError(error.problems[0].what, key="--image", way_out="Give another picture.") from error
+    return path
+
+
+def _configured(arguments: Arguments) -> SamplingArguments:
+    """`training.sampling`, and over it what `inference.sampling` says."""
+    defaults, inference = SamplingArguments(), arguments.inference.sampling
+    said = {name: getattr(inference, name) for name in type(inference).model_fields}
+    return arguments.training.sampling.model_copy(
+        update={name: value for name, value in said.items() if value != getattr(defaults, name)}
+    )
+
+
+def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:
+    if config is not None:
+        return load_with_plugins(config).arguments
+    resolved = RunFolder(source.run).resolved if source.run is not None else None
+    return load_with_plugins(resolved).arguments if resolved is not None and resolved.exists() else None
+
+
+def _adapter_of(source: ModelSource, arguments: Arguments | None) -> DiffusionAdapter:
+    if arguments is None:
+        return find_adapter(source.folder)
+    return find_adapter(source.folder, arguments.model.model_id, arguments.model.transformer)
+
+
+def _too_long(prompts: Sequence[Prompt]) -> list[str]:
+    if not prompts:
+        return []
+    places = ", ".join(prompt.place for prompt in prompts[:_MOST_SHOWN]) + (" …" if len(prompts) > _MOST_SHOWN else "")
+    count = "1 prompt is" if len(prompts) == 1 else f"{len(prompts)} prompts are"
+    return [f"{count} longer than what the text encoder reads ({places}): the end is cut off"]
+
+
+def _stopped(out: Path) -> StoppedAfterSave:
+    return StoppedAfterSave(
+        "stopped; what was made is kept", where=str(out), way_out="Run the same command again to continue."
+    )
+
+
+@contextmanager
+def _joined() -> Iterator[Ranks]:
+    """Bound to this rank's device; several ranks form a group."""
+    info = resolve_launch(os.environ)
+    if info.world_size == 1:
+        set_local_device(info.local_rank)
+        yield Ranks()
+        return
+    initialize_distributed(_WAIT_S)
+    try:
+        yield Ranks(_WAIT_S)
+    finally:
+        shutdown_distributed(wait=False)

@@ -1,0 +1,112 @@
+"""A generator ready to sample: the folder's pipeline around the transformer that a run trained, or adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders
+from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
+from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
+from mindspeed_mm.fsdp.sampling.sampler import Sampler
+from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.tasks.model_source import ModelSource
+
+
+def load_sampler(adapter: DiffusionAdapter, source: ModelSource, device: torch.device) -> Sampler:
+    """Load everything that sampling needs, each part in the type that it is stored in.
+
+    Args:
+        adapter: Of `source.folder`.
+        source: The folder, and what was trained of it.
+        device: Of all parts.
+
+    Raises:
+        ModelFolderError: Weights are missing, left over or of another model.
+    """
+    transformer = load_transformer(adapter, source.transformer or adapter.transformer_folder)
+    sampler = Sampler(adapter, transformer.to(device), load_encoders(adapter, device))
+    if source.lora is not None:
+        load_lora(sampler.pipeline, source.lora)
+    return sampler
+
+
+def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
+    """The transformer of a folder, frozen, in evaluation mode, on the CPU.
+
+    Raises:
+        ModelFolderError: Weights are missing, left over, damaged or of another shape.
+    """
+    entries = find_entries(folder)  # says what is wrong with weight files in words
+    stored = [entry.dtype for entry in entries.values() if entry.dtype.is_floating_point]
+    try:
+        with quiet("diffusers"):
+            model, report = diffusers_class(adapter.transformer_class).from_pretrained(
+                str(folder),
+                torch_dtype=stored[0] if stored else torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelFolderError(f"the transformer cannot be loaded: {_first_line(error)}", where=str(folder)) from error
+    check_all_loaded(report, folder)
+    return model.requires_grad_(False).eval()
+
+
+def load_lora(pipeline: Any, folder: Path) -> None:
+    """Put adapters beside the weights of a pipeline's transformer.
+
+    Args:
+        pipeline: Of the model that they were trained on.
+        folder: With `pytorch_lora_weights.safetensors`.
+
+    Raises:
+        ModelFolderError: There are none, or they do not belong to this model.
+    """
+    path = folder / DIFFUSERS_WEIGHTS
+    if not path.is_file():
+        raise ModelFolderError(
+            f"holds no {DIFFUSERS_WEIGHTS}",
+            where=str(folder),
+            key="--lora",
+            way_out="Export a run that trained adapters.",
+        )
+    _check_layers(pipeline.transformer, path)
+    try:
+        with quiet("diffusers"):
+            pipeline.load_lora_weights(str(folder), weight_name=DIFFUSERS_WEIGHTS, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelFolderError(
+            f"the adapters do not belong to this model: {_first_line(error)}", where=str(path), key="--lora"
+        ) from error
+
+
+def _check_layers(transformer: nn.Module, path: Path) -> None:
+    """diffusers leaves out what it does not know, and says so in a log line."""
+    layers = {name for name, _ in transformer.named_modules()}
+    adapted = {key.removeprefix(DIFFUSERS_PREFIX).partition(".lora_")[0] for key in _own_keys(path)}
+    if foreign := sorted(adapted - layers):
+        raise ModelFolderError(
+            f"the adapters do not belong to this model: it has no layer {foreign[0]}"
+            + (f", nor {len(foreign) - 1} others" if len(foreign) > 1 else ""),
+            where=str(path),
+            key="--lora",
+            way_out="Name the folder that they were trained on.",
+        )
+
+
+def _own_keys(path: Path) -> list[str]:
+    """Keys in diffusers' own layout; what other tools write it translates itself."""
+    return [key for key in read_header(path) if key.startswith(DIFFUSERS_PREFIX) and ".lora_" in key]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,164 @@
+"""A folder of samples with its manifest: what is there is proved and kept, what another model made is refused.
+
+Rank 0 appends to `manifest.jsonl` as samples come, other ranks to files of their own, which end up in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text, make_writable_folder, read_jsonl, sha256_file
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.file_writing import check_output_place
+from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.sampler import SampleOrder
+from mindspeed_mm.fsdp.utils.media_files import write_media
+
+MANIFEST = "manifest.jsonl"
+_DIGITS = 5
+_KEYS = {"number", "sample", "file", "sha256", "settings", "model"}
+"""What every line of a manifest has."""
+_SETTINGS = (
+    "num_inference_steps", "guidance_scale", "negative_prompt", "height", "width", "num_frames", "fps", "seed",
+)  # fmt: skip
+"""What decides a sample beside its prompt and the model."""
+
+Key = tuple[int, int]
+"""Numbers of prompt and sample."""
+
+
+class SampleFolder:
+    """Samples of one model under one set of settings.
+
+    Args:
+        path: The folder; made when it is not there.
+        model: Fingerprint of the model.
+        sampling: As asked for.
+    """
+
+    def __init__(self, path: Path, model: str, sampling: SamplingArguments) -> None:
+        self.path = path
+        self._model, self._sampling = model, sampling
+        self._settings = {name: getattr(sampling, name) for name in _SETTINGS}
+
+    def begin(self, orders: Sequence[SampleOrder], *, overwrite: bool) -> set[Key]:
+        """Make the folder, and look at what it holds.
+
+        Args:
+            orders: What is asked for.
+            overwrite: Remove the samples that its manifest lists, and the manifest.
+
+        Returns:
+            The orders that are there, unharmed.
+
+        Raises:
+            MachineError: It is a file, or cannot be written.
+            DataError: It holds what another model, other settings or other prompts have made.
+        """
+        check_output_place(resolve_output(self.path), "--out")
+        self._refuse_foreign(orders)
+        make_writable_folder(self.path)
+        if overwrite:
+            self._clear()
+        wanted = {_key(order): order for order in orders}
+        found = {}
+        for entry in self._entries():
+            self._check(entry, wanted)
+            if self._is_whole(entry):
+                found[entry["number"], entry["sample"]] = entry
+        self._rewrite(found)  # a line of a damaged file would stand beside the one of the file that is made anew
+        return set(found)
+
+    def write(self, order: SampleOrder, frames: np.ndarray, rank: int) -> None:
+        """Write a sample, then its line in the manifest.
+
+        Args:
+            order: What it is.
+            frames: (T, H, W, 3) uint8.
+            rank: Of this process.
+        """
+        path = write_media(self.path / order.file_stem(_DIGITS), frames, self._sampling.fps)
+        size = dict(zip(("frames", "height", "width"), frames.shape, strict=False))
+        entry = {
+            **order.describe(self._sampling),
+            "file": path.name,
+            "sha256": sha256_file(path),
+            **size,
+            "settings": self._settings,
+            "model": self._model,
+        }
+        append_jsonl(self.path / (MANIFEST if rank == 0 else f"manifest.rank{rank}.jsonl"), entry)
+
+    def finish(self) -> None:
+        """Put all lines into the manifest, in order."""
+        self._rewrite({(entry["number"], entry["sample"]): entry for entry in self._entries()})
+
+    def _refuse_foreign(self, orders: Sequence[SampleOrder]) -> None:
+        """The manifest is written before the first sample: files under a sample's name without one are not ours, nor is
+        a manifest of other lines."""
+        if any(not entry.keys() >= _KEYS for entry in self._entries()):
+            raise self._foreign(f"its {MANIFEST} was not written by mm infer")
+        if self._manifests() or not self.path.is_dir():
+            return
+        standing = {path.stem: path.name for path in self.path.iterdir()}
+        if found := [standing[stem] for order in orders if (stem := order.file_stem(_DIGITS)) in standing]:
+            raise self._foreign(f"it has no {MANIFEST}, and a sample would be written over '{found[0]}'")
+
+    def _rewrite(self, entries: Mapping[Key, Mapping[str, Any]]) -> None:
+        lines = [json.dumps(entries[key], ensure_ascii=False) + "\n" for key in sorted(entries)]
+        atomic_write_text(self.path / MANIFEST, "".join(lines))
+        for file in self._manifests():
+            if file.name != MANIFEST:
+                file.unlink()
+
+    def _clear(self) -> None:
+        for entry in self._entries():
+            if isinstance(entry.get("file"), str):
+                (self.path / Path(entry["file"]).name).unlink(missing_ok=True)
+        for file in self._manifests():
+            file.unlink()
+
+    def _manifests(self) -> list[Path]:
+        return sorted(self.path.glob("manifest.rank*.jsonl")) + sorted(self.path.glob(MANIFEST))
+
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        for file in self._manifests():
+            yield from read_jsonl(file)
+
+    def _is_whole(self, entry: Mapping[str, Any]) -> bool:
+        name = str(entry["file"])
+        path = self.path / name
+        return name == path.name and path.is_file() and sha256_file(path) == entry["sha256"]
+
+    def _check(self, entry: Mapping[str, Any], wanted: Mapping[Key, SampleOrder]) -> None:
+        if entry["model"] != self._model:
+            raise self._foreign("it holds samples of another model")
+        for name, value in self._settings.items():
+            if entry["settings"].get(name) != value:
+                raise self._foreign(f"it holds samples made with {name} {entry['settings'].get(name)}, not {value}")
+        order = wanted.get((entry["number"], entry["sample"]))
+        if order is None or any(entry.get(name) != value for name, value in _identity(order, self._sampling).items()):
+            raise self._foreign(f"'{entry['file']}' shows '{entry.get('prompt')}', which is not asked for there")
+
+    def _foreign(self, why: str) -> DataError:
+        return DataError(
+            f"cannot be continued: {why}",
+            where=str(self.path),
+            key="--out",
+            way_out="Choose another folder, or say --overwrite to start anew.",
+        )
+
+
+def _key(order: SampleOrder) -> Key:
+    return order.prompt.number, order.number
+
+
+def _identity(order: SampleOrder, sampling: SamplingArguments) -> dict[str, Any]:
+    """What must be the same for a sample to be the one asked for; where its prompt stood is not among it."""
+    return {name: value for name, value in order.describe(sampling).items() if name != "place"}

@@ -1,0 +1,1 @@
+"""`mm evaluate`: scores of answers, and the loss of each row."""

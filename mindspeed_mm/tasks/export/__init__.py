@@ -1,0 +1,1 @@
+"""`mm export` and `mm merge`: folders of weights that other libraries read."""

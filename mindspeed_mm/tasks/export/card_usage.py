@@ -1,0 +1,80 @@
+"""How an exported folder is used: what its card says to the hub and to whoever writes the first line of Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.tasks.export.contents import ContentKind
+
+_HERE = "path/to/this/folder"
+_TAGS = {"Image": "text-to-image", "Video": "text-to-video", "ImageToVideo": "image-to-video"}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The part of a model card that depends on what the folder holds."""
+
+    library: str
+    """`library_name` of the hub."""
+    tag: str
+    """`pipeline_tag` of the hub."""
+    code: tuple[str, ...]
+    """Lines of Python that load it."""
+
+
+def usage_of(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
+    """How to use what was written.
+
+    Args:
+        kind: Of content.
+        folder: What was written.
+        model_folder: What the run started from.
+    """
+    if (model_folder / "model_index.json").is_file():
+        return _of_generator(kind, model_folder)
+    whole = _of_model(folder if kind == "model" else model_folder)
+    if kind == "model":
+        return whole
+    base = f"path/to/{model_folder.name}"
+    code = [line.replace(_HERE, base) for line in whole.code]
+    adapted = [f'model = PeftModel.from_pretrained(model, "{_HERE}")']
+    return Usage("peft", whole.tag, ("from peft import PeftModel", *code[:-1], *adapted, code[-1]))
+
+
+def _of_model(folder: Path) -> Usage:
+    is_multimodal = any((folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
+    if is_multimodal:
+        tag, classes = "image-text-to-text", ("AutoModelForImageTextToText", "AutoProcessor", "processor")
+    else:
+        tag, classes = "text-generation", ("AutoModelForCausalLM", "AutoTokenizer", "tokenizer")
+    model_class, processor_class, name = classes
+    code = (
+        f"from transformers import {model_class}, {processor_class}",
+        "",
+        f'model = {model_class}.from_pretrained("{_HERE}")',
+        f'{name} = {processor_class}.from_pretrained("{_HERE}")',
+    )
+    return Usage("transformers", tag, code)
+
+
+def _of_generator(kind: ContentKind, model_folder: Path) -> Usage:
+    index = read_json_object(model_folder / "model_index.json", ModelFolderError)
+    name, transformer = str(index.get("_class_name", "")), str((index.get("transformer") or ["", ""])[1])
+    is_video = "Video" in name or "3D" in transformer
+    tag = _TAGS["ImageToVideo" if "ImageToVideo" in name else "Video" if is_video else "Image"]
+    base = f'DiffusionPipeline.from_pretrained("path/to/{model_folder.name}"'
+    first = "from diffusers import DiffusionPipeline"
+    if kind == "transformer":
+        made = f'transformer = {transformer}.from_pretrained("{_HERE}/transformer")'
+        return Usage(
+            "diffusers", tag, (f"{first}, {transformer}", "", made, f"pipeline = {base}, transformer=transformer)")
+        )
+    if kind == "adapters":
+        return Usage("diffusers", tag, (first, "", f"pipeline = {base})", f'pipeline.load_lora_weights("{_HERE}")'))
+    result = "frames" if is_video else "images"
+    whole = f'pipeline = DiffusionPipeline.from_pretrained("{_HERE}")'
+    image = "image, " if "ImageToVideo" in name else ""
+    return Usage("diffusers", tag, (first, "", whole, f'result = pipeline({image}prompt="a caption").{result}[0]'))

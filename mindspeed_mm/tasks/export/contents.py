@@ -1,0 +1,294 @@
+"""What an export writes: a whole model, adapters, a generator, or its transformer alone. Nothing is read before it is
+written: memory holds one file at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.keymap import natural_order
+from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
+from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
+from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
+from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout
+from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
+from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import Packing, packings_of, rounded
+from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
+from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora
+from mindspeed_mm.fsdp.models.lora.files import AdapterFile
+from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, deltas_of_run, merge_into
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.tasks.export.source import ExportSource
+
+ContentKind = Literal["model", "adapters", "generator", "transformer"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What will be written."""
+
+    kind: ContentKind
+    tensors: int
+    size_bytes: int
+    """Of the weights."""
+    other_bytes: int
+    """Of components that are copied; small files do not count."""
+    write: Callable[[Path], object]
+    """Writes everything into a folder that exists."""
+
+
+@contextmanager
+def open_contents(
+    source: ExportSource,
+    reader: DcpTensors,
+    *,
+    dtype: torch.dtype | None,
+    merge: bool,
+    transformer_only: bool,
+    max_shard_bytes: int,
+) -> Iterator[Contents]:
+    """Find out what is to be written; inside, it can be.
+
+    Args:
+        source: Where the checkpoint and the rest come from.
+        reader: Of the checkpoint.
+        dtype: None: as the model that the run started from has each tensor; adapters as they were trained.
+        merge: Of a run that trained adapters, write the whole model.
+        transformer_only: Of a generator, leave the other components out.
+        max_shard_bytes: Largest size of one file.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model.
+        ModelFolderError: The model folder does not fit.
+        UsageError: `transformer_only` where there is no generator.
+    """
+    is_generator = is_diffusion_folder(source.model_folder)
+    if transformer_only and not is_generator:
+        raise UsageError(
+            "the model is no generator",
+            where=str(source.model_folder),
+            key="--transformer-only",
+            way_out="Leave it out.",
+        )
+    has_adapters = any(map(is_adapter_weight, reader.lazy()))
+    if has_adapters and not merge:
+        yield _adapter_contents(source, reader, dtype)
+        return
+    weights = transformer_weights(source.model_folder)
+    outline = ModelHub.build(outline_arguments(source))
+    with _merged(source, reader, outline, dtype) if has_adapters else _as_trained(source, reader, outline) as tensors:
+        rule = DtypeRule.of_source(weights, dtype)
+        if is_generator:
+            yield generator_contents(source.model_folder, outline, tensors, rule, max_shard_bytes, transformer_only)
+        else:
+            yield model_contents(source.model_folder, tensors, rule, max_shard_bytes, dtype, _view_of_run(source))
+
+
+def model_contents(
+    model_folder: Path,
+    tensors: Mapping[str, LazyTensor],
+    rule: DtypeRule,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
+    write_view: WriteView | None = None,
+) -> Contents:
+    """A whole model of transformers.
+
+    Args:
+        model_folder: Configuration, tokenizer and processor.
+        tensors: By keys of the folder.
+        rule: The dtype of each.
+        max_shard_bytes: Largest size of one file.
+        dtype: The dtype of all, for the configuration; None: as it is there.
+        write_view: Adds how training looked at its rows.
+    """
+
+    def write(draft: Path) -> None:
+        copy_assets(model_folder, draft, dtype)
+        if write_view is not None:
+            write_view(draft)
+        write_weights(tensors, draft, rule, max_shard_bytes)
+
+    return Contents("model", len(tensors), _size_bytes(tensors, rule), 0, write)
+
+
+def generator_contents(
+    model_folder: Path,
+    outline: Any,
+    tensors: Mapping[str, LazyTensor],
+    rule: DtypeRule,
+    max_shard_bytes: int,
+    transformer_only: bool = False,
+) -> Contents:
+    """A generator, or its transformer alone.
+
+    Args:
+        model_folder: The other components.
+        outline: The transformer without weights.
+        tensors: Its, by keys of the folder.
+        rule: The dtype of each.
+        max_shard_bytes: Largest size of one file.
+        transformer_only: Leave the other components out.
+    """
+
+    def write(draft: Path) -> None:
+        if not transformer_only:
+            copy_components(model_folder, draft)
+        write_transformer(outline._mm_adapter, tensors, draft, rule, max_shard_bytes)
+
+    kind: ContentKind = "transformer" if transformer_only else "generator"
+    others = 0 if transformer_only else components_bytes(model_folder)
+    return Contents(kind, len(tensors), _size_bytes(tensors, rule), others, write)
+
+
+def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dtype | None) -> Contents:
+    outline = _adapted_outline(source)
+    tensors = reader.matched_to(outline)
+    size_bytes = _size_bytes(tensors, DtypeRule({}, dtype))
+    base, write_view = base_weights_folder(source), _view_of_run(source, only_template=True)
+
+    def write(draft: Path) -> None:
+        write_adapters(outline, tensors, draft, base, dtype=dtype)
+        if write_view is not None:
+            write_view(draft)
+
+    return Contents("adapters", len(tensors), size_bytes, 0, write)
+
+
+def _view_of_run(source: ExportSource, *, only_template: bool = False) -> WriteView | None:
+    """What adds the run's view of its rows; None where its configuration was not kept, and for generators."""
+    if source.arguments is None or is_diffusion_folder(source.model_folder):
+        return None
+    return view_writer(source.arguments.data.dataset_param, source.model_folder, only_template=only_template)
+
+
+def _size_bytes(tensors: Mapping[str, LazyTensor], rule: DtypeRule) -> int:
+    return sum(torch.Size(t.shape).numel() * rule(key, t.dtype).itemsize for key, t in tensors.items())
+
+
+# --- tensors of a whole model -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _as_trained(source: ExportSource, reader: DcpTensors, outline: nn.Module) -> Iterator[dict[str, LazyTensor]]:
+    """The checkpoint's tensors under the keys of the folder that the run started from, compared with the model."""
+    weights = transformer_weights(source.model_folder)
+    stored = reader.matched_to(outline)
+    yield complete(outline, dict(stored), remember_layout(outline, weights), weights)
+
+
+@contextmanager
+def _merged(
+    source: ExportSource, reader: DcpTensors, outline: nn.Module, dtype: torch.dtype | None
+) -> Iterator[dict[str, LazyTensor]]:
+    """The base model's tensors with the adapters added, those that lay frozen under the trained one too. A base that
+    was kept in few bits is written as the numbers that it stood for: the adapters were trained on these."""
+    adapted = _adapted_outline(source)
+    trained = of_untouched_base(reader.matched_to(adapted))
+    base = base_weights_folder(source)
+    recorded = source.checkpoint.context.get("base_weights")
+    if recorded is not None and recorded != base_weights_mark(base):
+        raise ModelFolderError(
+            "holds other weights than those that the adapters were trained on",
+            where=str(base),
+            way_out="Name the folder that the run started from: --model FOLDER.",
+        )
+    lora = lora_of(adapted)
+    assert lora is not None
+    frozen = [AdapterFile.find(Path(folder), "training.lora.frozen_adapters").adapter() for folder in lora.frozen]
+    weights = transformer_weights(base)
+    with open_weights(weights) as stored, deltas_of_files(frozen, outline) as under:
+        tensors = folder_tensors(outline, stored)
+        expected = remember_layout(outline, weights)
+        for name, packing in packings_of(adapted).items():
+            kept = tensors[name]
+            tensors[name] = Computed([kept], partial(_rounded, packing), kept.shape, kept.dtype)
+        own = deltas_of_run(lora, trained, outline)
+        merge_into(tensors, [*((deltas, 1.0) for deltas, _ in under), (own, 1.0)], dtype)
+        tensors |= {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
+        yield complete(outline, tensors, expected, weights)
+
+
+def _rounded(packing: Packing, read: list[torch.Tensor]) -> torch.Tensor:
+    return rounded(read[0], packing)
+
+
+def complete(
+    outline: nn.Module, tensors: Mapping[str, LazyTensor], expected: set[str], weights: Path
+) -> dict[str, LazyTensor]:
+    """A model's tensors under the keys of the folder that they came from; `expected` are all of these.
+
+    Raises:
+        ModelFolderError: Some would be missing.
+    """
+    made = hub_tensors(outline, tensors)
+    if lacking := sorted(expected - made.keys(), key=natural_order):
+        raise ModelFolderError(
+            f"{len(lacking)} of the weights in {weights} would be missing from the export. Among them:",
+            problems=[Problem("is not made", key=key) for key in lacking[:5]],
+        )
+    return made
+
+
+# --- the model's outline ----------------------------------------------------------------------------------------------
+
+
+def outline_arguments(source: ExportSource, *, freeze: bool = False) -> ModelArguments:
+    """The `model` section of the run, changed so that only the outline of the model is built, on any machine."""
+    changes: dict[str, Any] = {
+        "model_name_or_path": str(source.model_folder),
+        "attn_implementation": None if is_diffusion_folder(source.model_folder) else "eager",
+        "train_from_scratch": True,
+        **({} if freeze else {"freeze": []}),
+    }
+    if source.arguments is None:
+        return ModelArguments.model_validate(changes)
+    return source.arguments.model.model_copy(update=changes)
+
+
+def _adapted_outline(source: ExportSource) -> nn.Module:
+    model = ModelHub.build(outline_arguments(source, freeze=True))
+    targets = model._mm_adapter.lora_targets if hasattr(model, "_mm_adapter") else ()  # type: ignore[union-attr]
+    apply_lora(model, _lora_arguments(source), default_targets=targets)  # type: ignore[arg-type]
+    return model
+
+
+def _lora_arguments(source: ExportSource) -> LoraArguments:
+    if source.arguments is not None:
+        return source.arguments.training.lora
+    section = source.checkpoint.context.get("config", {}).get("training", {}).get("lora")
+    if not section:
+        raise CheckpointError(
+            "holds adapters and does not say of which kind", where=str(source.checkpoint.path), way_out="Name its run."
+        )
+    return LoraArguments.model_validate(section)
+
+
+def base_weights_folder(source: ExportSource) -> Path:
+    """Where the weights are that the adapters stand on: where `training.load` says, or in the model folder."""
+    load = source.arguments.training.load if source.arguments is not None and not source.is_told else None
+    return told_weights(load) or source.model_folder
+
+
+def folders_read(source: ExportSource) -> list[Path]:
+    """What an export must not write over: the checkpoint, the model folder, and what adapters stand on."""
+    folders = [source.checkpoint.path, source.model_folder, base_weights_folder(source)]
+    if source.arguments is not None:
+        folders += [Path(folder) for folder in source.arguments.training.lora.frozen_adapters]
+    return folders

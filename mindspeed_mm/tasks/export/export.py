@@ -1,0 +1,104 @@
+"""`mm export`: a run's checkpoint as a folder that transformers, PEFT or diffusers loads, streamed tensor by tensor in
+one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.artifacts import free_bytes
+from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.folder_writing import atomic_folder, check_target
+from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors, Weights
+from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.tasks.export.contents import ContentKind, folders_read, open_contents
+from mindspeed_mm.tasks.export.model_card import write_model_card
+from mindspeed_mm.tasks.export.source import resolve_source
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    checkpoint: Path
+    step: int | None
+    tensors: int
+    size_bytes: int
+    """Of the weights."""
+    notes: tuple[str, ...]
+    weights: Weights = "model"
+    """Whether they are the average (`ema`) or as they were trained."""
+    kind: ContentKind = "model"
+
+
+def run(
+    source: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    weights: Weights | None = None,
+    dtype: str | None = None,
+    model_folder: Path | None = None,
+    merge: bool = False,
+    transformer_only: bool = False,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Exported:
+    """Export a checkpoint. The folder appears when it is complete; memory holds one file of it at a time.
+
+    A run that trained adapters gives a folder of adapters; a generator's run a whole folder in diffusers' layout.
+
+    Args:
+        source: A run folder (its newest good checkpoint), or one checkpoint.
+        target: The folder to write.
+        step: Which of the run's checkpoints.
+        weights: `ema` writes the average of the weights, `model` the weights as they were trained; None the average
+            when the checkpoint has one.
+        dtype: `bf16`, `fp16`, `fp32`, `fp64`; None writes each tensor as the model that the run started from has it,
+            adapters as they were trained.
+        model_folder: Where configuration, tokenizer and processor come from, a generator's other components, and the
+            weights under adapters; None takes what the run started from.
+        merge: Of a run that trained adapters, write the whole model with the adapters added to its weights.
+        transformer_only: Of a generator, write `transformer/` alone.
+        overwrite: Replace what an earlier export or merge has written there.
+        max_shard_bytes: Largest size of one weights file, unless a single tensor is larger.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, absent or of another model.
+        ModelFolderError: The model folder is gone or does not fit.
+        UsageError: The target may not be written (`check_target`), or `transformer_only` where there is no generator.
+        MachineError: The target cannot be written.
+    """
+    check_target(target, overwrite=overwrite)  # before the checkpoint is read, which may take long
+    found = resolve_source(source, step, model_folder)
+    reader = DcpTensors(found.checkpoint, weights)
+    with (
+        open_contents(
+            found,
+            reader,
+            dtype=torch_dtype(dtype),
+            merge=merge,
+            transformer_only=transformer_only,
+            max_shard_bytes=max_shard_bytes,
+        ) as contents,
+        atomic_folder(target, overwrite=overwrite, sources=folders_read(found)) as draft,
+    ):
+        needed = contents.size_bytes + contents.other_bytes
+        if (free := free_bytes(draft)) < needed:
+            raise MachineError(f"{needed:,} bytes are needed, {free:,} are free", where=str(target))
+        contents.write(draft)
+        write_model_card(
+            draft, found.run, found.checkpoint.iteration, found.model_folder, title=target.name, kind=contents.kind
+        )
+    return Exported(
+        target,
+        found.checkpoint.path,
+        found.checkpoint.iteration,
+        contents.tensors,
+        contents.size_bytes,
+        found.checkpoint.notes,
+        reader.weights,
+        contents.kind,
+    )

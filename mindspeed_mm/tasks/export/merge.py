@@ -1,0 +1,145 @@
+"""`mm merge`: a model's folder with adapters added to its weights, streamed tensor by tensor in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.core.artifacts import free_bytes
+from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
+from mindspeed_mm.core.folder_writing import atomic_folder, check_target
+from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
+from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule
+from mindspeed_mm.fsdp.checkpoint.recognise import recognise
+from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
+from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
+from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+from mindspeed_mm.fsdp.models.lora.files import AdapterFile, StoredAdapter
+from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, merge_into
+from mindspeed_mm.fsdp.models.lora.names import MAGNITUDE
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.export.contents import complete, generator_contents, model_contents
+
+_KEY = "ADAPTER"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written."""
+
+    folder: Path
+    merged: tuple[str, ...]
+    """Adapters, or the checkpoint that holds them."""
+    tensors: int
+    size_bytes: int
+    """Of the weights."""
+
+
+def run(
+    base: Path,
+    adapters: Sequence[Path],
+    out: Path,
+    *,
+    scales: Sequence[float] = (),
+    dtype: str | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Merged:
+    """Write a folder like `base` with adapters merged. It appears when it is complete; memory holds one file of it.
+
+    Args:
+        base: A folder of transformers' or in diffusers' layout; or, without adapters, a run that trained some: its
+            newest checkpoint is merged with what the run started from.
+        adapters: Folders, or files, as PEFT, diffusers or this package writes them.
+        out: The folder to write.
+        scales: How many times each adapter is added: one number for all, or one for each; 1 without. −1 takes one out
+            of a folder that it was merged into.
+        dtype: As of `mm export`.
+        overwrite: Replace what an earlier export or merge has written there.
+        max_shard_bytes: Largest size of one weights file, unless a single tensor is larger.
+
+    Raises:
+        ModelFolderError: The adapters are of another model, or of a kind that is not known.
+        UsageError: Numbers of scales and adapters differ, or `out` may not be written.
+        MachineError: The target cannot be written.
+    """
+    check_target(out, overwrite=overwrite, sources=(base, *adapters))
+    if not adapters:
+        return _merge_run(base, out, scales, dtype, overwrite, max_shard_bytes)
+    if recognise(base) != "hf":
+        raise ModelFolderError(
+            "is no model folder",
+            where=str(base),
+            way_out="Name the model that the adapters were trained on; of a run: mm merge RUN --out FOLDER.",
+        )
+    found = [AdapterFile.find(adapter, _KEY).adapter() for adapter in adapters]
+    times = _times(found, scales)
+    outline = ModelHub.build(_outline_arguments(base))
+    weights, torch_type = transformer_weights(base), torch_dtype(dtype)
+    with open_weights(weights) as stored, deltas_of_files(found, outline) as read:
+        tensors = folder_tensors(outline, stored)
+        expected = remember_layout(outline, weights)
+        for _, whole in read:
+            tensors |= whole
+        merge_into(tensors, [(deltas, each) for (deltas, _), each in zip(read, times, strict=True)], torch_type)
+        made, rule = complete(outline, tensors, expected, weights), DtypeRule.of_source(weights, torch_type)
+        if is_diffusion_folder(base):
+            contents = generator_contents(base, outline, made, rule, max_shard_bytes)
+        else:
+            write_view = view_writer(view_of_adapters(adapters[-1]), base)
+            contents = model_contents(base, made, rule, max_shard_bytes, torch_type, write_view)
+        with atomic_folder(out, overwrite=overwrite, sources=(base, *adapters)) as draft:
+            if (free := free_bytes(draft)) < (needed := contents.size_bytes + contents.other_bytes):
+                raise MachineError(f"{needed:,} bytes are needed, {free:,} are free", where=str(out))
+            contents.write(draft)
+    return Merged(out, tuple(map(str, adapters)), contents.tensors, contents.size_bytes)
+
+
+def _merge_run(
+    source: Path, out: Path, scales: Sequence[float], dtype: str | None, overwrite: bool, max_shard_bytes: int
+) -> Merged:
+    if recognise(source) not in ("run", "dcp"):
+        raise UsageError(
+            "there is nothing to merge", where=str(source), key=_KEY, way_out="Name adapters after the base."
+        )
+    if scales:
+        raise UsageError("goes with adapters that are named", key="--scale", way_out="Leave it out.")
+    exported = export.run(source, out, dtype=dtype, merge=True, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
+    return Merged(out, (str(exported.checkpoint),), exported.tensors, exported.size_bytes)
+
+
+def _times(adapters: Sequence[StoredAdapter], scales: Sequence[float]) -> list[float]:
+    if len(scales) not in (0, 1, len(adapters)):
+        raise UsageError(
+            f"{len(scales)} numbers for {len(adapters)} adapters",
+            key="--scale",
+            way_out="Give one for all, or one for each.",
+        )
+    times = list(scales) * (len(adapters) if len(scales) == 1 else 1) or [1.0] * len(adapters)
+    for adapter, each in zip(adapters, times, strict=True):
+        is_dora = any(MAGNITUDE in sides for sides in adapter.layers.values())
+        if is_dora and each != 1:
+            raise UsageError(
+                f"{each:g}, and {adapter.weights} is DoRA, whose lengths hold for the whole adapter",
+                key="--scale",
+                way_out="Merge it once.",
+            )
+        if adapter.whole and each != 1:
+            raise UsageError(
+                f"{each:g}, and {adapter.weights} holds '{adapter.whole[0]}', which was trained whole",
+                key="--scale",
+                way_out="Merge it once.",
+            )
+    return times
+
+
+def _outline_arguments(base: Path) -> ModelArguments:
+    attention = None if is_diffusion_folder(base) else "eager"
+    return ModelArguments.model_validate(
+        {"model_name_or_path": str(base), "attn_implementation": attention, "train_from_scratch": True}
+    )

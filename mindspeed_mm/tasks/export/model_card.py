@@ -1,0 +1,203 @@
+"""The README.md of an exported model: what it was trained from, on what, how, and how it scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
+from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.data.data_utils.training_view import read_view
+from mindspeed_mm.tasks.export.card_usage import Usage, usage_of
+from mindspeed_mm.tasks.export.contents import ContentKind
+
+_SETTINGS = {
+    "training.lr": "learning rate",
+    "training.lr_decay_style": "schedule",
+    "training.lr_warmup_ratio": "warm-up share",
+    "training.weight_decay": "weight decay",
+    "training.clip_grad": "gradient clipping",
+    "training.seed": "seed",
+    "parallel.fsdp_plan.param_dtype": "computed in",
+    "model.freeze": "frozen",
+}
+_TEXT_SETTINGS = {"data.dataset_param.basic_parameters.cutoff_len": "longest sample, tokens"}
+_LORA_SETTINGS = {
+    "training.lora.rank": "rank of the adapters",
+    "training.lora.alpha": "alpha of the adapters",
+    "training.lora.dropout": "dropout before the adapters",
+}
+
+
+def write_model_card(
+    folder: Path,
+    run: RunFolder | None,
+    step: int | None,
+    model_folder: Path,
+    *,
+    title: str,
+    kind: ContentKind = "model",
+) -> None:
+    """Write `README.md` into `folder` from what the run folder tells.
+
+    Args:
+        folder: Where to.
+        run: None when only a checkpoint is known; the card then says no more than its origin.
+        step: Of the checkpoint.
+        model_folder: What the run started from; only its name is told.
+        title: Headline.
+        kind: What the folder holds.
+    """
+    use = usage_of(kind, folder, model_folder)
+    config = _flat_config(run)
+    record = _json(run.run_json) if run else {}
+    sections = [
+        _front_matter(use, model_folder, is_adapter=kind == "adapters"),
+        f"# {title}",
+        _origin(config, step, model_folder),
+        "\n".join(["```python", *use.code, "```"]),
+        _view(folder),
+        _data(config, record),
+        _settings(config, record, step, is_generator=use.library == "diffusers"),
+        _numbers(run, step),
+    ]
+    (folder / "README.md").write_text("\n\n".join(part for part in sections if part) + "\n", encoding="utf-8")
+
+
+def _front_matter(use: Usage, model_folder: Path, *, is_adapter: bool) -> str:
+    return "\n".join(
+        [
+            "---",
+            f"library_name: {use.library}",
+            f"pipeline_tag: {use.tag}",
+            f"base_model: {model_folder.name}",
+            "tags:",
+            "- mindspeed-mm",
+            *(["- lora"] if is_adapter else []),
+            "---",
+        ]
+    )
+
+
+def _origin(config: Mapping[str, Any], step: int | None, model_folder: Path) -> str:
+    how = "Trained from scratch in the shape of" if config.get("model.train_from_scratch") else "Fine-tuned from"
+    after = f", {step:,} steps" if step is not None else ""
+    return f"{how} `{model_folder.name}`{after}, with mindspeed-mm {__version__}."
+
+
+def _data(config: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    files = config.get("data.dataset_param.basic_parameters.dataset")
+    if not files:
+        return ""
+    names = [Path(str(name).strip()).name for name in (files if isinstance(files, list) else str(files).split(","))]
+    rows = (record.get("dataset") or {}).get("rows")
+    held = f", {rows:,} rows" if isinstance(rows, int) else ""
+    return f"## Data\n\n{', '.join(f'`{name}`' for name in names)}{held}."
+
+
+def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | None, *, is_generator: bool) -> str:
+    labels = {
+        **_SETTINGS,
+        **({} if is_generator else _TEXT_SETTINGS),
+        **(_LORA_SETTINGS if config.get("training.lora.enable") else {}),
+    }
+    rows = {
+        "steps": step,
+        "samples a step": record.get("global_batch"),
+        "ranks": record.get("world_size"),
+        **{label: config.get(key) for key, label in labels.items()},
+    }
+    shown = {label: value for label, value in rows.items() if value not in (None, [], "")}
+    return _table("Training", ("setting", "value"), [(k, _plain(v)) for k, v in shown.items()]) if config else ""
+
+
+def _numbers(run: RunFolder | None, step: int | None) -> str:
+    if run is None:
+        return ""
+    rows = [(name, f"{value:.4f}", f"step {at:,}") for name, (value, at) in _losses(run, step).items()]
+    tasks = (_json(run.evaluation / "results.json").get("tasks") or {}) if _is_newest(run, step) else {}
+    for name, score in tasks.items():
+        interval = f"95 % interval {100 * score['low']:.1f} to {100 * score['high']:.1f} %"
+        rows.append((f"accuracy, {name}", f"{100 * score['accuracy']:.1f} %", f"n={score['n']:,}, {interval}"))
+    return _table("Numbers", ("what", "value", "where"), rows) if rows else ""
+
+
+def _losses(run: RunFolder, step: int | None) -> dict[str, tuple[float, int]]:
+    """The last training and validation loss up to `step`: name → (value, step)."""
+    names = {"loss": "training loss", "val_loss": "validation loss"}
+    found: dict[str, tuple[float, int]] = {}
+    for record in read_jsonl(run.metrics):
+        at = record.get("step")
+        if not isinstance(at, int) or (step is not None and at > step):
+            continue
+        for key, name in names.items():
+            if isinstance(record.get(key), int | float):
+                found[name] = (float(record[key]), at)
+    return found
+
+
+def _is_newest(run: RunFolder, step: int | None) -> bool:
+    """Whether scores in the run folder, which are its newest checkpoint's, are those of `step`."""
+    steps = [record["step"] for record in read_jsonl(run.metrics) if isinstance(record.get("step"), int)]
+    return step is not None and step >= max(steps, default=0)
+
+
+_VIEW_WORDS = {
+    "image_max_pixels": "shrink larger pictures to so many pixels (Pillow, bicubic)",
+    "image_min_pixels": "enlarge smaller pictures to so many pixels (Pillow, bicubic)",
+    "video_max_pixels": "shrink larger frames to so many pixels (Pillow, bicubic)",
+    "video_min_pixels": "enlarge smaller frames to so many pixels (Pillow, bicubic)",
+    "video_fps": "take so many frames a second, spread evenly from first to last, and pass do_sample_frames=False",
+    "video_maxlen": "take at most so many frames",
+    "image_do_pan_and_scan": "pass images_kwargs={'do_pan_and_scan': ...}",
+    "use_audio_in_video": "pass load_audio_from_video",
+    "audio_sampling_rate": "resample sounds to it",
+}
+
+
+def _view(folder: Path) -> str:
+    """What a script of somebody's own has to do before it calls the processor; nothing where that does it all."""
+    view = read_view(folder)
+    given = view.get("preprocess_parameters", {})
+    steps = [f"- {key} {given[key]}: {words}" for key, words in _VIEW_WORDS.items() if key in given]
+    if not steps:
+        return ""
+    head = "Training saw media like this. Where the processor has no setting of its own for it, do it before the call:"
+    return "\n".join(["## Media", "", head, "", *steps])
+
+
+def _flat_config(run: RunFolder | None) -> dict[str, Any]:
+    """The run's resolved configuration by dotted key; empty when it is not there."""
+    if run is None or not run.resolved.exists():
+        return {}
+    from ruamel.yaml import YAML  # only the card reads it
+
+    return _flat(YAML(typ="safe").load(run.resolved) or {})
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, tuple("---" for _ in head), *rows)]
+    return "\n".join([f"## {title}", "", *lines])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,1 @@
+"""`mm extract`: features of frozen encoders, computed once and kept."""

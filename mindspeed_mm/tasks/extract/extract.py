@@ -1,0 +1,181 @@
+"""`mm extract`: encodes the media and captions of a configuration once, so that training only reads features.
+
+Work goes on where it stopped, after a kill too: a finished batch is a file of its own until it is put into a shard.
+Ranks share the batches out among themselves and then work without a word to each other; rank 0 makes the shards and, at
+the end, the index.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
+from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, resolve_launch, shutdown_distributed
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.params.data_args import BasicParameters
+from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.fsdp.utils.device import current_device, set_local_device
+from mindspeed_mm.fsdp.utils.register import data_register
+from mindspeed_mm.tasks.extract.feature_set import Encoders, ExtractOptions, ExtractOutcome, Ranks, SetExtraction
+from mindspeed_mm.tasks.extract.limits import FEATURES_KEY
+from mindspeed_mm.tasks.launch.launcher import launch
+
+MAX_BAD_FRACTION = 0.1
+"""Share of rows that may be bad when the configuration does not say: they are listed, and can be looked at."""
+_BASIC = "data.dataset_param.basic_parameters"
+_WAIT_S = 3600.0
+"""Ranks wait for one another only before the work, while encoders are hashed and files verified."""
+_MOST_THREADS = 8
+
+
+def run(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    progress_to_stderr: bool = False,
+    **options: Any,
+) -> list[ExtractOutcome]:
+    """Make the feature sets of a configuration, or what is missing of them, as one rank of a job if it is one.
+
+    Args:
+        config_path: The YAML that training takes.
+        overrides: `section.key=value`.
+        out: Where to; None: `basic_parameters.features_dir`, and `val_features_dir` for the validation rows.
+        progress_to_stderr: Leave stdout to the result.
+        options: Fields of `ExtractOptions`.
+
+    Returns:
+        One outcome a set; nothing on ranks above 0.
+
+    Raises:
+        StoppedAfterSave: A signal asked for an end; run again to go on.
+        MMError: Anything else that a person can act on.
+    """
+    config = load_with_plugins(config_path, overrides)
+    adapter, sets = configured_adapter(config), configured_sets(config, out)
+    options = {"threads": _threads(config), **{name: value for name, value in options.items() if value is not None}}
+    stream = sys.stderr if progress_to_stderr else sys.stdout
+    with _joined() as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
+        settings = ExtractOptions(**options)
+        encoders = Encoders(adapter, current_device(), settings.dtype)
+        preprocess = config.arguments.data.dataset_param.preprocess_parameters
+        outcomes = [
+            SetExtraction(
+                folder, basic, preprocess, encoders, ranks=ranks, options=settings, stop=stop, stream=stream
+            ).run()
+            for folder, basic in sets
+        ]
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def run_ranks(
+    nproc: int, config_path: Path, overrides: Sequence[str], options: Sequence[str], out: Path | None = None
+) -> int:
+    """Extract in `nproc` processes on this host and return their exit code.
+
+    Args:
+        nproc: Number of ranks on this host.
+        config_path: The YAML.
+        overrides: `section.key=value`.
+        options: The command line's other words, for each rank.
+        out: As `run`.
+
+    Raises:
+        MMError: The configuration is off, or the ranks could not be started.
+    """
+    config = load_with_plugins(config_path, overrides)  # a wrong YAML is answered once, here
+    configured_adapter(config)
+    configured_sets(config, out)
+    return launch(nproc, ["extract", str(config_path), *overrides, *options], None)
+
+
+def configured_adapter(config: ResolvedConfig) -> DiffusionAdapter:
+    """The generator's family.
+
+    Raises:
+        ConfigError: There is no model.
+        ModelFolderError: It is no generator.
+    """
+    model = config.arguments.model
+    if model.model_name_or_path is None:
+        raise ConfigError(
+            "there is no model whose encoders could be used", key="model.model_name_or_path", way_out="Name its folder."
+        )
+    adapter = find_adapter(model.model_name_or_path, model.model_id, model.transformer)
+    adapter.require("vae")
+    return adapter
+
+
+def configured_sets(config: ResolvedConfig, out: Path | None) -> list[tuple[Path, BasicParameters]]:
+    """Folder and rows of each feature set that the configuration asks for.
+
+    Raises:
+        ConfigError: The rows are none of a generator's, or no folder is named.
+    """
+    param = config.arguments.data.dataset_param
+    if data_register.get(param.dataset_type) is not GenerationDataset:
+        raise ConfigError(
+            f"rows of '{param.dataset_type}' have no features to extract",
+            key="data.dataset_param.dataset_type",
+            way_out="Set generation.",
+        )
+    basic = _rows(config, param.basic_parameters)
+    folder = out or getattr(param.basic_parameters, "features_dir", None)
+    if folder is None:
+        raise ConfigError("no folder is named", key=FEATURES_KEY, way_out="Set it, or say --out FOLDER.")
+    sets = [(Path(folder), basic)]
+    val_folder = getattr(param.basic_parameters, "val_features_dir", None)
+    has_validation = basic.val_dataset is not None and basic.val_max_samples != 0
+    if out is None and val_folder is not None and has_validation:
+        update = {"dataset": basic.val_dataset, "max_samples": basic.val_max_samples}
+        sets.append((Path(val_folder), basic.model_copy(update=update)))
+    return sets
+
+
+def _rows(config: ResolvedConfig, basic: BasicParameters) -> BasicParameters:
+    """Raw rows. Bad ones are skipped and listed, up to a tenth, unless the configuration says otherwise."""
+    update: dict[str, Any] = {"features_dir": None, "val_features_dir": None}
+    for name, default in (("on_bad_sample", "skip"), ("max_bad_fraction", MAX_BAD_FRACTION)):
+        if not _is_set(config, f"{_BASIC}.{name}"):
+            update[name] = default
+    return basic.model_copy(update=update)
+
+
+def _is_set(config: ResolvedConfig, key: str) -> bool:
+    origin = config.origins.get(key)
+    return origin is not None and origin.kind in ("yaml", "command line")
+
+
+def _threads(config: ResolvedConfig) -> int:
+    """As many as the configuration's loader has processes; where it does not say, this rank's share of the cores."""
+    loader = config.arguments.data.dataloader_param
+    if _is_set(config, "data.dataloader_param.num_workers"):
+        return max(1, loader.num_workers)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MOST_THREADS, max(2, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+@contextmanager
+def _joined() -> Iterator[Ranks]:
+    """Bound to this rank's device; several ranks form a group."""
+    info = resolve_launch(os.environ)
+    if info.world_size == 1:
+        set_local_device(info.local_rank)
+        yield Ranks(0, 1)
+        return
+    rank, _, world_size = initialize_distributed(_WAIT_S)
+    try:
+        yield Ranks(rank, world_size)
+    finally:
+        shutdown_distributed(wait=False)

@@ -1,0 +1,346 @@
+"""One feature set from its rows: begun or taken up again, verified, encoded, finished."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm.core.artifacts import RunFolder
+from mindspeed_mm.core.errors import DataError, StoppedAfterSave
+from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
+from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
+from mindspeed_mm.fsdp.data.feature_store.description import Contents, Description, check_same_work, read_description
+from mindspeed_mm.fsdp.data.feature_store.feature_file import DamagedFile, Verification, check_file, write_feature_file
+from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
+from mindspeed_mm.fsdp.data.feature_store.index import collect_skipped, write_index
+from mindspeed_mm.fsdp.data.feature_store.provenance import measure_components
+from mindspeed_mm.fsdp.data.feature_store.shards import SHARD_BYTES, ShardBuilder
+from mindspeed_mm.fsdp.data.feature_store.writer import FeatureWriter, explained
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
+from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+from mindspeed_mm.tasks.extract.batches import BatchEncoder, WorkBatch, decoded_ahead, plan_batches, rows_fingerprint
+from mindspeed_mm.tasks.extract.limits import FEATURES_KEY, BadRows, check_room, room_warning
+
+_LIBRARIES = ("torch", "diffusers", "transformers", "safetensors")
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ExtractOptions:
+    """What the command line adds to a configuration."""
+
+    batch_size: int | None = None
+    """Samples encoded at a time; None: as before, or by their pixels."""
+    dtype: str | None = None
+    """That encoders compute in: `bf16`, `fp32`; None: as the folder stores them."""
+    overwrite: bool = False
+    """Forget the features that are there."""
+    verify: Verification = "hash"
+    """How closely features that are there are looked at."""
+    threads: int = 2
+    """That decode media."""
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class ExtractOutcome:
+    """What became of a set."""
+
+    out: str
+    samples: int
+    """Rows with features."""
+    skipped: int
+    """Rows that could not be used; `skipped.jsonl` lists them."""
+    kept: int
+    """Rows that an earlier start had done."""
+    damaged: tuple[str, ...]
+    """Files that were found damaged and made again."""
+    seconds: float
+    samples_per_s: float
+    """While encoding: without the start, with everything that is written."""
+    cut_captions: int = 0
+    """Samples with a caption of which the text encoder did not read the end; the index counts them by row."""
+    empty_captions: int = 0
+    """Samples with an empty caption."""
+
+    def sentence(self) -> str:
+        """For people."""
+        kept = f", {self.kept} rows were done already" if self.kept else ""
+        rate = f" ({self.samples_per_s:.1f} samples/s)" if self.samples_per_s else ""
+        skipped = f"; {self.skipped} rows were skipped, see {self.out}/skipped.jsonl" if self.skipped else ""
+        captions = [
+            f"; {count} samples have {what}"
+            for count, what in (
+                (self.cut_captions, "a caption that the text encoder did not read to its end"),
+                (self.empty_captions, "an empty caption"),
+            )
+            if count
+        ]
+        return f"{self.out}: {self.samples} samples{kept}{rate}{skipped}{''.join(captions)}"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those that work on one set."""
+
+    rank: int
+    world_size: int
+
+    def wait(self) -> None:
+        """For all others."""
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros(1))  # on the host, whatever the accelerator
+
+
+class Encoders:
+    """The frozen encoders, loaded when something is to be encoded.
+
+    Args:
+        adapter: Of the folder.
+        device: Where they run.
+        dtype: `bf16`, `fp32`; None: as stored.
+    """
+
+    def __init__(self, adapter: DiffusionAdapter, device: torch.device, dtype: str | None) -> None:
+        self.adapter, self._device, self._dtype = adapter, device, dtype
+
+    @cached_property
+    def encode(self) -> BatchEncoder:
+        """Decoded batches → features."""
+        pipeline = load_encoders(self.adapter, self._device, torch_dtype(self._dtype))
+        return BatchEncoder(self.adapter, pipeline, self._device)
+
+
+class SetExtraction:
+    """Makes one feature set.
+
+    Args:
+        folder: Where to.
+        basic: Which rows, and what happens to bad ones.
+        preprocess: To which sizes they are brought.
+        encoders: What encodes them.
+        ranks: Who works.
+        options: What the command line adds.
+        stop: Whether somebody wants an end.
+        stream: Where people look.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        basic: BasicParameters,
+        preprocess: PreprocessParameters,
+        encoders: Encoders,
+        *,
+        ranks: Ranks,
+        options: ExtractOptions,
+        stop: StopSignal,
+        stream: TextIO,
+    ) -> None:
+        self.folder = FeatureFolder(folder)
+        self._preprocess, self._encoders, self._adapter = preprocess, encoders, encoders.adapter
+        self._ranks, self._is_first = ranks, ranks.rank == 0
+        self._options, self._stop = options, stop
+        self._progress = WorkProgress(ranks.rank, ranks.world_size, stream)
+        self._source = RawSource(basic, preprocess, self._adapter.geometry)
+        self._bad = BadRows(basic, self._source.left_out, len(self._source))
+
+    def run(self) -> ExtractOutcome | None:
+        """Make the set, or what is missing of it; None on all ranks but the first.
+
+        Raises:
+            StoppedAfterSave: A signal asked for an end; run again to go on.
+            DataError: Rows are off, or something else made what is there.
+            MachineError: The folder is in use, cannot be written, or the disk is full.
+        """
+        began = time.monotonic()
+        with self._lock(), explained(self.folder):
+            self._begin()
+            damaged = self._drop_damaged()
+            missing = self._find_missing()
+            self._ranks.wait()  # all have looked before the first one writes
+            encoding_s = self._encode(missing)
+            if not self._is_first:
+                return None
+            contents = self._finish()
+        encoded = _rows(missing)
+        return ExtractOutcome(
+            out=str(self.folder.path),
+            samples=contents.samples,
+            skipped=contents.skipped,
+            kept=len(self._source) - encoded,
+            damaged=damaged,
+            seconds=round(time.monotonic() - began, 3),
+            samples_per_s=round(encoded / encoding_s, 2) if encoded else 0.0,
+            cut_captions=contents.cut_captions,
+            empty_captions=contents.empty_captions,
+        )
+
+    # --- before the work ---------------------------------------------------------------------------------------------
+
+    def _lock(self) -> AbstractContextManager[None]:
+        if not self._is_first:
+            return nullcontext()
+        self.folder.check()  # before the lock is written there
+        return RunFolder(self.folder.path, FEATURES_KEY).lock(f"extract-{uuid.uuid4().hex[:8]}")
+
+    def _begin(self) -> None:
+        """Settle what is to be done, and how rows are dealt into batches."""
+        if self._is_first:
+            if self._options.overwrite:
+                self.folder.clear()
+            self.folder.prepare()
+            self._settle().write(self.folder.description)
+            self.folder.open_work()
+        self._ranks.wait()
+        self._description = read_description(self.folder.description)
+        if self._description.rows_fingerprint != rows_fingerprint(self._source):
+            raise DataError("this rank sees other rows than rank 0", where=str(self.folder.path))
+        self._batches = plan_batches(self._source.sizes, self._description.batch_size)
+
+    def _settle(self) -> Description:
+        """What is done now, checked against what was begun."""
+        exists = self.folder.description.is_file()
+        before = read_description(self.folder.description) if exists else None
+        now = self._describe(before)
+        if before is None:
+            return now
+        preprocessing = asdict(SizeSettings.noted(before.preprocessing))
+        check_same_work(replace(before, preprocessing=preprocessing), now, self.folder.description)
+        return replace(now, versions=before.versions, contents=before.contents)
+
+    def _describe(self, before: Description | None) -> Description:
+        return Description(
+            family=self._adapter.transformer_class,
+            task=self._adapter.task,
+            geometry=asdict(self._adapter.geometry),
+            model_folder=str(self._adapter.folder.absolute()),
+            components=measure_components(self._adapter, before.components if before else None),
+            preprocessing=asdict(SizeSettings.read(self._preprocess)),
+            dtype=self._options.dtype,
+            batch_size=self._options.batch_size or (before.batch_size if before else None),
+            rows=len(self._source),
+            rows_fingerprint=rows_fingerprint(self._source),
+            component_configs={"vae": self._adapter.component_config("vae")},
+            versions={"mindspeed-mm": __version__, **{name: _version(name) for name in _LIBRARIES}},
+        )
+
+    def _drop_damaged(self) -> tuple[str, ...]:
+        """Take away what is damaged, each rank its share; names the files."""
+        damaged = self.folder.drop_damaged(self._options.verify, self._ranks.rank, self._ranks.world_size)
+        problems = [error.problems[0] for error in damaged]
+        for problem in problems:
+            self._progress.note(f"{problem.where}  {problem.what}: it is made again")
+        self._ranks.wait()
+        return tuple(problem.where for problem in problems)
+
+    def _find_missing(self) -> list[WorkBatch]:
+        done = self.folder.done()
+        missing = [batch for batch in self._batches if batch.number not in done]
+        check_room(self.folder.path, missing, self._adapter.geometry)
+        return missing
+
+    # --- the work ----------------------------------------------------------------------------------------------------
+
+    def _encode(self, missing: Sequence[WorkBatch]) -> float:
+        """This rank's share of the batches; the first rank makes shards on the way.
+
+        Returns:
+            Seconds that it took, from the moment that the encoders are there.
+        """
+        shards = ShardBuilder(self.folder, len(self._batches), self._options.shard_bytes) if self._is_first else None
+        if self._is_first:
+            self._write_null_text()
+        mine = missing[self._ranks.rank :: self._ranks.world_size]
+        encode = self._encoders.encode if mine else None
+        began = time.monotonic()
+        if encode is not None:
+            self._encode_batches(encode, mine, shards, to_come=_rows(missing))
+        if shards is not None:
+            self._await_others(shards)
+        return time.monotonic() - began
+
+    def _encode_batches(
+        self, encode: BatchEncoder, batches: Sequence[WorkBatch], shards: ShardBuilder | None, to_come: int
+    ) -> None:
+        self._progress.begin(_rows(batches))
+        with (
+            FeatureWriter(self.folder, shards) as writer,
+            decoded_ahead(self._source, batches, self._options.threads) as decoded,
+        ):
+            for batch in decoded:
+                self._raise_if_stopped()
+                tensors = encode(batch)
+                self._bad.add(batch.skipped)
+                writer.add(batch.number, tensors, batch.records, batch.skipped)
+                self._progress.advance(len(batch.records) + len(batch.skipped))
+                if batch.number == batches[0].number:
+                    self._look_at_room(tensors, len(batch.records), to_come)
+        self._progress.end()
+
+    def _write_null_text(self) -> None:
+        try:
+            check_file(self.folder.null_text, "hash")
+        except DamagedFile:
+            write_feature_file(self.folder.null_text, self._encoders.encode.encode_captions([""])[""])
+
+    def _look_at_room(self, tensors: dict[str, torch.Tensor], rows: int, to_come: int) -> None:
+        """The first batch tells how much a sample takes."""
+        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        warning = room_warning(self.folder.path, size_bytes / max(rows, 1), to_come)
+        if warning is not None:
+            self._progress.note(warning)
+
+    def _await_others(self, shards: ShardBuilder) -> None:
+        """Make shards until every batch is in one."""
+        everything = {batch.number for batch in self._batches}
+        shards.compact()
+        while not everything <= self.folder.done():
+            self._raise_if_stopped()
+            time.sleep(_POLL_S)
+            shards.compact()
+        shards.compact()
+
+    def _finish(self) -> Contents:
+        """The index and the list of skipped rows: with them the set is done."""
+        self._bad.recount(collect_skipped(self.folder))
+        contents = write_index(self.folder, self._description, self._bad.unreadable)
+        self.folder.drop_work()
+        return contents
+
+    def _raise_if_stopped(self) -> None:
+        if not self._stop.requested:
+            return
+        done = self.folder.done()
+        samples = _rows([batch for batch in self._batches if batch.number in done])
+        raise StoppedAfterSave(
+            f"stopped: {samples} of {len(self._source)} samples are done",
+            where=str(self.folder.path),
+            way_out="Run the same command again to continue.",
+        )
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "not installed"  # that is an error once an encoder is loaded
+
+
+def _rows(batches: Sequence[WorkBatch]) -> int:
+    return sum(len(batch.rows) for batch in batches)

@@ -1,0 +1,102 @@
+"""A run as Python sees it: its metrics as a table, its checkpoints, its model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder, list_iterations
+from mindspeed_mm.fsdp.train.hooks.trackers import TrackedRun, Tracker
+from mindspeed_mm.tasks.report.data import read_run
+
+if TYPE_CHECKING:
+    import pandas
+    from torch import nn
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, while its process lives or from its folder afterwards."""
+
+    folder: Path | None
+    """`training.save`; None for a run that keeps nothing."""
+    records: Sequence[Record] = field(default=(), repr=False)
+    """Logged steps and validations in the order of their steps, under the names of `metrics.jsonl`."""
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """`run.json`: versions, machine, data, how it ended."""
+    model: nn.Module | None = field(default=None, repr=False)
+    """The trained model, in the process that trained it; None where no step was left to do."""
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """A row for each step that was logged or validated, a column for each number: step, loss, lr, val_loss …"""
+        import pandas  # a third of a second
+
+        by_step: dict[int, Record] = {}
+        for record in self.records:
+            by_step.setdefault(record["step"], {}).update(record)
+        return pandas.DataFrame([by_step[step] for step in sorted(by_step)])
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """Step → committed checkpoint."""
+        if self.folder is None:
+            return {}
+        return {step: checkpoint_folder(self.folder, step) for step in list_iterations(self.folder)}
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint."""
+        return next(reversed(self.checkpoints.values()), None)
+
+    @property
+    def best(self) -> Path | None:
+        """Of the checkpoints that were validated, the one with the lowest validation loss; None when there is none.
+        Steps are validated every `training.val_interval`, and saved every `training.save_interval`."""
+        losses = {record["step"]: record["val_loss"] for record in self.records if _is_finite(record.get("val_loss"))}
+        validated = [step for step in self.checkpoints if step in losses]
+        return self.checkpoints[min(validated, key=lambda step: losses[step])] if validated else None
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped`, `failed` or `running`, as `run.json` has it; empty when there is none."""
+        return str(self.facts.get("status", ""))
+
+    def __fspath__(self) -> str:
+        """The folder: a run can be given wherever a path to a run can."""
+        if self.folder is None:
+            raise TypeError("this run has no folder: set training.save")
+        return str(self.folder)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def load_run(folder: Path) -> Run:
+    """The run in a folder.
+
+    Raises:
+        DataError: It is no run folder, or its files are broken.
+    """
+    found = read_run(folder)
+    return Run(folder, sorted([*found.steps, *found.validations], key=lambda record: record["step"]), found.facts)
+
+
+class RecordsInMemory(Tracker):
+    """Keeps the numbers of a run that has no folder."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def begin(self, run: TrackedRun) -> None:
+        """Nothing is needed."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Keep them."""
+        self.records.append({"step": step, **numbers})

@@ -1,0 +1,1 @@
+"""`--nproc`: ranks on this host, started without torchrun's command line."""

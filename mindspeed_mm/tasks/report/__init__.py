@@ -1,0 +1,1 @@
+"""`mm report`: a run on one page."""

@@ -1,0 +1,161 @@
+"""Curves of one or more runs as SVG that takes its colours and its font from the page around it.
+
+matplotlib draws with stand-in colours; the page's CSS variables are put in their place, so one picture serves light and
+dark mode.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_mm.tasks.report.data import Record, RunData
+
+MOST_POINTS = 300
+"""Points drawn of a curve: what a screen can show."""
+SERIES = ("#010101", "#010102", "#010103", "#010104", "#010105", "#010106")
+INK, GRID = "#020201", "#020202"
+_CSS = {colour: f"var(--series-{number})" for number, colour in enumerate(SERIES, 1)} | {
+    INK: "currentColor",
+    GRID: "var(--grid)",
+}
+_SMOOTHING_WINDOWS = 40
+"""A smoothed curve averages over about one in so many of its points."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture: its title, what it takes from a logged step, and how it is drawn."""
+
+    title: str
+    key: str
+    scale: float = 1.0
+    log: bool = False
+    smooth: bool = False
+    from_zero: bool = False
+
+
+CHARTS = (
+    Chart("Loss", "loss", log=True, smooth=True),
+    Chart("Gradient norm", "grad_norm", log=True, smooth=True),
+    Chart("Learning rate", "lr"),
+    Chart("Throughput, tokens a second", "tokens_per_s", from_zero=True),
+    Chart("MFU by the causal convention, %", "mfu", scale=100, from_zero=True),
+    Chart("Waiting for data, % of the time", "data_share", scale=100, from_zero=True),
+    Chart("Peak memory, GiB", "memory_gib", from_zero=True),
+)
+
+
+def draw_charts(runs: Sequence[RunData]) -> list[tuple[str, str]]:
+    """Title and SVG of every chart that some run has numbers for. Runs keep their colour in all of them."""
+    drawable = [chart for chart in CHARTS if any(points(run.steps, chart.key) for run in runs)]
+    return [(chart.title, _draw(chart, runs)) for chart in drawable]
+
+
+def points(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
+    """Step and value of the records that have one."""
+    return [(record["step"], float(record[key])) for record in records if isinstance(record.get(key), int | float)]
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Exponential moving average, corrected for its start (Kingma and Ba 2014, section 3)."""
+    average, result = 0.0, []
+    for number, value in enumerate(values, 1):
+        average = weight * average + (1 - weight) * value
+        result.append(average / (1 - weight**number))
+    return result
+
+
+def thinned(curve: list[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
+    """Every n-th point and the last one."""
+    if len(curve) <= most:
+        return curve
+    stride = -(-len(curve) // most)
+    kept = curve[::stride]
+    return kept if kept[-1] == curve[-1] else [*kept, curve[-1]]
+
+
+def _draw(chart: Chart, runs: Sequence[RunData]) -> str:
+    from matplotlib import rc_context  # a second, and only a report needs it
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 8}):
+        figure = Figure(figsize=(4.4, 2.3), layout="constrained")
+        axes = figure.add_subplot()
+        for run, colour in zip(runs, SERIES, strict=False):
+            _draw_run(axes, chart, run, colour)
+        _dress(axes, chart)
+        if chart.key == "loss" and any(run.validations for run in runs):
+            _add_legend(axes)
+        svg = io.StringIO()
+        figure.savefig(
+            svg, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    return themed(svg.getvalue(), chart.title)
+
+
+def _draw_run(axes: Any, chart: Chart, run: RunData, colour: str) -> None:
+    curve = [(step, value * chart.scale) for step, value in points(run.steps, chart.key)]
+    if chart.log:
+        curve = [(step, value) for step, value in curve if value > 0]
+    if not curve:
+        return
+    if chart.smooth:
+        axes.plot(*zip(*thinned(curve), strict=True), color=colour, linewidth=0.7, alpha=0.35)
+        steps, values = zip(*curve, strict=True)
+        curve = list(zip(steps, smoothed(values, len(values) / (len(values) + _SMOOTHING_WINDOWS)), strict=True))
+    axes.plot(*zip(*thinned(curve), strict=True), color=colour, linewidth=1.4, label="training")
+    if chart.key == "loss" and run.validations:
+        validation = [(step, value) for step, value in points(run.validations, "val_loss") if value > 0]
+        axes.plot(*zip(*thinned(validation), strict=True), "o--", color=colour, markersize=3, linewidth=0.9)
+        axes.lines[-1].set_label("validation")
+    for event in run.events:
+        if event.get("kind") == "resume":
+            axes.axvline(event.get("step", 0), color=GRID, linewidth=1, linestyle=":")
+
+
+def _dress(axes: Any, chart: Chart) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    if chart.log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    if chart.from_zero:
+        axes.set_ylim(bottom=0, top=max(1e-3, axes.get_ylim()[1]))
+    axes.set_xlabel("step", color=INK)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0, colors=INK)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _add_legend(axes: Any) -> None:
+    first = {line.get_label(): line for line in reversed(axes.lines)}
+    labels = [label for label in ("training", "validation") if label in first]
+    axes.legend([first[label] for label in labels], labels, frameon=False, labelcolor=INK)
+
+
+def themed(svg: str, title: str) -> str:
+    """The picture alone, to stand inside an HTML page: no XML prologue, no namespaces, the page's colours and font."""
+    body = svg[svg.index("<svg") :]
+    for pattern, replacement in _CLEANING:
+        body = re.sub(pattern, replacement, body)
+    body = re.sub("|".join(_CSS), lambda match: _CSS[match[0]], body)
+    return body.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+
+
+_CLEANING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"(?s)<metadata>.*?</metadata>", ""),
+    (r' xmlns(:\w+)?="[^"]*"', ""),
+    (r'(<svg[^>]*?) height="[^"]*"', r"\1"),
+    (r'(<svg[^>]*?) width="[^"]*"', r"\1"),
+    (r'<g id="[a-zA-Z]+(_[a-z]+)*_?\d*"', "<g"),
+    (r"\n\s*", "\n"),
+)

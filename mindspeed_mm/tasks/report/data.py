@@ -1,0 +1,102 @@
+"""What a report shows of a run, read from its folder: metrics, events, environment, configuration, held-out samples."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.tasks.report.samples import Round, read_rounds
+
+Record = dict[str, Any]
+
+_SECRET = re.compile(
+    r"(?i)([\w.-]*(?:token|secret|password|passwd|api_?key|credentials?))(['\"]?\s*[:=]\s*)(?!null\b)\S+"
+)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run, as its folder tells it."""
+
+    name: str
+    path: Path
+    steps: list[Record]
+    """Logged steps, ascending, each once: what a resumed run did again replaces what it did before."""
+    validations: list[Record]
+    events: list[Record]
+    facts: Record
+    """`run.json`: versions, machine, command, exit status."""
+    configuration: str
+    """`resolved.yaml`: each value with its origin, secrets taken out."""
+    results: Record
+    """`eval/results.json`, or empty."""
+    samples: list[Record]
+    """Evaluated ones."""
+    rounds: list[Round]
+    """What a generator made while it was trained."""
+
+
+def read_run(path: Path) -> RunData:
+    """Read a run folder.
+
+    Raises:
+        DataError: It is no run folder, or nothing was logged or evaluated yet.
+    """
+    folder = RunFolder(path)
+    if not folder.metrics.exists() and not folder.run_json.exists():
+        raise DataError(
+            "is no run folder: it holds neither metrics.jsonl nor run.json",
+            where=str(path),
+            way_out="Give the folder that training.save names.",
+        )
+    metrics = read_jsonl(folder.metrics)
+    return RunData(
+        name=path.resolve().name,
+        path=path,
+        steps=_latest_by_step([record for record in metrics if "loss" in record]),
+        validations=_latest_by_step([record for record in metrics if "val_loss" in record]),
+        events=read_jsonl(folder.events),
+        facts=_read_object(folder.run_json),
+        configuration=without_secrets(folder.resolved.read_text(encoding="utf-8", errors="replace"))
+        if folder.resolved.exists()
+        else "",
+        results=_read_object(folder.evaluation / "results.json"),
+        samples=read_jsonl(folder.evaluation / "samples.jsonl"),
+        rounds=read_rounds(path),
+    )
+
+
+def choose_samples(samples: Sequence[Record], most_of_each: int) -> tuple[list[Record], list[Record]]:
+    """Wrong and right answers to show, at most so many of each, the tasks taking turns."""
+    wrong = [sample for sample in samples if not sample.get("correct")]
+    right = [sample for sample in samples if sample.get("correct")]
+    return _tasks_in_turn(wrong)[:most_of_each], _tasks_in_turn(right)[:most_of_each]
+
+
+def without_secrets(text: str) -> str:
+    """The text with the values of keys that end in token, secret, password, api_key or credentials taken out."""
+    return _SECRET.sub(r"\1\2•••", text)
+
+
+def _tasks_in_turn(samples: list[Record]) -> list[Record]:
+    by_task: dict[str, list[Record]] = defaultdict(list)
+    for sample in samples:
+        by_task[str(sample.get("task", ""))].append(sample)
+    return [sample for sample in chain.from_iterable(zip_longest(*by_task.values())) if sample is not None]
+
+
+def _latest_by_step(records: list[Record]) -> list[Record]:
+    by_step = {record["step"]: record for record in records if isinstance(record.get("step"), int)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_object(path: Path) -> Record:
+    return read_json_object(path, DataError, way_out="Put it aside to report without it.") if path.exists() else {}
