@@ -151,14 +151,14 @@ class Reorder(Op):
 
 
 @dataclass(frozen=True)
-class Step:
+class RuleMatch:
     """One application of a rule: these stored keys, all of each, make these tensors."""
 
     sources: tuple[str, ...]
     targets: Mapping[str, LazyTensor]
 
 
-class Rule:
+class KeyRule:
     """One line of a key map. Patterns may be given as one string or several."""
 
     def __init__(self, sources: str | Sequence[str], targets: str | Sequence[str], ops: Sequence[Op] = ()) -> None:
@@ -167,9 +167,9 @@ class Rule:
         self.ops = tuple(ops)
 
     @property
-    def inverse(self) -> Rule:
+    def inverse(self) -> KeyRule:
         """The rule that leads back."""
-        return Rule(self.targets, self.sources, [op.inverse for op in reversed(self.ops)])
+        return KeyRule(self.targets, self.sources, [op.inverse for op in reversed(self.ops)])
 
     @cached_property
     def regexes(self) -> list[re.Pattern[str]]:
@@ -181,7 +181,7 @@ class Rule:
         """Placeholders that sources and targets have in common: one application for each of their values."""
         return [name for name in _names(self.sources) if name in _names(self.targets)]
 
-    def build(self, columns: list[list[tuple[str, dict[str, str]]]], tensors: Mapping[str, LazyTensor]) -> Step:
+    def build(self, columns: list[list[tuple[str, dict[str, str]]]], tensors: Mapping[str, LazyTensor]) -> RuleMatch:
         """One application.
 
         Args:
@@ -201,7 +201,7 @@ class Rule:
             made = [self._named(pattern, column, values) for pattern, column in zip(self.targets, work, strict=True)]
         except (ValueError, IndexError) as error:
             raise ModelFolderError(f"{error} (rule {self})", key=keys[0]) from error
-        return Step(keys, {key: tensor for column in made for key, tensor in column})
+        return RuleMatch(keys, {key: tensor for column in made for key, tensor in column})
 
     def _named(self, pattern: str, column: Column, values: dict[str, str]) -> list[tuple[str, LazyTensor]]:
         dealt = [name for name in _names([pattern]) if name not in values]
@@ -223,7 +223,7 @@ class KeyMap:
         keep_others: Pass a key that no rule takes on under its own name, instead of leaving it over.
     """
 
-    def __init__(self, rules: Iterable[Rule], *, keep_others: bool = False) -> None:
+    def __init__(self, rules: Iterable[KeyRule], *, keep_others: bool = False) -> None:
         self.rules, self.keep_others = list(rules), keep_others
 
     @property
@@ -231,7 +231,7 @@ class KeyMap:
         """The map that leads back."""
         return KeyMap([rule.inverse for rule in self.rules], keep_others=self.keep_others)
 
-    def steps(self, tensors: Mapping[str, LazyTensor]) -> list[Step]:
+    def steps(self, tensors: Mapping[str, LazyTensor]) -> list[RuleMatch]:
         """What becomes of these tensors. Keys that no rule takes are in no step."""
         groups: dict[tuple[int, tuple[str, ...]], list[list[tuple[str, dict[str, str]]]]] = {}
         others: list[str] = []
@@ -245,7 +245,7 @@ class KeyMap:
             group = (position, tuple(values.get(name, "") for name in rule.shared))
             groups.setdefault(group, [[] for _ in rule.sources])[column].append((key, values))
         steps = [self.rules[position].build(columns, tensors) for (position, _), columns in groups.items()]
-        return steps + [Step((key,), {key: tensors[key]}) for key in others if self.keep_others]
+        return steps + [RuleMatch((key,), {key: tensors[key]}) for key in others if self.keep_others]
 
     def _match(self, key: str) -> tuple[int, int, dict[str, str]] | None:
         for position, rule in enumerate(self.rules):
@@ -255,7 +255,7 @@ class KeyMap:
         return None
 
 
-def check_used_once(steps: Iterable[Step], sources: Iterable[str], targets: Iterable[str]) -> None:
+def check_used_once(steps: Iterable[RuleMatch], sources: Iterable[str], targets: Iterable[str]) -> None:
     """The ledger: every source key used exactly once, every target key made exactly once.
 
     Raises:
@@ -307,7 +307,7 @@ def _fill(pattern: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], pattern)
 
 
-def _check_complete(rule: Rule, columns: list[list[tuple[str, dict[str, str]]]]) -> None:
+def _check_complete(rule: KeyRule, columns: list[list[tuple[str, dict[str, str]]]]) -> None:
     present = [key for column in columns for key, _ in column]
     for pattern, column in zip(rule.sources, columns, strict=True):
         if not column:

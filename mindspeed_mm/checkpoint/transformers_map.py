@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_mm.checkpoint.keymap import Step, natural_order
+from mindspeed_mm.checkpoint.keymap import RuleMatch, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import (
     Computed,
     Concatenated,
@@ -55,7 +55,7 @@ def conversion_rules(model: PreTrainedModel) -> list[Any]:
 
 def loading_steps(
     model: PreTrainedModel, tensors: Mapping[str, LazyTensor], wanted: Collection[str], rules: Sequence[Any]
-) -> list[Step]:
+) -> list[RuleMatch]:
     """How a stored folder's tensors become those of the model.
 
     Args:
@@ -85,7 +85,7 @@ def loading_steps(
     return steps
 
 
-def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rules: Sequence[Any]) -> list[Step]:
+def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rules: Sequence[Any]) -> list[RuleMatch]:
     """How the model's tensors become those of a folder in the layout of the hub: the way back of `loading_steps`.
 
     A model that was loaded goes back the way it came; one made from scratch takes `conversion_rules(model)`.
@@ -107,7 +107,9 @@ def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rule
 
     steps = _steps(model, tensors, lambda key: rename_source_key(key, [], converters), converters)
     return [
-        Step(step.sources, {rename_source_key(key, renamings, [])[0]: tensor for key, tensor in step.targets.items()})
+        RuleMatch(
+            step.sources, {rename_source_key(key, renamings, [])[0]: tensor for key, tensor in step.targets.items()}
+        )
         for step in steps
     ]
 
@@ -117,34 +119,34 @@ def _steps(
     tensors: Mapping[str, LazyTensor],
     rename: Callable[[str], tuple[str, str | None]],
     converters: Sequence[Any],
-) -> list[Step]:
+) -> list[RuleMatch]:
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     groups: dict[str, Group] = {}
-    steps: list[Step] = []
+    steps: list[RuleMatch] = []
     for key in sorted(tensors, key=natural_order):
         target, pattern = rename(key)
         if pattern is None:
-            steps.append(Step((key,), {target: tensors[key]}))
+            steps.append(RuleMatch((key,), {target: tensors[key]}))
         else:
             group = groups.setdefault(target, Group(by_pattern[pattern], target))
             group.keys.setdefault(pattern, []).append(key)
     return steps + [_convert(model, group, tensors) for group in groups.values()]
 
 
-def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTensor]) -> Step:
+def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTensor]) -> RuleMatch:
     sources = tuple(key for keys in group.keys.values() for key in keys)
     columns = group.columns(tensors)
     try:
         for op in group.converter.operations:
             translate = _TRANSLATIONS.get(type(op).__name__)
             if translate is None:
-                return Step(sources, _computed(model, group, tensors))
+                return RuleMatch(sources, _computed(model, group, tensors))
             columns = translate(op, columns, group, model)
     except (ValueError, IndexError) as error:
         raise ModelFolderError(
             f"{error}, in {group.converter}", key=sources[0], way_out="Compare the folder with the original model's."
         ) from error
-    return Step(sources, _full_names(group, {pattern: column[0] for pattern, column in columns.items()}))
+    return RuleMatch(sources, _full_names(group, {pattern: column[0] for pattern, column in columns.items()}))
 
 
 def _full_names(group: Group, made: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

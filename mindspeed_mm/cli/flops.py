@@ -75,11 +75,11 @@ def command(
 
     Needs the folder's config.json, no weights. OVERRIDES are section.key=value, for CONFIG.
     """
-    from mindspeed_mm.fsdp.tools.flops_tool.imagined import Sample  # torch: the help does without
+    from mindspeed_mm.fsdp.tools.flops_tool.imagined import SampleShape  # torch: the help does without
     from mindspeed_mm.tasks import flops as task
 
     height, width = image_size or (0, 0)
-    sample = Sample(seq or 0, labels, images, height, width, frames, sound_s or 0.0)
+    sample = SampleShape(seq or 0, labels, images, height, width, frames, sound_s or 0.0)
     found = task.run(
         target, overrides, sample, samples=batch, lora=lora, recompute=recompute, tokens_per_s=tokens_per_s,
         device=device, precision=precision, peak_tflops=peak_tflops,

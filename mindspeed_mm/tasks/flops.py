@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mindspeed_mm.fsdp.tools.flops_tool.count import ByConvention, FlopCount
-    from mindspeed_mm.fsdp.tools.flops_tool.imagined import Sample
+    from mindspeed_mm.fsdp.tools.flops_tool.imagined import SampleShape
 
 
 _UNSAID = ("cut patches", "samples", "passes")
@@ -64,7 +64,7 @@ class FlopsReport:
 def run(
     target: Path,
     overrides: Sequence[str],
-    sample: Sample,
+    sample: SampleShape,
     *,
     samples: int = 1,
     lora: bool = False,

@@ -8,10 +8,10 @@ import torch
 from mindspeed_mm.checkpoint.keymap import (
     Concat,
     KeyMap,
+    KeyRule,
     Reorder,
-    Rule,
+    RuleMatch,
     Stack,
-    Step,
     Transpose,
     check_used_once,
     natural_order,
@@ -21,18 +21,18 @@ from mindspeed_mm.core.errors import ModelFolderError
 
 MAP = KeyMap(
     [
-        Rule("blocks.{n}.norm.{part*}", "layers.{n}.input_layernorm.{part*}"),
-        Rule(
+        KeyRule("blocks.{n}.norm.{part*}", "layers.{n}.input_layernorm.{part*}"),
+        KeyRule(
             ("{at*}.q.weight", "{at*}.k.weight", "{at*}.v.weight"),
             "{at*}.qkv.weight",
             (Concat(0, sizes=(8, 4, 4)), Reorder(0, tuple(range(15, -1, -1)))),
         ),
-        Rule(
+        KeyRule(
             ("{at*}.experts.{e}.gate.weight", "{at*}.experts.{e}.up.weight"),
             "{at*}.experts.gate_up",
             (Stack(0), Concat(1)),
         ),
-        Rule("{at*}.experts.{e}.down.weight", "{at*}.experts.down", (Stack(0), Transpose(1, 2))),
+        KeyRule("{at*}.experts.{e}.down.weight", "{at*}.experts.down", (Stack(0), Transpose(1, 2))),
     ],
     keep_others=True,
 )
@@ -112,13 +112,13 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
 def test_ledger_finds_each_kind_of_mistake() -> None:
     a, b = lazy({"a": torch.zeros(1), "b": torch.zeros(1)}).values()
-    good = [Step(("a",), {"x": a}), Step(("b",), {"y": b})]
+    good = [RuleMatch(("a",), {"x": a}), RuleMatch(("b",), {"y": b})]
     check_used_once(good, ["a", "b"], ["x", "y"])
     mistakes = {
         "is not used": (good[:1], ["a", "b"], ["x"]),
-        "is used more than once": ([*good, Step(("a",), {"z": a})], ["a", "b"], ["x", "y", "z"]),
+        "is used more than once": ([*good, RuleMatch(("a",), {"z": a})], ["a", "b"], ["x", "y", "z"]),
         "is not made": (good, ["a", "b"], ["x", "y", "z"]),
-        "is made more than once": ([good[0], Step(("b",), {"x": b})], ["a", "b"], ["x"]),
+        "is made more than once": ([good[0], RuleMatch(("b",), {"x": b})], ["a", "b"], ["x"]),
         "is made but not wanted": (good, ["a", "b"], ["x"]),
     }
     for message, (steps, sources, targets) in mistakes.items():

@@ -15,7 +15,7 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.tasks.data import check
 from mindspeed_mm.tasks.data.check import DataCheck
 from mindspeed_mm.tasks.data.facts import RowFacts, kind_of
-from mindspeed_mm.tasks.data.findings import Finding, lengths_that_save
+from mindspeed_mm.tasks.data.findings import DataFinding, lengths_that_save
 from mindspeed_mm.tasks.data.page import check_page
 from mindspeed_mm.tasks.data.paint import Paint
 from mindspeed_mm.tasks.data.scan import scan
@@ -39,7 +39,7 @@ def found(bad: Path) -> DataCheck:
     return check.run(bad, basics(cutoff_len=400))
 
 
-def of_kind(result: DataCheck, kind: str) -> Finding:
+def of_kind(result: DataCheck, kind: str) -> DataFinding:
     [finding] = [finding for finding in result.findings if finding.kind == kind]
     return finding
 

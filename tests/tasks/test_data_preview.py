@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.data import check, preview, stats
 from mindspeed_mm.tasks.data.media_views import sound_uri, view_medium, wave_points
-from mindspeed_mm.tasks.data.micro_batch import Document, view_batch
+from mindspeed_mm.tasks.data.micro_batch import PackedDocument, view_batch
 from mindspeed_mm.tasks.data.opening import open_data
 from mindspeed_mm.tasks.data.page import preview_page
 from mindspeed_mm.tasks.data.paint import Paint
@@ -225,7 +225,11 @@ class TestMicroBatch:
                 "sample_ids": ["a:1", "a:2"],
             }
         )
-        assert view.documents == (Document(0, 0, 4, "a:1", 2), Document(0, 4, 6, "a:2", 1), Document(0, 6, 8, "", 0))
+        assert view.documents == (
+            PackedDocument(0, 0, 4, "a:1", 2),
+            PackedDocument(0, 4, 6, "a:2", 1),
+            PackedDocument(0, 6, 8, "", 0),
+        )
         assert (view.is_packed, view.fill) == (True, 0.75)
 
     def test_packs_of_a_run(self, yaml: Path) -> None:

@@ -16,7 +16,7 @@ from mindspeed_mm.tasks.data import stats
 from mindspeed_mm.tasks.data.histogram import histogram, percentiles
 from mindspeed_mm.tasks.data.page import stats_page
 from mindspeed_mm.tasks.data.paint import Paint, bars
-from mindspeed_mm.tasks.data.stats import DataStats, Packing, packing_at, padded_fill
+from mindspeed_mm.tasks.data.stats import DataStats, PackingEstimate, packing_at, padded_fill
 from mindspeed_mm.tasks.data.words import stats_lines
 from tests.tasks.data_rows import add_rows, basics, conversation, make_run
 from tests.tasks.test_report import Page, external
@@ -60,9 +60,9 @@ def test_media_are_counted_and_measured(found: DataStats) -> None:
 
 def test_fills_by_hand(found: DataStats) -> None:
     lengths = np.array([10, 30, 20, 40])
-    assert packing_at(lengths, 50, 50) == Packing(50, rows_kept=1.0, packs=2, fill=1.0)
-    assert packing_at(lengths, 25, 50) == Packing(25, rows_kept=0.5, packs=2, fill=0.6)
-    assert packing_at(lengths, 50, 25) == Packing(50, rows_kept=0.5, packs=1, fill=0.6)
+    assert packing_at(lengths, 50, 50) == PackingEstimate(50, rows_kept=1.0, packs=2, fill=1.0)
+    assert packing_at(lengths, 25, 50) == PackingEstimate(25, rows_kept=0.5, packs=2, fill=0.6)
+    assert packing_at(lengths, 50, 25) == PackingEstimate(50, rows_kept=0.5, packs=1, fill=0.6)
     assert packing_at(lengths, 5, 50) is None
     assert padded_fill(lengths, 4, seed=0) == 100 / 160
     assert padded_fill(lengths, 1, seed=0) == 1.0

@@ -21,7 +21,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MMError, ModelFolde
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
-from mindspeed_mm.fsdp.sampling.sampler import SampleOrder, Sampler
+from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, SampleOrder
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.generate import GenerateRequest
@@ -158,7 +158,9 @@ def test_ten_thousand_prompts_are_all_used(flux: Path, tmp_path: Path) -> None:
     asked = GenerateRequest(prompts_file=tmp_path / "p.txt", settings={**SETTINGS, "batch_size": 100})
     made = []
     with (
-        mock.patch.object(Sampler, "make", lambda self, batch, sampling: [np.zeros((1, 4, 4, 3))] * len(batch)),
+        mock.patch.object(
+            DiffusionSampler, "make", lambda self, batch, sampling: [np.zeros((1, 4, 4, 3))] * len(batch)
+        ),
         mock.patch.object(SampleFolder, "write", lambda self, order, frames, rank: made.append(order.prompt)),
     ):
         outcome = make(flux, tmp_path / "out", asked)

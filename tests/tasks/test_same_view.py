@@ -15,7 +15,7 @@ from PIL import Image
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.data_utils.training_view import with_view
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
@@ -98,7 +98,7 @@ class Case:
     def asked(self) -> dict[str, Any]:
         """The same from the exported folder, as `mm infer` and `mm evaluate` ask."""
         encoder = QuestionEncoder(self.exported)
-        question, _ = question_of(self.row, RowFormat(), Place("rows", 1), needs_answer=True)
+        question, _ = question_of(self.row, RowFormat(), RowLocation("rows", 1), needs_answer=True)
         return encoder.collate([encoder.encode(question, encoder.media(self.media))])
 
     def plain(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """What one checkpoint holds; nothing in it changes any more while it is written."""
 
     iteration: int
@@ -52,7 +52,7 @@ class Contents:
         return round(tree_bytes(self.tree) * self.stages)
 
 
-def commit_checkpoint(save: Path, contents: Contents, context: dict[str, Any], ranks: Ranks) -> Path:
+def commit_checkpoint(save: Path, contents: CheckpointContents, context: dict[str, Any], ranks: Ranks) -> Path:
     """Write a checkpoint and commit it. Called by all ranks; all return, or all raise.
 
     Args:
@@ -106,7 +106,7 @@ def _fresh_folder(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def _write(contents: Contents, draft: Path, ranks: Ranks) -> None:
+def _write(contents: CheckpointContents, draft: Path, ranks: Ranks) -> None:
     write_tree(contents.tree, draft, ranks)
     if contents.rng:
         path = draft / layout.rng_file(ranks.rank)
@@ -123,7 +123,9 @@ def _hash_own_files(draft: Path, ranks: Ranks) -> dict[str, FileRecord]:
     return {path.name: FileRecord.of(path) for path in mine}
 
 
-def _manifest(contents: Contents, files: dict[str, FileRecord], context: dict[str, Any], world_size: int) -> Manifest:
+def _manifest(
+    contents: CheckpointContents, files: dict[str, FileRecord], context: dict[str, Any], world_size: int
+) -> Manifest:
     return Manifest(
         iteration=contents.iteration,
         world_size=world_size,

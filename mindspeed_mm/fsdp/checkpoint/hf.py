@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from mindspeed_mm.checkpoint.keymap import KeyMap, Step, check_used_once, natural_order
+from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.transformers_map import loading_steps, saving_steps
@@ -69,11 +69,11 @@ def live_tensors(model: nn.Module) -> dict[str, LazyTensor]:
     """The tensors that a checkpoint of a live model holds, by name, each gathered when it is read: all ranks read the
     same ones in the same order."""
     own, everything = model_tensors(model), model_tensors(whole_of(model))
-    reader = _Gathering(own, everything, share_of(model))
+    reader = _GatheredTensors(own, everything, share_of(model))
     return {name: Stored(name, tensor.shape, tensor.dtype, lambda: reader) for name, tensor in everything.items()}
 
 
-class _Gathering:
+class _GatheredTensors:
     """Gives whole tensors of a sharded model: each read is a collective, so all ranks read in the same order."""
 
     def __init__(
@@ -145,17 +145,17 @@ def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[s
     return held
 
 
-def _loading_steps(model: nn.Module, stored: Mapping[str, LazyTensor]) -> list[Step]:
+def _loading_steps(model: nn.Module, stored: Mapping[str, LazyTensor]) -> list[RuleMatch]:
     rules = getattr(model, "_mm_conversion_rules", None)
     if rules is not None:
         return loading_steps(model, stored, set(model.state_dict()), rules)  # type: ignore[arg-type]
     key_map: KeyMap | None = getattr(model, "key_map", None)
     if key_map is not None:
         return key_map.steps(stored)
-    return [Step((key,), {key: tensor}) for key, tensor in stored.items()]
+    return [RuleMatch((key,), {key: tensor}) for key, tensor in stored.items()]
 
 
-def _saving_steps(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[Step]:
+def _saving_steps(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[RuleMatch]:
     from transformers import PreTrainedModel  # heavy
 
     if isinstance(model, PreTrainedModel):
@@ -164,7 +164,7 @@ def _saving_steps(model: nn.Module, tensors: Mapping[str, LazyTensor]) -> list[S
     key_map = getattr(model, "key_map", None)
     if key_map is not None:
         return key_map.inverse.steps(tensors)
-    return [Step((name,), {name: tensor}) for name, tensor in tensors.items()]
+    return [RuleMatch((name,), {name: tensor}) for name, tensor in tensors.items()]
 
 
 def _unsharded_outline(model: PreTrainedModel) -> PreTrainedModel:

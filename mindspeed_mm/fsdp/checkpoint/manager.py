@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.fsdp.checkpoint import committed, layout
-from mindspeed_mm.fsdp.checkpoint.commit import Contents, check_space, commit_checkpoint
+from mindspeed_mm.fsdp.checkpoint.commit import CheckpointContents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_rng, load_state, load_tensors
 from mindspeed_mm.fsdp.checkpoint.retention import prune
@@ -171,7 +171,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
         ema: Ema | None,
-    ) -> Contents:
+    ) -> CheckpointContents:
         dtype = self.training.save_ckpt_dtype
         tree: Tree = {MODEL: cast_floats(model_tensors(model), torch_dtype(dtype))}
         with_optimizer = not self.training.no_save_optim
@@ -180,7 +180,7 @@ class CheckpointManager:
         if ema is not None:
             tree[EMA] = average_tensors(ema)
         rng = {} if self.training.no_save_rng else state.get("rng") or {}
-        return Contents(
+        return CheckpointContents(
             iteration=iteration,
             tree=snapshot(tree) if self._background else tree,
             state=json.dumps({key: value for key, value in state.items() if key != "rng"}, indent=1),
@@ -191,11 +191,11 @@ class CheckpointManager:
             stages=_numbers(whole_of(model)) / max(1, _numbers(model)),
         )
 
-    def _check_space(self, contents: Contents) -> None:
+    def _check_space(self, contents: CheckpointContents) -> None:
         if warning := check_space(self.save_folder, contents.bytes):
             logger.warning(warning)
 
-    def _commit(self, contents: Contents) -> None:
+    def _commit(self, contents: CheckpointContents) -> None:
         commit_checkpoint(self.save_folder, contents, self.context, self.ranks)
         self._last_saved = contents.iteration
         self.ranks.first("deleting old checkpoints", self._prune)

@@ -26,7 +26,7 @@ HOST = torch.device("cpu")
 
 
 @dataclass
-class Piece:
+class ParameterSlice:
     """A stretch of one parameter's part, flat."""
 
     parameter: torch.Tensor
@@ -42,7 +42,7 @@ class Piece:
 class Ready(NamedTuple):
     """A piece with all that torch's AdamW takes."""
 
-    piece: Piece
+    piece: ParameterSlice
     gradient: torch.Tensor
     numbers: list[torch.Tensor]
     """The two moments, unpacked."""
@@ -116,7 +116,7 @@ class StreamedAdamW(torch.optim.AdamW):
             for parameter in parameters:
                 self.state[parameter]["step"] += 1
 
-    def _update(self, group: dict[str, Any], bucket: list[Cargo[Piece]]) -> None:
+    def _update(self, group: dict[str, Any], bucket: list[Cargo[ParameterSlice]]) -> None:
         """torch's AdamW on the pieces of a bucket."""
         ready = [_unpacked(cargo) for cargo in bucket]
         beta1, beta2 = group["betas"]
@@ -141,7 +141,7 @@ class StreamedAdamW(torch.optim.AdamW):
             for (how, _), numbers, kept in zip(each.piece.moments, each.numbers, each.kept, strict=True):
                 how.pack(numbers, kept, each.piece.seed)
 
-    def _pieces(self, parameter: torch.Tensor) -> Iterator[Cargo[Piece]]:
+    def _pieces(self, parameter: torch.Tensor) -> Iterator[Cargo[ParameterSlice]]:
         """A parameter's part in stretches, with what has to come from the host."""
         state, formats = self._state_of(parameter), self._formats(parameter)
         away = offloaded(parameter)
@@ -151,7 +151,7 @@ class StreamedAdamW(torch.optim.AdamW):
         for start in range(0, own.numel(), PIECE):
             end = min(start + PIECE, own.numel())
             moments = [(how, [_stretch(flat[key], own, start, end) for key in how.state_keys()]) for how in formats]
-            piece = Piece(
+            piece = ParameterSlice(
                 own[start:end],
                 None if away is not None else gradient[start:end],
                 away.factor if away is not None else None,
@@ -162,7 +162,7 @@ class StreamedAdamW(torch.optim.AdamW):
             visits = [tensor for _, tensors in moments for tensor in tensors] if self.swaps else []
             yield Cargo(piece, visits, [gradient[start:end]] if away is not None else [], self._extra(formats, piece))
 
-    def _extra(self, formats: list[Format], piece: Piece) -> int:
+    def _extra(self, formats: list[Format], piece: ParameterSlice) -> int:
         """Bytes of moments as numbers, and of what packing takes."""
         packed = [how for how in formats if how.dtype != piece.parameter.dtype]
         return sum((48 if how.block else 16) * piece.parameter.numel() for how in packed)
@@ -188,7 +188,7 @@ class StreamedAdamW(torch.optim.AdamW):
             )
 
 
-def _unpacked(cargo: Cargo[Piece]) -> Ready:
+def _unpacked(cargo: Cargo[ParameterSlice]) -> Ready:
     piece, staged = cargo.item, list(cargo.staged)
     kept = [tensors for _, tensors in piece.moments]
     if cargo.visits:
@@ -211,7 +211,7 @@ def _stretch(kept: torch.Tensor, own: torch.Tensor, start: int, end: int) -> tor
     return kept[start // each : end // each]
 
 
-def _counters(pieces: list[Piece], group: dict[str, Any]) -> list[torch.Tensor]:
+def _counters(pieces: list[ParameterSlice], group: dict[str, Any]) -> list[torch.Tensor]:
     """Numbers of steps for torch to count up, where it wants them."""
     if not (group["fused"] or group["capturable"]):
         return [torch.tensor(piece.step) for piece in pieces]

@@ -33,7 +33,17 @@ from mindspeed_mm.fsdp.params.yaml.overrides import (
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.paths import derive_processor_folder, locate_paths
 from mindspeed_mm.fsdp.params.yaml.plugin_scope import build_scope, check_ids, fill_declared, own_model_keys
-from mindspeed_mm.fsdp.params.yaml.tree import Node, Place, as_node, clone, find, place_of, plain, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml.tree import (
+    Node,
+    SourcePosition,
+    as_node,
+    clone,
+    find,
+    place_of,
+    plain,
+    text_at,
+    value_at_key,
+)
 from mindspeed_mm.fsdp.params.yaml.unknown_keys import judge_keys
 from mindspeed_mm.fsdp.params.yaml.value_messages import problems_of
 
@@ -181,7 +191,7 @@ def _parse(given: Given) -> tuple[str, Node, list[Problem]]:
         document = parse_yaml(text, str(given))
         return text, clone(document.root), list(document.problems)
     sections = to_plain(given)
-    return dump_with_origins(sections, {}), as_node(sections, Place(CONFIGURATION)), []
+    return dump_with_origins(sections, {}), as_node(sections, SourcePosition(CONFIGURATION)), []
 
 
 def _validate(root: Node, notes: Notes) -> Arguments | None:

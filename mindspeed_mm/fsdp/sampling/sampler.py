@@ -99,7 +99,7 @@ def deal_in_step(batches: Sequence[SampleBatch], rank: int, world_size: int) -> 
             yield round_[min(rank, len(round_) - 1)], rank < len(round_)
 
 
-class Sampler:
+class DiffusionSampler:
     """Makes samples.
 
     Args:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.tools import intervals
 from mindspeed_mm.fsdp.tools.intervals import Intervals
-from mindspeed_mm.fsdp.tools.trace_columns import Columns, Kind, read_columns
+from mindspeed_mm.fsdp.tools.trace_columns import Kind, TraceColumns, read_columns
 from mindspeed_mm.fsdp.tools.trace_nesting import Nesting, nest
 from mindspeed_mm.fsdp.utils import ranges
 
@@ -190,7 +190,7 @@ def _free_number(taken: Iterable[int]) -> int:
     return max(taken, default=-1) + 1
 
 
-def analyse_columns(columns: Columns) -> Times:
+def analyse_columns(columns: TraceColumns) -> Times:
     """Analyse one file."""
     nesting = nest(columns)
     window, steps = _window(columns)
@@ -205,7 +205,7 @@ def analyse_columns(columns: Columns) -> Times:
 # --- shares --------------------------------------------------------------------------------------------------------
 
 
-def _window(columns: Columns) -> tuple[Intervals, int]:
+def _window(columns: TraceColumns) -> tuple[Intervals, int]:
     """The moments of the steps, and how many they are; of a trace that names none: from its first event to its last."""
     for prefix in (ranges.STEP, _STEP_OF_TORCH):
         named = _named(columns, prefix)
@@ -215,17 +215,17 @@ def _window(columns: Columns) -> tuple[Intervals, int]:
     return np.array([[columns.begin[known].min(), columns.end[known].max()]]), 1
 
 
-def _named(columns: Columns, *prefixes: str) -> NDArray[np.int64]:
+def _named(columns: TraceColumns, *prefixes: str) -> NDArray[np.int64]:
     """Stretches of the host whose names begin so."""
     fits = np.array([name.startswith(prefixes) for name in columns.names], dtype=bool)
     return np.flatnonzero((columns.kind == Kind.RANGE) & fits[columns.name])
 
 
-def _covered(columns: Columns, events: NDArray[Any]) -> Intervals:
+def _covered(columns: TraceColumns, events: NDArray[Any]) -> Intervals:
     return intervals.union(columns.begin[events], columns.end[events])
 
 
-def _share_out(columns: Columns, window: Intervals, times: Times) -> None:
+def _share_out(columns: TraceColumns, window: Intervals, times: Times) -> None:
     waits = _covered(columns, _named(columns, ranges.DATA_WAIT, *_LOADERS))
     compute, communication = _work(columns)
     copy_in, copy_out = (_covered(columns, columns.kind == kind) for kind in (Kind.TO_DEVICE, Kind.FROM_DEVICE))
@@ -244,7 +244,7 @@ def _share_out(columns: Columns, window: Intervals, times: Times) -> None:
     times.shares[IDLE] = intervals.length(left)
 
 
-def _work(columns: Columns) -> tuple[Intervals, Intervals]:
+def _work(columns: TraceColumns) -> tuple[Intervals, Intervals]:
     """When something is computed, and when something is communicated."""
     if columns.has_device:
         on_device = (columns.kind == Kind.COMMUNICATION) & ~_on_host(columns)
@@ -260,7 +260,7 @@ def _work(columns: Columns) -> tuple[Intervals, Intervals]:
     return intervals.merged(*compute), intervals.merged(*communication)
 
 
-def _on_host(columns: Columns) -> NDArray[np.bool_]:
+def _on_host(columns: TraceColumns) -> NDArray[np.bool_]:
     """Events of lanes in which the host's operators and stretches stand."""
     is_host = np.zeros(len(columns.lanes), dtype=bool)
     is_host[columns.lane[(columns.kind == Kind.OPERATOR) | (columns.kind == Kind.RANGE)]] = True
@@ -275,7 +275,7 @@ def _is_operator(name: str) -> bool:
 # --- operators, parts, modules -------------------------------------------------------------------------------------
 
 
-def _count_operators(columns: Columns, nesting: Nesting, window: Intervals, times: Times) -> None:
+def _count_operators(columns: TraceColumns, nesting: Nesting, window: Intervals, times: Times) -> None:
     inside = intervals.locate(window, columns.begin) >= 0
     on_host = np.flatnonzero(inside & (columns.kind == Kind.OPERATOR))
     _tally(columns, on_host, nesting.own_time[on_host], times.operators, times.calls)
@@ -288,7 +288,7 @@ def _count_operators(columns: Columns, nesting: Nesting, window: Intervals, time
 
 
 def _tally(
-    columns: Columns,
+    columns: TraceColumns,
     events: NDArray[np.int64],
     seconds: NDArray[np.float64],
     times: Seconds,
@@ -301,7 +301,7 @@ def _tally(
         calls[columns.names[number]] += int(counts[number])
 
 
-def _work_events(columns: Columns, nesting: Nesting) -> tuple[Numbers, NDArray[np.float64], Numbers]:
+def _work_events(columns: TraceColumns, nesting: Nesting) -> tuple[Numbers, NDArray[np.float64], Numbers]:
     """(events that do the work, seconds of each, the host's operator that gave each, -1: unknown)."""
     if not columns.has_device:
         operators = np.flatnonzero(columns.kind == Kind.OPERATOR)
@@ -311,7 +311,7 @@ def _work_events(columns: Columns, nesting: Nesting) -> tuple[Numbers, NDArray[n
     return events, columns.end[events] - columns.begin[events], nesting.giver(columns, columns.external[events])
 
 
-def _count_phases(columns: Columns, nesting: Nesting, times: Times) -> None:
+def _count_phases(columns: TraceColumns, nesting: Nesting, times: Times) -> None:
     events, seconds, givers = _work_events(columns, nesting)
     given_at = np.where(givers >= 0, columns.begin[givers], columns.begin[events])
     for phase in ranges.PHASES:
@@ -322,7 +322,7 @@ def _count_phases(columns: Columns, nesting: Nesting, times: Times) -> None:
             times.phases[phase.removeprefix("mm.")] = Seconds(host=intervals.length(stretches), work=work)
 
 
-def _count_modules(columns: Columns, nesting: Nesting, window: Intervals, times: Times) -> None:
+def _count_modules(columns: TraceColumns, nesting: Nesting, window: Intervals, times: Times) -> None:
     if not nesting.modules:
         return
     events, seconds, givers = _work_events(columns, nesting)

@@ -52,7 +52,7 @@ _WAITING_TASK = re.compile(r"^(event_|notify_|wait)", re.I)
 
 
 @dataclass
-class Columns:
+class TraceColumns:
     """One file's events that last, in the order of the file. Times are in seconds."""
 
     path: Path
@@ -139,7 +139,7 @@ def _number(details: dict[str, Any], *keys: str) -> int:
     return -1
 
 
-def read_columns(path: Path) -> Columns:
+def read_columns(path: Path) -> TraceColumns:
     """Read one trace.
 
     Raises:
@@ -154,7 +154,7 @@ def read_columns(path: Path) -> Columns:
                 f"holds an event without a time: {str(event)[:60]}", where=str(path), way_out="Record it again."
             ) from None
     begin = np.frombuffer(reading.begin, dtype=np.float64) * MICROSECOND
-    columns = Columns(
+    columns = TraceColumns(
         path=path,
         rank=file.rank if file.rank is not None else _rank_in(path.name),
         names=list(reading.names.of),
@@ -177,7 +177,7 @@ def read_columns(path: Path) -> Columns:
     return columns
 
 
-def _settle_processes(columns: Columns, processes: dict[str, str]) -> None:
+def _settle_processes(columns: TraceColumns, processes: dict[str, str]) -> None:
     """Events without a category, those of NPUs: by the process that they stand under."""
     of_lane = np.array([_NPU_PROCESSES.get(processes.get(pid, "").lower(), Kind.OTHER) for pid, _ in columns.lanes])
     unknown = np.flatnonzero(columns.kind == Kind.OTHER)

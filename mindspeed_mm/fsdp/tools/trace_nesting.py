@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mindspeed_mm.fsdp.tools.trace_columns import Columns, Kind
+from mindspeed_mm.fsdp.tools.trace_columns import Kind, TraceColumns
 from mindspeed_mm.fsdp.utils.ranges import MODULE
 
 _ANSWER = "autograd::engine::evaluate_function"
@@ -32,7 +32,7 @@ class Nesting:
     linked: NDArray[np.int64]
     """Operators by their external ids."""
 
-    def giver(self, columns: Columns, external: NDArray[np.int64]) -> NDArray[np.int64]:
+    def giver(self, columns: TraceColumns, external: NDArray[np.int64]) -> NDArray[np.int64]:
         """The host's operator that gave each device event its work; -1: unknown."""
         if not len(self.linked):
             return np.full(len(external), -1, dtype=np.int64)
@@ -41,7 +41,7 @@ class Nesting:
         return np.where((external >= 0) & (known[at] == external), self.linked[at], -1)
 
 
-def nest(columns: Columns) -> Nesting:
+def nest(columns: TraceColumns) -> Nesting:
     """Find who called whom. Of a forward pass first, whose modules backward passes look up."""
     count = len(columns.begin)
     own = columns.end - columns.begin
@@ -64,7 +64,7 @@ def nest(columns: Columns) -> Nesting:
 class _Walk:
     """One look at each event, thread by thread, in the order of time."""
 
-    def __init__(self, columns: Columns, own: NDArray[np.float64], module: NDArray[np.int32]) -> None:
+    def __init__(self, columns: TraceColumns, own: NDArray[np.float64], module: NDArray[np.int32]) -> None:
         # Plain arrays: single numbers of theirs are had three times faster than numpy's.
         self._begin, self._end = array("d", columns.begin.tobytes()), array("d", columns.end.tobytes())
         self._lane, self._name = array("i", columns.lane.tobytes()), array("i", columns.name.tobytes())

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.feature_args import LossConfig
-from mindspeed_mm.fsdp.sampling.sampler import Sampler
+from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
 from mindspeed_mm.fsdp.train.run.progress import Progress
 from mindspeed_mm.fsdp.train.run.record import RunRecord
@@ -78,7 +78,7 @@ class GeneratorParts:
         training = self._arguments.training
         return build_sample_hook(
             self.adapter,
-            lambda: Sampler(self.adapter, model, self.encoders, self.compute_dtype),
+            lambda: DiffusionSampler(self.adapter, model, self.encoders, self.compute_dtype),
             training.sampling,
             training.save,
             record,

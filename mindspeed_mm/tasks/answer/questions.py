@@ -12,7 +12,7 @@ from mindspeed_mm.fsdp.data.data_utils.convert import convert_row
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowReader, open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 
 SHOWN_PROBLEMS = 10
 DEFAULT_TASK = "all"
@@ -57,7 +57,7 @@ def ask(prompt: str, images: Sequence[Path] = ()) -> Question:
     parts = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
     message = {"role": "user", "content": parts if images else prompt}
     media = [MediaItem("image", str(path.absolute())) for path in images]
-    return Question(0, "prompt", DEFAULT_TASK, Sample(Place("--prompt", 1), [message], [0.0], media), None)
+    return Question(0, "prompt", DEFAULT_TASK, Sample(RowLocation("--prompt", 1), [message], [0.0], media), None)
 
 
 def read_questions(
@@ -126,7 +126,7 @@ def text_field(row: dict[str, Any], name: str, default: str) -> str:
 
 
 def question_of(
-    row: dict[str, Any], row_format: RowFormat, place: Place, *, needs_answer: bool
+    row: dict[str, Any], row_format: RowFormat, place: RowLocation, *, needs_answer: bool
 ) -> tuple[Sample, dict[str, Any]]:
     """A row as the conversation up to the model's last turn, and that turn's message.
 

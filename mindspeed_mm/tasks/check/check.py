@@ -416,7 +416,7 @@ def check_plans(model: Any, arguments: Arguments) -> None:
     if parallel.tensor_parallel_size > 1:
         from mindspeed_mm.fsdp.distributed.tensor.apply import with_adapters
         from mindspeed_mm.fsdp.distributed.tensor.plan import resolve_tensor_plan
-        from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_stretches
+        from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
         from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes
         from mindspeed_mm.fsdp.distributed.towers.groups import check_tower_sums
 
@@ -424,7 +424,7 @@ def check_plans(model: Any, arguments: Arguments) -> None:
         check_tower_sums(model, whole_towers, resolve_patterns(parallel.fsdp_plan.ignored_modules, names, key=key))
         plan = resolve_tensor_plan(model, parallel.tp_plan).without(whole_towers)
         check_split_sizes(model, plan, parallel.tensor_parallel_size)
-        sequence_stretches(model, plan)
+        sequence_regions(model, plan)
         for name, rule in plan.rules.items():
             with_adapters(model, name, rule, in_sequence=False)
     if parallel.pipeline_parallel_size > 1:

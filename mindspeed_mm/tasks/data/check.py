@@ -17,13 +17,13 @@ from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, lengths_of
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
-from mindspeed_mm.tasks.data.findings import Finding, Terms, find_all, to_dict
+from mindspeed_mm.tasks.data.findings import DataFinding, Terms, find_all, to_dict
 from mindspeed_mm.tasks.data.histogram import Bin, histogram
 from mindspeed_mm.tasks.data.media_search import search_media
-from mindspeed_mm.tasks.data.mixture import Share, shares
+from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
 from mindspeed_mm.tasks.data.scan import scan
-from mindspeed_mm.tasks.data.tally import BadRow, Tally
+from mindspeed_mm.tasks.data.tally import BadRow, RowStatistics
 from mindspeed_mm.tasks.data.template_checks import template_findings
 
 _COMPARED_ROWS = 16
@@ -42,10 +42,10 @@ class DataCheck:
     seconds: float = 0.0
     decoded: bool = False
     """Whether media were decoded; otherwise their headers were read."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DataFinding] = field(default_factory=list)
     tokens: list[Bin] = field(default_factory=list)
     patches: list[Bin] = field(default_factory=list)
-    shares: list[Share] = field(default_factory=list)
+    shares: list[SourceShare] = field(default_factory=list)
     bad: list[BadRow] = field(default_factory=list)
 
     @property
@@ -111,18 +111,18 @@ def run(
     return result
 
 
-def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: int | None) -> Tally:
+def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: int | None) -> RowStatistics:
     """One pass over the rows, or over so many of them, evenly spread."""
     rows = chosen_rows(len(data.dataset), limit)
     if is_denoised(data.dataset):
         denoised = DenoisedLook(data.dataset, decode=decode, lengths=lengths_of(data.dataset))
-        tally = Tally.of(scan(rows, denoised, workers=workers))
+        tally = RowStatistics.of(scan(rows, denoised, workers=workers))
         tally.leave_out(data.dataset.left_out)
         return tally
     tokenizer = data.tokenizer()
     specials = tuple(getattr(tokenizer, "all_special_tokens", ()))
     look = RowLook(data.dataset, decode=decode, specials=specials)
-    return Tally.of(scan(rows, look, workers=workers))
+    return RowStatistics.of(scan(rows, look, workers=workers))
 
 
 def chosen_rows(rows: int, limit: int | None) -> Sequence[int]:
@@ -141,7 +141,7 @@ def write_bad_rows(path: Path, bad: Sequence[BadRow]) -> None:
     atomic_write_text(target, "".join(json.dumps(row.to_dict(), ensure_ascii=False) + "\n" for row in bad))
 
 
-def _judge(result: DataCheck, data: OpenedData, tally: Tally, ranks: int) -> None:
+def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int) -> None:
     """Fill in what the pass says."""
     dataset, basic = data.dataset, data.param.basic_parameters
     try:
@@ -163,12 +163,12 @@ def _judge(result: DataCheck, data: OpenedData, tally: Tally, ranks: int) -> Non
     result.shares = shares(dataset, basic, tally)
 
 
-def _of_first_batch(data: OpenedData) -> list[Finding]:
+def _of_first_batch(data: OpenedData) -> list[DataFinding]:
     """What is wrong with how rows are joined: seen where the first micro-batch is made."""
     try:
         next(iter(data.loader()))
     except MMError as error:
-        return [Finding("error", "first micro-batch", f"it cannot be made: {error}", 0)]
+        return [DataFinding("error", "first micro-batch", f"it cannot be made: {error}", 0)]
     return []
 
 
@@ -191,7 +191,7 @@ def _ranks(nproc: int | None) -> int:
     return nproc or (int(world) if world.isdigit() else 1)
 
 
-def _of_template(data: OpenedData, tally: Tally) -> list[Finding]:
+def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:
     """What is off about the chat template, if the rows are conversations."""
     template = getattr(data.dataset, "template", None)
     if template is None:
@@ -207,7 +207,9 @@ def _sample(dataset: Any, row: int) -> Sample | None:
         return None
 
 
-def _does_not_open(error: DataError) -> Finding:
+def _does_not_open(error: DataError) -> DataFinding:
     problem = error.problems[0]
     where = " ".join(part for part in (problem.where, problem.key) if part)
-    return Finding("error", "the data set does not open", f"{where}  {problem}" if error.headline else str(error), 0)
+    return DataFinding(
+        "error", "the data set does not open", f"{where}  {problem}" if error.headline else str(error), 0
+    )

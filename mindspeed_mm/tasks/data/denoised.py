@@ -13,9 +13,9 @@ from mindspeed_mm.fsdp.data.datasets.generation.sample_description import Sample
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.tasks.data.facts import DenoisedFacts
-from mindspeed_mm.tasks.data.findings import Finding, Fix
+from mindspeed_mm.tasks.data.findings import DataFinding, Fix
 from mindspeed_mm.tasks.data.histogram import percentiles
-from mindspeed_mm.tasks.data.tally import Tally
+from mindspeed_mm.tasks.data.tally import RowStatistics
 
 SIZES = "data.dataset_param.preprocess_parameters"
 _EXAMPLES = 3
@@ -40,7 +40,7 @@ def lengths_of(dataset: Any) -> CaptionLengths | None:
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
-def denoised_findings(dataset: Any, tally: Tally) -> list[Finding]:
+def denoised_findings(dataset: Any, tally: RowStatistics) -> list[DataFinding]:
     """What a person should know of captions, declarations, scaling, and of features whose rows have changed."""
     told = tally.denoised
     found = [
@@ -85,18 +85,18 @@ def denoised_findings(dataset: Any, tally: Tally) -> list[Finding]:
 
 def _finding(
     kind: str, what: str, rows: Sequence[Told], say: Callable[[DenoisedFacts], str], fix: str
-) -> Finding | None:
+) -> DataFinding | None:
     if not rows:
         return None
     count = "1 row" if len(rows) == 1 else f"{len(rows):,} rows"
     examples = tuple(f"{place}  {say(facts)}" for place, facts in rows[:_EXAMPLES])
-    return Finding("warning", kind, f"{count} {what}", len(rows), examples, (Fix(fix, 0),))
+    return DataFinding("warning", kind, f"{count} {what}", len(rows), examples, (Fix(fix, 0),))
 
 
-def _of_changed_rows(dataset: Any) -> Iterator[Finding]:
+def _of_changed_rows(dataset: Any) -> Iterator[DataFinding]:
     problems = dataset.row_changes()
     if problems:
-        yield Finding(
+        yield DataFinding(
             "error",
             "changed rows",
             "the rows have changed since features were made of them",
@@ -109,7 +109,7 @@ def _of_changed_rows(dataset: Any) -> Iterator[Finding]:
 # --- statistics ------------------------------------------------------------------------------------------------------
 
 
-def denoised_stats(tally: Tally) -> dict[str, Any]:
+def denoised_stats(tally: RowStatistics) -> dict[str, Any]:
     """Buckets with their samples, frames, fps, caption lengths, and how much is cut away and enlarged, for machines."""
     facts = [each for _, each in tally.denoised]
     if not facts:

@@ -51,7 +51,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RowFault:
     """Why a row cannot be used as it stands."""
 
     kind: str
@@ -108,7 +108,7 @@ class RowFacts:
     index: int
     place: str
     """`file:row`."""
-    fault: Fault | None = None
+    fault: RowFault | None = None
     tokens: int = 0
     full_tokens: int = 0
     """Before turns were left out to fit `cutoff_len`."""
@@ -200,13 +200,13 @@ class RowLook:
             sample = self._describe(facts, index)
             self._measure(facts, index, sample)
             if facts.tokens and not facts.trained:
-                facts.fault = Fault("nothing is trained", "no trainable token: the loss would be taken of nothing")
+                facts.fault = RowFault("nothing is trained", "no trainable token: the loss would be taken of nothing")
         except TooLongError as error:
             facts.fault = _too_long(error)
         except MMError as error:
             facts.fault = _fault(error)
         except Exception as error:  # noqa: BLE001 (a plugin's data set is foreign code: whatever it raises is the row's)
-            facts.fault = Fault("the data set failed", f"{type(error).__name__}: {error}")
+            facts.fault = RowFault("the data set failed", f"{type(error).__name__}: {error}")
         return facts
 
     def _place(self, index: int) -> str:
@@ -326,25 +326,25 @@ def kind_of(what: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, beginning)), "other")
 
 
-def _too_long(error: TooLongError) -> Fault:
+def _too_long(error: TooLongError) -> RowFault:
     problem = error.problems[0]
     tokens = getattr(error, "tokens", None)
     if tokens is None:  # a plugin's own
         said = re.search(r"has (\d+) tokens", problem.what)
         tokens = int(said.group(1)) if said else None
-    return Fault(TOO_LONG, problem.what, problem.key, problem.way_out, tokens)
+    return RowFault(TOO_LONG, problem.what, problem.key, problem.way_out, tokens)
 
 
-def fault_of_reason(place: str, reason: str) -> Fault:
+def fault_of_reason(place: str, reason: str) -> RowFault:
     """The fault of a row that was left out with a reason when the data set was opened."""
     what = reason.removeprefix(place).strip()
-    return Fault(kind_of(what), what)
+    return RowFault(kind_of(what), what)
 
 
-def _fault(error: MMError) -> Fault:
+def _fault(error: MMError) -> RowFault:
     problem = error.problems[0] if not error.headline else Problem(str(error))
     kind = kind_of(problem.what) if isinstance(error, DataError) else "configuration"
-    return Fault(kind, problem.what, problem.key, problem.way_out)
+    return RowFault(kind, problem.what, problem.key, problem.way_out)
 
 
 Look = Callable[[int], RowFacts]

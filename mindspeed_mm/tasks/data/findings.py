@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
-from mindspeed_mm.tasks.data.tally import BadRow, Duplicates, Tally
+from mindspeed_mm.tasks.data.tally import BadRow, Duplicates, RowStatistics
 
 BASIC = "data.dataset_param.basic_parameters"
 _EXAMPLES = 3
@@ -29,7 +29,7 @@ class Fix:
 
 
 @dataclass(frozen=True)
-class Finding:
+class DataFinding:
     """Something about the rows that a person should know before training."""
 
     severity: str
@@ -60,8 +60,8 @@ class Terms:
 
 
 def find_all(
-    tally: Tally, terms: Terms, place: Callable[[int], str], elsewhere: MediaSearch | None = None
-) -> list[Finding]:
+    tally: RowStatistics, terms: Terms, place: Callable[[int], str], elsewhere: MediaSearch | None = None
+) -> list[DataFinding]:
     """Every finding, errors first, and of each severity the one with most rows first.
 
     Args:
@@ -84,7 +84,7 @@ def find_all(
     return sorted(found, key=lambda finding: (not finding.is_error, -finding.rows))
 
 
-def bad_rows(tally: Tally, terms: Terms, elsewhere: MediaSearch | None = None) -> Iterator[Finding]:
+def bad_rows(tally: RowStatistics, terms: Terms, elsewhere: MediaSearch | None = None) -> Iterator[DataFinding]:
     """One finding for each kind of fault; an error where the run would stop for it."""
     by_kind: dict[str, list[BadRow]] = defaultdict(list)
     for row in tally.broken:
@@ -98,7 +98,7 @@ def bad_rows(tally: Tally, terms: Terms, elsewhere: MediaSearch | None = None) -
         fixes += [Fix(way_out, 0) for way_out in _ways_out(rows)]
         if not may_skip and kind == kinds[0]:
             fixes.append(_skipping(share, len(tally.broken)))
-        yield Finding(
+        yield DataFinding(
             "warning" if may_skip else "error",
             kind,
             f"{_count(len(rows))} cannot be used: {_SENTENCES.get(kind, kind)}",
@@ -147,12 +147,12 @@ def _skipping(share: float, rows: int) -> Fix:
     return Fix(f"or train without all bad rows: {BASIC}.on_bad_sample=skip {BASIC}.max_bad_fraction={fraction:g}", rows)
 
 
-def too_long(tally: Tally, terms: Terms) -> Iterator[Finding]:
+def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     """Rows that are left out or shortened, with the lengths that would keep them."""
     rows, policy, cutoff = tally.too_long, terms.basic.truncation, terms.basic.cutoff_len
     if tally.shrunk:
         longest = int(max(tally.full_tokens))
-        yield Finding(
+        yield DataFinding(
             "warning",
             "shortened",
             f"{_count(tally.shrunk)} lose whole turns, to fit cutoff_len {cutoff}",
@@ -167,7 +167,7 @@ def too_long(tally: Tally, terms: Terms) -> Iterator[Finding]:
     if policy != "shrink" and turns:
         fixes.append(Fix(f"{BASIC}.truncation=shrink keeps the first turns of those that have several", 0))
     losing = "are left out" if policy == "drop" else "cannot be shortened and are left out"
-    yield Finding(
+    yield DataFinding(
         "error" if policy == "error" or not tally.usable else "warning",
         "too long",
         f"{_count(len(rows))} ({len(rows) / max(tally.rows, 1):.1%}) have more tokens than cutoff_len {cutoff}"
@@ -196,15 +196,15 @@ def _rounded(length: int) -> int:
     return -(-length // _ROUND_TO) * _ROUND_TO
 
 
-def too_few(tally: Tally, terms: Terms) -> Iterator[Finding]:
+def too_few(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     """Fewer usable rows than an optimizer step takes."""
     if tally.rows < terms.rows:
         return  # a part of the rows tells nothing about all of them
     if tally.usable == 0 and tally.bad:
-        yield Finding("error", "nothing is left", "no row can be used", tally.rows)
+        yield DataFinding("error", "nothing is left", "no row can be used", tally.rows)
     elif tally.usable < terms.global_batch:
         may_repeat = not terms.dataloader.drop_last
-        yield Finding(
+        yield DataFinding(
             "warning" if may_repeat else "error",
             "too few rows",
             f"{_count(tally.usable)} can be used, fewer than one global batch of {terms.global_batch}",
@@ -220,7 +220,7 @@ def too_few(tally: Tally, terms: Terms) -> Iterator[Finding]:
         )
 
 
-def above_the_budget(tally: Tally, terms: Terms) -> Iterator[Finding]:
+def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
     """Rows that no micro-batch has room for."""
     budgets = {
         "max_tokens_per_batch": np.asarray(tally.tokens),
@@ -232,7 +232,7 @@ def above_the_budget(tally: Tally, terms: Terms) -> Iterator[Finding]:
         if over:
             # Where none fits there is no step to be made of them, whatever the policy.
             stops = terms.basic.truncation == "error" or over == len(sizes)
-            yield Finding(
+            yield DataFinding(
                 "error" if stops else "warning",
                 f"above {name}",
                 f"{_count(over)} alone are larger than {name} {most} and "
@@ -242,10 +242,10 @@ def above_the_budget(tally: Tally, terms: Terms) -> Iterator[Finding]:
             )
 
 
-def duplicates(kind: str, says: str, found: Duplicates) -> Iterator[Finding]:
+def duplicates(kind: str, says: str, found: Duplicates) -> Iterator[DataFinding]:
     """Copies of earlier rows."""
     if found.count:
-        yield Finding(
+        yield DataFinding(
             "warning",
             kind,
             f"{_count(found.count)} {says}",
@@ -255,10 +255,10 @@ def duplicates(kind: str, says: str, found: Duplicates) -> Iterator[Finding]:
         )
 
 
-def special_tokens(tally: Tally) -> Iterator[Finding]:
+def special_tokens(tally: RowStatistics) -> Iterator[DataFinding]:
     """Texts that hold a token which the template uses to end a turn, or to stand for a medium."""
     if tally.special:
-        yield Finding(
+        yield DataFinding(
             "warning",
             "special tokens in the text",
             f"{_count(len(tally.special))} hold a special token as text: the model reads it as a mark, not as words",
@@ -272,7 +272,7 @@ def _count(rows: int) -> str:
     return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
 
 
-def to_dict(finding: Finding) -> dict[str, Any]:
+def to_dict(finding: DataFinding) -> dict[str, Any]:
     """For machines."""
     fixes = [{"what": fix.what, "saves_rows": fix.saves_rows} for fix in finding.fixes]
     return {

@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 
 
 @dataclass(frozen=True)
-class Document:
+class PackedDocument:
     """A sample in a batch, or padding."""
 
     row: int
@@ -34,7 +34,7 @@ class MicroBatchView:
     length: int
     """Tokens of a row."""
     is_packed: bool
-    documents: tuple[Document, ...]
+    documents: tuple[PackedDocument, ...]
     shapes: dict[str, str]
     """Key → shape and type of everything in it."""
 
@@ -67,21 +67,21 @@ def view_batch(batch: Batch) -> MicroBatchView:
     return MicroBatchView(ids.shape[0], ids.shape[1], borders is not None, documents, shapes)
 
 
-def _packed(batch: Batch, borders: list[int]) -> Iterator[Document]:
+def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
     names, labels = batch["sample_ids"], _labels(batch)
     for number, (first, end) in enumerate(pairwise(borders)):
         name = str(names[number]) if number < len(names) else ""
-        yield Document(0, first, end, name, int((labels[0, first:end] != IGNORED).sum()))
+        yield PackedDocument(0, first, end, name, int((labels[0, first:end] != IGNORED).sum()))
 
 
-def _padded(batch: Batch) -> Iterator[Document]:
+def _padded(batch: Batch) -> Iterator[PackedDocument]:
     mask, labels = batch.get("attention_mask"), _labels(batch)
     length = batch["input_ids"].shape[1]
     for row, name in enumerate(batch["sample_ids"]):
         end = int(mask[row].sum()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else length
-        yield Document(row, 0, end, str(name), int((labels[row] != IGNORED).sum()))
+        yield PackedDocument(row, 0, end, str(name), int((labels[row] != IGNORED).sum()))
         if end < length:
-            yield Document(row, end, length, "", 0)
+            yield PackedDocument(row, end, length, "", 0)
 
 
 def _labels(batch: Batch) -> torch.Tensor:

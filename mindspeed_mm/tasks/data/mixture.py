@@ -8,11 +8,11 @@ from typing import Any
 
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import find_part
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
-from mindspeed_mm.tasks.data.tally import Tally
+from mindspeed_mm.tasks.data.tally import RowStatistics
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceShare:
     """One source."""
 
     name: str
@@ -36,7 +36,7 @@ class Share:
         }
 
 
-def shares(dataset: Any, basic: BasicParameters, tally: Tally) -> list[Share]:
+def shares(dataset: Any, basic: BasicParameters, tally: RowStatistics) -> list[SourceShare]:
     """Rows and tokens of each entry of `dataset:`; empty where the data set does not tell its parts."""
     ranges = getattr(dataset, "parts", None) or []
     counts = tally.parts(ranges)
@@ -44,7 +44,7 @@ def shares(dataset: Any, basic: BasicParameters, tally: Tally) -> list[Share]:
     weights = _weights(ranges, basic)
     total = sum(weights.values())
     return [
-        Share(
+        SourceShare(
             each.name,
             each.rows,
             each.tokens,

@@ -19,7 +19,7 @@ from mindspeed_mm.tasks.data.media_views import (
     wave_points,
 )
 from mindspeed_mm.tasks.data.micro_batch import MicroBatchView
-from mindspeed_mm.tasks.data.preview import Answer, Preview, ShownRow, media_name
+from mindspeed_mm.tasks.data.preview import Preview, ShownRow, TokenizedConversation, media_name
 from mindspeed_mm.tasks.data.stats import DataStats
 
 TEMPLATE = "page.html.j2"
@@ -116,7 +116,7 @@ def _medium(view: MediumView) -> dict[str, Any]:
     }
 
 
-def _answer(answer: Answer) -> dict[str, Any]:
+def _answer(answer: TokenizedConversation) -> dict[str, Any]:
     """Stretches with their tokens; behind the first thousands of tokens a stretch is one piece."""
     stretches = []
     for stretch in answer.stretches:

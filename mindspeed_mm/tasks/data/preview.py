@@ -18,7 +18,7 @@ from mindspeed_mm.tasks.data.denoised import is_denoised, lengths_of, sample_not
 from mindspeed_mm.tasks.data.facts import as_pair, both, trained_tokens
 from mindspeed_mm.tasks.data.micro_batch import MicroBatchView, view_batch
 from mindspeed_mm.tasks.data.opening import OpenedData, open_data
-from mindspeed_mm.tasks.data.tokens import Stretch, TokenReader
+from mindspeed_mm.tasks.data.tokens import TokenReader, TokenSpan
 
 DEFAULT_COUNT = 3
 _MOST_SECONDS = 2.0
@@ -43,7 +43,7 @@ class PlaceInEpoch:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TokenizedConversation:
     """One conversation as the model sees it; a preference row has two."""
 
     name: str
@@ -51,7 +51,7 @@ class Answer:
     ids: list[int]
     labels: list[int]
     weights: list[float] | None
-    stretches: list[Stretch]
+    stretches: list[TokenSpan]
     trained: int
     shrunk: bool
 
@@ -64,7 +64,7 @@ class ShownRow:
     place: str
     row_id: str | None = None
     when: PlaceInEpoch | None = None
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TokenizedConversation] = field(default_factory=list)
     media: list[tuple[MediaItem, int]] = field(default_factory=list)
     """Each item, and how many tokens stand for it."""
     fault: str = ""
@@ -209,10 +209,10 @@ def _has_ids(sample: Any) -> bool:
     return isinstance(sample, dict) and "input_ids" in sample
 
 
-def _answer(name: str, sample: dict[str, Any], reader: TokenReader) -> Answer:
+def _answer(name: str, sample: dict[str, Any], reader: TokenReader) -> TokenizedConversation:
     labels, weights = sample.get("labels"), sample.get("loss_weights")
     ids = [int(i) for i in sample["input_ids"]]
-    return Answer(
+    return TokenizedConversation(
         name,
         ids,
         [int(label) for label in labels] if labels is not None else [],

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_mm.tasks.data.media_views import thumbnail, view_medium
-from mindspeed_mm.tasks.data.micro_batch import Document, MicroBatchView
+from mindspeed_mm.tasks.data.micro_batch import MicroBatchView, PackedDocument
 from mindspeed_mm.tasks.data.paint import Paint
-from mindspeed_mm.tasks.data.preview import Answer, Preview, ShownRow, media_name
-from mindspeed_mm.tasks.data.tokens import Stretch
+from mindspeed_mm.tasks.data.preview import Preview, ShownRow, TokenizedConversation, media_name
+from mindspeed_mm.tasks.data.tokens import TokenSpan
 
 _MOST_DOCUMENTS = 40
 _STRIP_CHARACTERS = 64
@@ -44,7 +44,7 @@ def _row_lines(row: ShownRow, found: Preview, paint: Paint, tokens: bool) -> Ite
         yield from _answer_lines(answer, paint, tokens)
 
 
-def _answer_lines(answer: Answer, paint: Paint, tokens: bool) -> Iterator[str]:
+def _answer_lines(answer: TokenizedConversation, paint: Paint, tokens: bool) -> Iterator[str]:
     name = f"{answer.name}: " if answer.name else ""
     shrunk = ", shortened to fit cutoff_len" if answer.shrunk else ""
     share = answer.trained / max(len(answer.ids), 1)
@@ -56,7 +56,7 @@ def _answer_lines(answer: Answer, paint: Paint, tokens: bool) -> Iterator[str]:
     yield from (f"  │ {line}" for line in text.split("\n"))
 
 
-def _stretch_text(stretch: Stretch, paint: Paint) -> str:
+def _stretch_text(stretch: TokenSpan, paint: Paint) -> str:
     if stretch.repeated:
         return paint.medium(f"[{stretch.text} × {stretch.repeated}]")
     text = _visible(stretch.text)
@@ -65,7 +65,7 @@ def _stretch_text(stretch: Stretch, paint: Paint) -> str:
     return paint.trained(text) + (f"(weight {stretch.weight:g})" if stretch.weight != 1 else "")
 
 
-def _token_table(answer: Answer, paint: Paint) -> Iterator[str]:
+def _token_table(answer: TokenizedConversation, paint: Paint) -> Iterator[str]:
     yield paint.soft(f"  {'token':>6} {'id':>8} {'weight':>7}  text")
     for stretch in answer.stretches:
         for piece in stretch.pieces:
@@ -92,7 +92,7 @@ def batch_lines(batch: MicroBatchView, paint: Paint) -> list[str]:
     return [*lines, paint.soft("  " + ", ".join(f"{name} {shape}" for name, shape in batch.shapes.items()))]
 
 
-def _document_line(document: Document, batch: MicroBatchView, paint: Paint) -> str:
+def _document_line(document: PackedDocument, batch: MicroBatchView, paint: Paint) -> str:
     """Where a sample stands in its row; dots are padding."""
     scale = _STRIP_CHARACTERS / max(batch.length, 1)
     first, end = round(scale * document.first), max(round(scale * document.end), round(scale * document.first) + 1)

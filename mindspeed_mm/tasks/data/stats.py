@@ -16,9 +16,9 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import permutation
 from mindspeed_mm.tasks.data.check import look_through
 from mindspeed_mm.tasks.data.denoised import denoised_stats
 from mindspeed_mm.tasks.data.histogram import Bin, histogram, percentiles
-from mindspeed_mm.tasks.data.mixture import Share, shares
+from mindspeed_mm.tasks.data.mixture import SourceShare, shares
 from mindspeed_mm.tasks.data.opening import open_data
-from mindspeed_mm.tasks.data.tally import MEDIA, Tally
+from mindspeed_mm.tasks.data.tally import MEDIA, RowStatistics
 
 _PACKED_ROWS = 100_000
 """So many rows tell how well packing does."""
@@ -47,7 +47,7 @@ class MediaStats:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackingEstimate:
     """How full packed micro-batches of some size become."""
 
     tokens: int
@@ -69,7 +69,7 @@ class DataStats:
     usable: int
     cutoff_len: int
     seconds: float = 0.0
-    shares: list[Share] = field(default_factory=list)
+    shares: list[SourceShare] = field(default_factory=list)
     roles: dict[str, int] = field(default_factory=dict)
     turns: dict[int, int] = field(default_factory=dict)
     """Turns of the model → rows."""
@@ -83,7 +83,7 @@ class DataStats:
     """Most tokens of a packed micro-batch, as configured."""
     padded_fill: float = 0.0
     """Share of a batch that is no padding, with rows padded to the longest of a random micro-batch."""
-    packing: list[Packing] = field(default_factory=list)
+    packing: list[PackingEstimate] = field(default_factory=list)
     suggestions: list[str] = field(default_factory=list)
     denoised: dict[str, Any] = field(default_factory=dict)
     """Of a generator's samples: see `denoised_stats`."""
@@ -142,13 +142,13 @@ def run(
     return stats
 
 
-def _describe_sizes(stats: DataStats, tally: Tally) -> None:
+def _describe_sizes(stats: DataStats, tally: RowStatistics) -> None:
     stats.tokens, stats.patches = percentiles(tally.tokens), percentiles([n for n in tally.patches if n])
     stats.token_bins, stats.patch_bins = histogram(tally.full_lengths()), histogram([n for n in tally.patches if n])
     stats.trained_share = round(sum(tally.trained) / max(sum(tally.tokens), 1), 4)
 
 
-def _of_media(tally: Tally, kind: str) -> MediaStats:
+def _of_media(tally: RowStatistics, kind: str) -> MediaStats:
     per_row, sides = tally.media[kind], tally.sides[kind]
     pixels = np.repeat([w * h for w, h in sides], list(sides.values())) if sides else np.zeros(0, dtype=np.int64)
     return MediaStats(
@@ -163,7 +163,7 @@ def _of_media(tally: Tally, kind: str) -> MediaStats:
     )
 
 
-def _of_seconds(tally: Tally, kind: str) -> dict[str, float]:
+def _of_seconds(tally: RowStatistics, kind: str) -> dict[str, float]:
     found = np.sort(np.asarray(tally.seconds[kind]))
     if not len(found):
         return {}
@@ -178,7 +178,7 @@ def _of_seconds(tally: Tally, kind: str) -> dict[str, float]:
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def _describe_batches(stats: DataStats, tally: Tally, micro_batch_size: int, seed: int) -> None:
+def _describe_batches(stats: DataStats, tally: RowStatistics, micro_batch_size: int, seed: int) -> None:
     """What padding wastes, what packing would not, and which settings follow."""
     lengths = _some(tally.full_lengths(), seed)
     kept = lengths[lengths <= stats.cutoff_len]
@@ -203,13 +203,15 @@ def padded_fill(lengths: np.ndarray, micro_batch_size: int, seed: int) -> float:
     return float(drawn.sum() / (np.maximum.reduceat(drawn, starts) * rows).sum())
 
 
-def packing_at(lengths: np.ndarray, tokens: int, cutoff_len: int) -> Packing | None:
+def packing_at(lengths: np.ndarray, tokens: int, cutoff_len: int) -> PackingEstimate | None:
     """How full packs of a size become; None where no sample fits."""
     kept = lengths[lengths <= min(tokens, cutoff_len)]
     if not len(kept):
         return None
     packs = len(best_fit(kept.tolist(), tokens))
-    return Packing(tokens, round(len(kept) / len(lengths), 4), packs, round(int(kept.sum()) / (packs * tokens), 4))
+    return PackingEstimate(
+        tokens, round(len(kept) / len(lengths), 4), packs, round(int(kept.sum()) / (packs * tokens), 4)
+    )
 
 
 def _suggestions(stats: DataStats, lengths: np.ndarray, suggested: int, micro_batch_size: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_mm.tasks.data.facts import TOO_LONG, DenoisedFacts, Fault, MediumFacts, RowFacts, fault_of_reason
+from mindspeed_mm.tasks.data.facts import TOO_LONG, DenoisedFacts, MediumFacts, RowFacts, RowFault, fault_of_reason
 
 MEDIA = ("image", "video", "audio")
 
@@ -22,7 +22,7 @@ class BadRow:
     index: int
     """-1: it was left out when the data set was opened, and has no number among the others."""
     place: str
-    fault: Fault
+    fault: RowFault
 
     def to_dict(self) -> dict[str, Any]:
         """A line of `--bad-rows`."""
@@ -33,7 +33,7 @@ class BadRow:
 
 
 @dataclass
-class Tally:
+class RowStatistics:
     """What a pass over the rows found. The arrays have an entry for each usable row."""
 
     rows: int = 0
@@ -66,7 +66,7 @@ class Tally:
     id_index: array[int] = field(default_factory=lambda: array("q"))
 
     @classmethod
-    def of(cls, facts: Iterable[RowFacts]) -> Tally:
+    def of(cls, facts: Iterable[RowFacts]) -> RowStatistics:
         """Everything added up."""
         tally = cls()
         for each in facts:

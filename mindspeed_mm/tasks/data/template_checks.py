@@ -10,7 +10,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
-from mindspeed_mm.tasks.data.findings import BASIC, Finding, Fix
+from mindspeed_mm.tasks.data.findings import BASIC, DataFinding, Fix
 
 _MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:start|end)_of_[a-z]+>|\[/?INST\]|</?think>")
 """What templates write around turns."""
@@ -20,7 +20,7 @@ _PROBE = (
 )
 
 
-def template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[Finding]:
+def template_findings(template: ChatTemplate, processor: Any, samples: list[Sample]) -> Iterator[DataFinding]:
     """Warnings about a template.
 
     Args:
@@ -31,7 +31,7 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
     tokenizer = tokenizer_of(processor)
     split = sorted(mark for mark in _marks_written(template) if not _is_one_token(mark, tokenizer))
     if split:
-        yield Finding(
+        yield DataFinding(
             "warning",
             "template mismatch",
             f"the chat template writes marks that are no tokens of this model: {', '.join(split)}",
@@ -41,7 +41,7 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
     own = _own_template(processor, template)
     differing = [sample for sample in samples if own is not None and _differs(template, own, sample)]
     if differing:
-        yield Finding(
+        yield DataFinding(
             "warning",
             "template mismatch",
             f"{len(differing)} of the first {len(samples)} rows render otherwise than with the model's own template",

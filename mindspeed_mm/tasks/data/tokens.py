@@ -18,7 +18,7 @@ _HALF = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """One token, or several where they make up one character."""
 
     text: str
@@ -30,10 +30,10 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TokenSpan:
     """Pieces that are trained alike."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenPiece, ...]
     repeated: int = 0
     """Of a special token that is only repeated: how often."""
 
@@ -70,7 +70,7 @@ class TokenReader:
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ())) | _added_special(tokenizer)
         self._known: dict[tuple[int, ...], str] = {}
 
-    def stretches(self, ids: Sequence[int], labels: Sequence[int] | None, weights: Any = None) -> list[Stretch]:
+    def stretches(self, ids: Sequence[int], labels: Sequence[int] | None, weights: Any = None) -> list[TokenSpan]:
         """The sample as stretches.
 
         Args:
@@ -80,33 +80,33 @@ class TokenReader:
         """
         numbers = [int(i) for i in ids]
         counted = _weights(len(numbers), labels, weights)
-        found: list[Stretch] = []
-        pending: list[Piece] = []
+        found: list[TokenSpan] = []
+        pending: list[TokenPiece] = []
         for stretch in self._parts(numbers, counted):
             piece = stretch.pieces[0]
             if pending and (stretch.repeated or pending[-1].weight != piece.weight):
-                found.append(Stretch(tuple(pending)))
+                found.append(TokenSpan(tuple(pending)))
                 pending = []
             if stretch.repeated:
                 found.append(stretch)
             else:
                 pending.append(piece)
-        return [*found, Stretch(tuple(pending))] if pending else found
+        return [*found, TokenSpan(tuple(pending))] if pending else found
 
-    def _parts(self, ids: list[int], weights: list[float]) -> Iterator[Stretch]:
+    def _parts(self, ids: list[int], weights: list[float]) -> Iterator[TokenSpan]:
         """Pieces one by one, repeated special tokens as one."""
         start = 0
         before: tuple[int, ...] = ()
         while start < len(ids):
             repeated = self._repeats(ids, start)
             if repeated:
-                piece = Piece(self._text((), (ids[start],)), (ids[start],), start, weights[start])
-                yield Stretch((piece,), repeated)
+                piece = TokenPiece(self._text((), (ids[start],)), (ids[start],), start, weights[start])
+                yield TokenSpan((piece,), repeated)
                 start, before = start + repeated, (ids[start],)
                 continue
             end = self._end(ids, start, before)
             taken = tuple(ids[start:end])
-            yield Stretch((Piece(self._text(before, taken), taken, start, max(weights[start:end])),))
+            yield TokenSpan((TokenPiece(self._text(before, taken), taken, start, max(weights[start:end])),))
             start, before = end, taken
 
     def _repeats(self, ids: list[int], start: int) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from mindspeed_mm.tasks.data.check import DataCheck
 from mindspeed_mm.tasks.data.denoised import denoised_lines
-from mindspeed_mm.tasks.data.findings import Finding
-from mindspeed_mm.tasks.data.mixture import Share
+from mindspeed_mm.tasks.data.findings import DataFinding
+from mindspeed_mm.tasks.data.mixture import SourceShare
 from mindspeed_mm.tasks.data.paint import Paint, bars
 from mindspeed_mm.tasks.data.stats import DataStats, MediaStats
 
@@ -35,7 +35,7 @@ def check_lines(result: DataCheck, paint: Paint) -> list[str]:
     return [*lines, *share_lines(result.shares, paint)]
 
 
-def _finding(finding: Finding, paint: Paint) -> Iterator[str]:
+def _finding(finding: DataFinding, paint: Paint) -> Iterator[str]:
     mark = paint.bad("error") if finding.is_error else paint.odd("warning")
     yield ""
     yield f"{mark}  {paint.head(finding.kind)}: {finding.what}"
@@ -48,7 +48,7 @@ def _finding(finding: Finding, paint: Paint) -> Iterator[str]:
         yield f"    → {fix.what}{paint.good(saves)}"
 
 
-def share_lines(shares: Sequence[Share], paint: Paint) -> list[str]:
+def share_lines(shares: Sequence[SourceShare], paint: Paint) -> list[str]:
     """What each source gives, if there are several."""
     if len(shares) < 2:
         return []

@@ -24,9 +24,9 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of, read_prompts
 from mindspeed_mm.fsdp.sampling.sampler import (
+    DiffusionSampler,
     SampleBatch,
     SampleOrder,
-    Sampler,
     check_request,
     plan_batches,
 )
@@ -126,7 +126,7 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
 class _Work:
     """What one rank does."""
 
-    sampler: Sampler
+    sampler: DiffusionSampler
     sampling: SamplingArguments
     folder: SampleFolder
     done: set[Key]

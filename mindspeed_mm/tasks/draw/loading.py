@@ -15,12 +15,12 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
-from mindspeed_mm.fsdp.sampling.sampler import Sampler
+from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.tasks.model_source import ModelSource
 
 
-def load_sampler(adapter: DiffusionAdapter, source: ModelSource, device: torch.device) -> Sampler:
+def load_sampler(adapter: DiffusionAdapter, source: ModelSource, device: torch.device) -> DiffusionSampler:
     """Load everything that sampling needs, each part in the type that it is stored in.
 
     Args:
@@ -32,7 +32,7 @@ def load_sampler(adapter: DiffusionAdapter, source: ModelSource, device: torch.d
         ModelFolderError: Weights are missing, left over or of another model.
     """
     transformer = load_transformer(adapter, source.transformer or adapter.transformer_folder)
-    sampler = Sampler(adapter, transformer.to(device), load_encoders(adapter, device))
+    sampler = DiffusionSampler(adapter, transformer.to(device), load_encoders(adapter, device))
     if source.lora is not None:
         load_lora(sampler.pipeline, source.lora)
     return sampler

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout
 from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
 from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
-from mindspeed_mm.fsdp.models.behaviour.quantized_linear import Packing, packings_of, rounded
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
@@ -40,7 +40,7 @@ ContentKind = Literal["model", "adapters", "generator", "transformer"]
 
 
 @dataclass(frozen=True)
-class Contents:
+class ExportContents:
     """What will be written."""
 
     kind: ContentKind
@@ -62,7 +62,7 @@ def open_contents(
     merge: bool,
     transformer_only: bool,
     max_shard_bytes: int,
-) -> Iterator[Contents]:
+) -> Iterator[ExportContents]:
     """Find out what is to be written; inside, it can be.
 
     Args:
@@ -107,7 +107,7 @@ def model_contents(
     max_shard_bytes: int,
     dtype: torch.dtype | None,
     write_view: WriteView | None = None,
-) -> Contents:
+) -> ExportContents:
     """A whole model of transformers.
 
     Args:
@@ -125,7 +125,7 @@ def model_contents(
             write_view(draft)
         write_weights(tensors, draft, rule, max_shard_bytes)
 
-    return Contents("model", len(tensors), _size_bytes(tensors, rule), 0, write)
+    return ExportContents("model", len(tensors), _size_bytes(tensors, rule), 0, write)
 
 
 def generator_contents(
@@ -135,7 +135,7 @@ def generator_contents(
     rule: DtypeRule,
     max_shard_bytes: int,
     transformer_only: bool = False,
-) -> Contents:
+) -> ExportContents:
     """A generator, or its transformer alone.
 
     Args:
@@ -154,10 +154,10 @@ def generator_contents(
 
     kind: ContentKind = "transformer" if transformer_only else "generator"
     others = 0 if transformer_only else components_bytes(model_folder)
-    return Contents(kind, len(tensors), _size_bytes(tensors, rule), others, write)
+    return ExportContents(kind, len(tensors), _size_bytes(tensors, rule), others, write)
 
 
-def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dtype | None) -> Contents:
+def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dtype | None) -> ExportContents:
     outline = _adapted_outline(source)
     tensors = reader.matched_to(outline)
     size_bytes = _size_bytes(tensors, DtypeRule({}, dtype))
@@ -168,7 +168,7 @@ def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dty
         if write_view is not None:
             write_view(draft)
 
-    return Contents("adapters", len(tensors), size_bytes, 0, write)
+    return ExportContents("adapters", len(tensors), size_bytes, 0, write)
 
 
 def _view_of_run(source: ExportSource, *, only_template: bool = False) -> WriteView | None:
@@ -225,7 +225,7 @@ def _merged(
         yield complete(outline, tensors, expected, weights)
 
 
-def _rounded(packing: Packing, read: list[torch.Tensor]) -> torch.Tensor:
+def _rounded(packing: QuantizedLayout, read: list[torch.Tensor]) -> torch.Tensor:
     return rounded(read[0], packing)
 
 

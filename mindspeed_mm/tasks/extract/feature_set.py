@@ -20,7 +20,12 @@ from mindspeed_mm.core.errors import DataError, StoppedAfterSave
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
-from mindspeed_mm.fsdp.data.feature_store.description import Contents, Description, check_same_work, read_description
+from mindspeed_mm.fsdp.data.feature_store.description import (
+    Description,
+    FeatureSetContents,
+    check_same_work,
+    read_description,
+)
 from mindspeed_mm.fsdp.data.feature_store.feature_file import DamagedFile, Verification, check_file, write_feature_file
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.data.feature_store.index import collect_skipped, write_index
@@ -316,7 +321,7 @@ class SetExtraction:
             shards.compact()
         shards.compact()
 
-    def _finish(self) -> Contents:
+    def _finish(self) -> FeatureSetContents:
         """The index and the list of skipped rows: with them the set is done."""
         self._bad.recount(collect_skipped(self.folder))
         contents = write_index(self.folder, self._description, self._bad.unreadable)

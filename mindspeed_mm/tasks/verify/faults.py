@@ -24,7 +24,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlantedFault:
     """One mistake."""
 
     what: str
@@ -46,7 +46,7 @@ def planted(name: str | None) -> Iterator[None]:
         yield
 
 
-def find_fault(name: str) -> Fault:
+def find_fault(name: str) -> PlantedFault:
     """The fault of a name.
 
     Raises:
@@ -250,80 +250,80 @@ def _shares_parameters(planned: PlannedRun) -> bool:
     return planned.sizes.fsdp * planned.sizes.dp_replicate > 1
 
 
-FAULTS: dict[str, Fault] = {
-    "dropped-all-reduce": Fault(
+FAULTS: dict[str, PlantedFault] = {
+    "dropped-all-reduce": PlantedFault(
         "gradients are not summed over copies of the model",
         _copies,
         "copies: parallel.fully_shard_parallel_size=1, or less than the data ranks",
         _dropped_all_reduce,
     ),
-    "averaged-gradients": Fault(
+    "averaged-gradients": PlantedFault(
         "gradients are averaged over data ranks, not summed",
         _shares_parameters,
         "more than one data or context rank: --nproc 2, data_parallel_size left out",
         _averaged_gradients,
     ),
-    "wrong-divisor": Fault(
+    "wrong-divisor": PlantedFault(
         "every rank divides its loss by what it counts itself",
         lambda planned: planned.sizes.dp > 1,
         "more than one data rank: --nproc 2, data_parallel_size left out",
         _wrong_divisor,
     ),
-    "averaged-micro-batches": Fault(
+    "averaged-micro-batches": PlantedFault(
         "accumulated gradients are averaged over micro-batches",
         lambda planned: planned.sizes.pp == 1,
         "parallel.pipeline_parallel_size=1",
         _averaged_micro_batches,
     ),
-    "local-clip-norm": Fault(
+    "local-clip-norm": PlantedFault(
         "the clip norm is that of a rank's own shards",
         lambda planned: planned.sizes.fsdp * planned.sizes.tp * planned.sizes.pp > 1,
         "parameters in parts: sharding (parallel.fully_shard_parallel_size=auto), tensor or pipeline parallelism",
         _local_clip_norm,
     ),
-    "missing-norm-sum": Fault(
+    "missing-norm-sum": PlantedFault(
         "the gradient of a replicated norm is not summed over tensor ranks",
         lambda planned: planned.sizes.tp > 1,
         "parallel.tensor_parallel_size=2",
         _missing_norm_sum,
     ),
-    "dropped-tensor-sum": Fault(
+    "dropped-tensor-sum": PlantedFault(
         "the parts of a split layer's output are not summed over tensor ranks",
         lambda planned: planned.sizes.tp > 1,
         "parallel.tensor_parallel_size=2",
         _dropped_tensor_sum,
     ),
-    "lost-border-token": Fault(
+    "lost-border-token": PlantedFault(
         "attention forgets the first token of each rank's share of a sequence",
         lambda planned: planned.sizes.cp > 1,
         "parallel.ring_attention_size=2 or parallel.ulysses_parallel_size=2",
         _lost_border_token,
     ),
-    "doubled-expert-gradient": Fault(
+    "doubled-expert-gradient": PlantedFault(
         "the gradients of experts are counted twice",
         lambda planned: planned.sizes.ep > 1,
         "parallel.expert_parallel_size=2",
         _doubled_expert_gradient,
     ),
-    "stage-norm": Fault(
+    "stage-norm": PlantedFault(
         "the clip norm is that of a rank's own pipeline stages",
         lambda planned: planned.sizes.pp > 1,
         "parallel.pipeline_parallel_size=2",
         _stage_norm,
     ),
-    "labels-off-by-one": Fault(
+    "labels-off-by-one": PlantedFault(
         "each label is that of the position beside it",
         lambda planned: not planned.is_generator,
         "a language model",
         _labels_off_by_one,
     ),
-    "packed-leak": Fault(
+    "packed-leak": PlantedFault(
         "samples that share a row see each other",
         lambda planned: not planned.is_generator,
         "a language model whose samples can share a row",
         _packed_leak,
     ),
-    "lost-optimizer-state": Fault(
+    "lost-optimizer-state": PlantedFault(
         "a resumed run starts with fresh optimizer state",
         lambda planned: True,
         "nothing",

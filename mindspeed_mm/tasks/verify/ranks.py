@@ -74,7 +74,7 @@ def run_ranks(world_size: int, function: str, job: Any, heard: Tell) -> list[Any
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                place = _Place(rank, world_size, Path(name))
+                place = _Process(rank, world_size, Path(name))
                 process = context.Process(target=_main, args=(theirs, place, function, job), daemon=True)
                 process.start()
                 theirs.close()
@@ -87,7 +87,7 @@ def run_ranks(world_size: int, function: str, job: Any, heard: Tell) -> list[Any
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Process:
     """Where a process belongs."""
 
     rank: int
@@ -169,7 +169,7 @@ def _without_accelerators() -> Iterator[None]:
 # --- in the rank ------------------------------------------------------------------------------------------------------
 
 
-def _main(pipe: connection.Connection, place: _Place, function: str, job: Any) -> None:
+def _main(pipe: connection.Connection, place: _Process, function: str, job: Any) -> None:
     _print_into(place.folder / f"rank{place.rank}.log")
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
     try:
@@ -183,7 +183,7 @@ def _main(pipe: connection.Connection, place: _Place, function: str, job: Any) -
     os._exit(0)
 
 
-def _run(place: _Place, function: str, job: Any, tell: Tell) -> Any:
+def _run(place: _Process, function: str, job: Any, tell: Tell) -> Any:
     import torch
     import torch.distributed as dist
 

@@ -107,9 +107,9 @@ def test_checkpoint_streams_into_the_same_tensors(source: Path, tmp_path: Path) 
 
 def test_tensor_that_the_map_would_lose_is_an_error() -> None:
     class Renamed(nn.Module):
-        from mindspeed_mm.checkpoint.keymap import KeyMap, Rule
+        from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule
 
-        key_map = KeyMap([Rule("stored.{n*}", "{n*}.weight")])
+        key_map = KeyMap([KeyRule("stored.{n*}", "{n*}.weight")])
 
     model = Renamed()
     tensor = _lazy("a.weight")

@@ -10,10 +10,10 @@ import pytest
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation, Sample
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr
 
-PLACE = Place("rows.jsonl", 7)
+PLACE = RowLocation("rows.jsonl", 7)
 IMAGE = {"type": "image"}
 PICTURE = MediaItem("image", "a.png")
 

@@ -17,7 +17,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils import media as media_module
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, cover, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from tests.fsdp.data.conftest import picture
@@ -25,7 +25,7 @@ from tests.helpers.tiny_media import brightness, picture_bytes, wav_bytes, write
 
 
 def row(media: str | bytes) -> GenerationRow:
-    return GenerationRow(Place("rows.jsonl", 1), media, ("a",))
+    return GenerationRow(RowLocation("rows.jsonl", 1), media, ("a",))
 
 
 @pytest.fixture

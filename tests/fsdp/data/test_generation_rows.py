@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     GenerationRows,
     build_media_loader,
@@ -129,7 +129,7 @@ class TestFormats:
         found = rows(path, max_samples=4)
         assert len(found) == 4
         assert [row.media for row in found[1:3]] == ["1.png", "2.png"]
-        assert found[-1].place == Place("rows.jsonl", 4)
+        assert found[-1].place == RowLocation("rows.jsonl", 4)
 
 
 GOOD = {"path": "good.png", "cap": "a"}

@@ -10,7 +10,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, GlobalOrder, steps_from
 from mindspeed_mm.fsdp.data.dataloader.sampler import (
     BaseRandomBatchSampler,
-    Sampler,
+    EpochSampler,
     SequentialSampler,
     build_sampler,
     check_sampler_name,
@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import (
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 
 
-def global_order(sampler: Sampler, global_batch: int, drop_last: bool) -> GlobalOrder:
+def global_order(sampler: EpochSampler, global_batch: int, drop_last: bool) -> GlobalOrder:
     return GlobalOrder(sampler, Deal(global_batch, 1, 0, 1), drop_last)
 
 

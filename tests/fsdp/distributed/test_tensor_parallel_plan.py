@@ -17,8 +17,8 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel, vocabulary_ranks
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
-from mindspeed_mm.fsdp.distributed.tensor.plan import Rule, Style, own_plan, resolve_tensor_plan
-from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_stretches
+from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, own_plan, resolve_tensor_plan
+from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
 from mindspeed_mm.fsdp.distributed.tensor.sizes import (
     check_split_sizes,
     check_tensor_parallel_size,
@@ -54,42 +54,42 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, nn.Module]:
     return {kind: ModelHub.build(ModelArguments(model_name_or_path=str(folder))) for kind, folder in folders.items()}
 
 
-def plan_of(model: nn.Module, **tp_plan: list[str]) -> dict[str, Rule]:
+def plan_of(model: nn.Module, **tp_plan: list[str]) -> dict[str, SplitRule]:
     return resolve_tensor_plan(model, TpPlan.model_validate(tp_plan)).rules
 
 
 def test_text_decoder(models):
     rules = plan_of(models["text"])
     splits_embedding = "model.embed_tokens" in own_plan(models["text"])  # not in transformers 5.17
-    assert rules.get("model.embed_tokens") == (Rule(Style.EMBEDDING) if splits_embedding else None)
-    assert rules["lm_head"] == Rule(Style.HEAD)
-    assert rules["model.layers.1.self_attn.k_proj"] == Rule(Style.COLUMN)
-    assert rules["model.layers.1.self_attn.k_norm"] == Rule(Style.OWN_PART)
-    assert rules["model.layers.1.mlp.down_proj"] == Rule(Style.ROW)
+    assert rules.get("model.embed_tokens") == (SplitRule(Style.EMBEDDING) if splits_embedding else None)
+    assert rules["lm_head"] == SplitRule(Style.HEAD)
+    assert rules["model.layers.1.self_attn.k_proj"] == SplitRule(Style.COLUMN)
+    assert rules["model.layers.1.self_attn.k_norm"] == SplitRule(Style.OWN_PART)
+    assert rules["model.layers.1.mlp.down_proj"] == SplitRule(Style.ROW)
     assert len(rules) == 1 + splits_embedding + 2 * 9
 
 
 def test_both_halves_of_a_vision_language_model(models):
     rules = plan_of(models["vlm"])
-    assert rules["model.visual.blocks.0.attn.qkv"] == Rule(Style.COLUMN, (1, 1, 1))
-    assert rules["model.visual.blocks.0.attn.proj"] == Rule(Style.ROW)
-    assert rules["model.visual.blocks.1.mlp.linear_fc1"] == Rule(Style.COLUMN)
-    assert rules["model.visual.merger.linear_fc2"] == Rule(Style.ROW)
-    assert rules["model.visual.deepstack_merger_list.0.linear_fc1"] == Rule(Style.COLUMN)
-    assert rules["model.language_model.layers.0.self_attn.q_norm"] == Rule(Style.OWN_PART)
+    assert rules["model.visual.blocks.0.attn.qkv"] == SplitRule(Style.COLUMN, (1, 1, 1))
+    assert rules["model.visual.blocks.0.attn.proj"] == SplitRule(Style.ROW)
+    assert rules["model.visual.blocks.1.mlp.linear_fc1"] == SplitRule(Style.COLUMN)
+    assert rules["model.visual.merger.linear_fc2"] == SplitRule(Style.ROW)
+    assert rules["model.visual.deepstack_merger_list.0.linear_fc1"] == SplitRule(Style.COLUMN)
+    assert rules["model.language_model.layers.0.self_attn.q_norm"] == SplitRule(Style.OWN_PART)
     # Tied to the head, which the class's plan names alone; in transformers 5.17 it names nothing.
     if "lm_head" in own_plan(models["vlm"]):
-        assert rules["model.language_model.embed_tokens"] == Rule(Style.EMBEDDING)
+        assert rules["model.language_model.embed_tokens"] == SplitRule(Style.EMBEDDING)
 
 
 def test_generators(models):
     flux, wan = plan_of(models["flux"]), plan_of(models["wan"])
     width = models["flux"].config.num_attention_heads * models["flux"].config.attention_head_dim
-    assert flux["single_transformer_blocks.0.proj_out"] == Rule(Style.ROW, (width, 4 * width))
-    assert flux["transformer_blocks.0.attn.norm_added_k"] == Rule(Style.OWN_PART)
+    assert flux["single_transformer_blocks.0.proj_out"] == SplitRule(Style.ROW, (width, 4 * width))
+    assert flux["transformer_blocks.0.attn.norm_added_k"] == SplitRule(Style.OWN_PART)
     assert "single_transformer_blocks.0.norm.linear" not in flux
-    assert wan["blocks.0.attn2.to_out.0"] == wan["blocks.0.ffn.net.2"] == Rule(Style.ROW)
-    assert wan["blocks.1.attn1.norm_k"] == wan["blocks.1.attn2.norm_added_k"] == Rule(Style.WIDE_NORM)
+    assert wan["blocks.0.attn2.to_out.0"] == wan["blocks.0.ffn.net.2"] == SplitRule(Style.ROW)
+    assert wan["blocks.1.attn1.norm_k"] == wan["blocks.1.attn2.norm_added_k"] == SplitRule(Style.WIDE_NORM)
 
 
 def test_layers_named_in_the_configuration_are_all(models):
@@ -129,7 +129,7 @@ def test_numbers_of_heads_are_cut_with_the_heads(models):
     decoder = copy.deepcopy(models["text"])
     attention = decoder.model.layers[0].self_attn
     attention.sinks = nn.Parameter(torch.zeros(4))
-    assert plan_of(decoder)["model.layers.0.self_attn"] == Rule(Style.HEAD_NUMBERS)
+    assert plan_of(decoder)["model.layers.0.self_attn"] == SplitRule(Style.HEAD_NUMBERS)
     attention.scales = nn.Parameter(torch.zeros(4, 2))
     with pytest.raises(ConfigError, match=r"parameters of its own, scales \(4, 2\), that are not one number a head"):
         plan_of(decoder)
@@ -137,12 +137,12 @@ def test_numbers_of_heads_are_cut_with_the_heads(models):
 
 def test_stretches_of_the_sequence(models):
     text = resolve_tensor_plan(models["text"], TpPlan.model_validate({"sequence_parallel": [*NORMS, "model.norm"]}))
-    assert [s.modules for s in sequence_stretches(models["text"], text)] == [
+    assert [s.modules for s in sequence_regions(models["text"], text)] == [
         ("model.layers.0", "model.layers.1", "model.norm")
     ]
     # Features of the vision tower are added between the decoder's blocks.
     vlm = resolve_tensor_plan(models["vlm"], TpPlan.model_validate(SEQUENCE["tp_plan"]))
-    assert [s.modules for s in sequence_stretches(models["vlm"], vlm)] == [
+    assert [s.modules for s in sequence_regions(models["vlm"], vlm)] == [
         ("model.language_model.layers.0",),
         ("model.language_model.layers.1",),
     ]
@@ -151,13 +151,13 @@ def test_stretches_of_the_sequence(models):
 def test_two_streams_are_refused(models):
     plan = resolve_tensor_plan(models["flux"], TpPlan.model_validate({"sequence_parallel": ["*.norm1"]}))
     with pytest.raises(ConfigError, match="text and image go through the blocks of FluxTransformer2DModel"):
-        sequence_stretches(models["flux"], plan)
+        sequence_regions(models["flux"], plan)
 
 
 def test_norm_left_out_of_the_sequence_is_refused(models):
     plan = resolve_tensor_plan(models["text"], TpPlan.model_validate({"sequence_parallel": NORMS[:1]}))
     with pytest.raises(ConfigError, match=r"layers\.0\.post_attention_layernorm.*runs on a slice of the sequence too"):
-        sequence_stretches(models["text"], plan)
+        sequence_regions(models["text"], plan)
 
 
 @pytest.mark.parametrize(

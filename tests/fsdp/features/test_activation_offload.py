@@ -41,7 +41,7 @@ def offloaded(model: nn.Module, recompute: Any = None, patterns: tuple[str, ...]
     return FeaturesApplier(FeatureArguments.model_validate(features), find_blocks(model))(model)
 
 
-def traffic_of(model: nn.Module) -> activation_offload.Traffic:
+def traffic_of(model: nn.Module) -> activation_offload.OffloadParcels:
     return next(m.forward._traffic for m in model.modules() if isinstance(m.forward, OffloadedForward))
 
 
@@ -272,7 +272,7 @@ def test_two_micro_batches_at_once_and_a_graph_used_twice() -> None:
 
 
 def test_strides_come_back() -> None:
-    traffic = activation_offload.Traffic()
+    traffic = activation_offload.OffloadParcels()
     stop = traffic.open(nn.Linear(2, 2))
     whole = torch.arange(24.0).reshape(4, 6)
     views = [whole.t(), whole[1:3, ::2], whole[:, :1].expand(4, 3), whole.to(torch.bfloat16)]

@@ -132,10 +132,10 @@ def test_a_fault_is_seen(yamls: dict[str, str]) -> None:
 
 def faulty(yaml: str) -> dict[str, str]:
     """What comes back is of another module."""
-    real = activation_offload.Traffic.unpack
+    real = activation_offload.OffloadParcels.unpack
 
-    def rounded(self: activation_offload.Traffic, ticket: object) -> object:
+    def rounded(self: activation_offload.OffloadParcels, ticket: object) -> object:
         return real(self, ticket) * (1 + 1e-9) if isinstance(ticket, activation_offload.Ticket) else real(self, ticket)
 
-    with mock.patch.object(activation_offload.Traffic, "unpack", rounded):
+    with mock.patch.object(activation_offload.OffloadParcels, "unpack", rounded):
         return differing(yaml, FSDP, {"offload": (1e-12, ON["offload"])})

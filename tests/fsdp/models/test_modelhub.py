@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
 
-from mindspeed_mm.checkpoint.keymap import Concat, KeyMap, Rule
+from mindspeed_mm.checkpoint.keymap import Concat, KeyMap, KeyRule
 from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
 from mindspeed_mm.fsdp.models.base_model import BaseModel
 from mindspeed_mm.fsdp.models.behaviour.attention import resolve_attn_implementation
@@ -193,8 +193,8 @@ class ToyWithHooks(Toy):
 class MappedToy(Toy):
     key_map = KeyMap(
         [
-            Rule(("blocks.{n}.halfa.w", "blocks.{n}.halfb.w"), "layers.{n}.weight", (Concat(0),)),
-            Rule("blocks.{n}.b", "layers.{n}.bias"),
+            KeyRule(("blocks.{n}.halfa.w", "blocks.{n}.halfb.w"), "layers.{n}.weight", (Concat(0),)),
+            KeyRule("blocks.{n}.b", "layers.{n}.bias"),
         ]
     )
 

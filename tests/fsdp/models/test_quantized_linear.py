@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.models.behaviour.quantized_linear import Packing, QuantizedForward, packings_of, quantize_linears
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import (
+    QuantizedForward,
+    QuantizedLayout,
+    packings_of,
+    quantize_linears,
+)
 from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
 from tests.helpers.adapters import adapted_model, logits
 
 WEIGHT = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
-KINDS = {"nf4": Packing("nf4", 128, 64), "int8": Packing("int8", 128, 128)}
+KINDS = {"nf4": QuantizedLayout("nf4", 128, 64), "int8": QuantizedLayout("int8", 128, 128)}
 
 
 def test_nf4_is_torchaos() -> None:

@@ -21,8 +21,8 @@ from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of, read_prompts
 from mindspeed_mm.fsdp.sampling.sampler import (
+    DiffusionSampler,
     SampleOrder,
-    Sampler,
     computing_in,
     deal_in_step,
     evaluating,
@@ -41,13 +41,13 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.fixture(scope="module")
-def samplers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sampler]:
-    made: dict[str, Sampler] = {}
+def samplers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DiffusionSampler]:
+    made: dict[str, DiffusionSampler] = {}
 
-    def sampler(kind: str) -> Sampler:
+    def sampler(kind: str) -> DiffusionSampler:
         if kind not in made:
             adapter = find_adapter(MAKERS[kind](tmp_path_factory.mktemp("folder")))
-            made[kind] = Sampler(adapter, load_component(adapter, "transformer"), load_encoders(adapter, CPU))
+            made[kind] = DiffusionSampler(adapter, load_component(adapter, "transformer"), load_encoders(adapter, CPU))
         return made[kind]
 
     return sampler
@@ -70,7 +70,7 @@ def prompts(*texts: str, **fields: Any) -> list[Prompt]:
     return [Prompt(number, text, f"p:{number + 1}", **fields) for number, text in enumerate(texts)]
 
 
-def samples(sampler: Sampler, wanted: list[Prompt], sampling: SamplingArguments) -> np.ndarray:
+def samples(sampler: DiffusionSampler, wanted: list[Prompt], sampling: SamplingArguments) -> np.ndarray:
     return np.stack([sample for batch in sampler.sample(wanted, sampling) for sample in batch])
 
 
@@ -80,7 +80,7 @@ def alike(found: np.ndarray, expected: np.ndarray) -> bool:
     return bool(steps.max() <= 1 and (steps > 0).mean() < 1e-3)
 
 
-def plain(sampler: Sampler, kind: str, text: str, seed: int, **arguments: Any) -> np.ndarray:
+def plain(sampler: DiffusionSampler, kind: str, text: str, seed: int, **arguments: Any) -> np.ndarray:
     """One sample with nothing but diffusers, from the folder; (T, H, W, 3)."""
     from diffusers import DiffusionPipeline
 
@@ -113,7 +113,9 @@ GUIDED = {
 
 
 @pytest.mark.parametrize("kind", GUIDED)
-def test_a_sample_is_that_of_the_plain_pipeline(samplers: Callable[[str], Sampler], picture: Path, kind: str) -> None:
+def test_a_sample_is_that_of_the_plain_pipeline(
+    samplers: Callable[[str], DiffusionSampler], picture: Path, kind: str
+) -> None:
     sampler, guided = samplers(kind), dict(GUIDED[kind])
     image = picture if kind == "i2v" else None
     sampling = settings(kind, negative_prompt=guided.get("negative_prompt", ""), seed=7)
@@ -130,7 +132,7 @@ def test_a_sample_is_that_of_the_plain_pipeline(samplers: Callable[[str], Sample
 
 
 @pytest.mark.parametrize("kind", ["flux", "pixels"])
-def test_a_sample_does_not_depend_on_its_batch(samplers: Callable[[str], Sampler], kind: str) -> None:
+def test_a_sample_does_not_depend_on_its_batch(samplers: Callable[[str], DiffusionSampler], kind: str) -> None:
     sampler, wanted = samplers(kind), prompts("one", "two", "", "four five six")
     whole = samples(sampler, wanted, settings(num_samples=2))
     assert whole.shape == (8, 1, 32, 32, 3)
@@ -142,7 +144,7 @@ def test_a_sample_does_not_depend_on_its_batch(samplers: Callable[[str], Sampler
         assert not alike(samples(sampler, wanted, settings(num_samples=2)), whole)
 
 
-def test_rows_may_have_their_own_seed_and_negative_prompt(samplers: Callable[[str], Sampler]) -> None:
+def test_rows_may_have_their_own_seed_and_negative_prompt(samplers: Callable[[str], DiffusionSampler]) -> None:
     sampler = samplers("flux")
     own_seed = [Prompt(number, "cat", "p", seed=3) for number in (0, 5)]
     first, second = samples(sampler, own_seed, settings(seed=1))
@@ -156,7 +158,7 @@ def test_rows_may_have_their_own_seed_and_negative_prompt(samplers: Callable[[st
     assert not alike(found[2], samples(sampler, prompts("", "cat")[1:], bird)[0])
 
 
-def test_modes_and_parameters_are_left_as_they_were(samplers: Callable[[str], Sampler]) -> None:
+def test_modes_and_parameters_are_left_as_they_were(samplers: Callable[[str], DiffusionSampler]) -> None:
     sampler = samplers("flux")
     transformer = sampler.pipeline.transformer.train()
     transformer.norm_out.eval()
@@ -203,7 +205,7 @@ def test_a_model_that_computes_in_another_type_gets_its_inputs_in_it() -> None:
     ],
 )
 def test_settings_that_do_not_fit_are_said_before_anything_runs(
-    samplers: Callable[[str], Sampler], kind: str, changes: dict[str, Any], error: type[MMError], message: str
+    samplers: Callable[[str], DiffusionSampler], kind: str, changes: dict[str, Any], error: type[MMError], message: str
 ) -> None:
     sampler = samplers(kind)
     with (
@@ -213,13 +215,13 @@ def test_settings_that_do_not_fit_are_said_before_anything_runs(
         samples(sampler, prompts("cat"), settings(kind, **changes))
 
 
-def test_an_open_size_is_the_pipelines_own(samplers: Callable[[str], Sampler]) -> None:
+def test_an_open_size_is_the_pipelines_own(samplers: Callable[[str], DiffusionSampler]) -> None:
     sizes = {kind: samplers(kind).prepared([], SamplingArguments(width=64)) for kind in ("flux", "t2v")}
     assert (sizes["flux"].height, sizes["flux"].width, sizes["flux"].num_frames) == (256, 64, 1)  # 128 latents
     assert (sizes["t2v"].height, sizes["t2v"].width, sizes["t2v"].num_frames) == (480, 64, 81)
 
 
-def test_pictures_go_where_they_belong(samplers: Callable[[str], Sampler], picture: Path) -> None:
+def test_pictures_go_where_they_belong(samplers: Callable[[str], DiffusionSampler], picture: Path) -> None:
     with pytest.raises(DataError, match=r"p:1.*no picture"):
         samples(samplers("i2v"), prompts("cat"), settings("i2v"))
     with pytest.raises(DataError, match=r"p:1.*takes no picture"):
@@ -230,7 +232,7 @@ def test_pictures_go_where_they_belong(samplers: Callable[[str], Sampler], pictu
         samples(samplers("i2v"), prompts("cat", image=broken), settings("i2v"))
 
 
-def test_samples_that_are_no_numbers_are_refused(samplers: Callable[[str], Sampler]) -> None:
+def test_samples_that_are_no_numbers_are_refused(samplers: Callable[[str], DiffusionSampler]) -> None:
     sampler = samplers("flux")
     with torch.no_grad():
         weight = sampler.pipeline.transformer.proj_out.weight
@@ -241,7 +243,7 @@ def test_samples_that_are_no_numbers_are_refused(samplers: Callable[[str], Sampl
         weight.copy_(kept)
 
 
-def test_prompts_that_are_too_long_are_found(samplers: Callable[[str], Sampler]) -> None:
+def test_prompts_that_are_too_long_are_found(samplers: Callable[[str], DiffusionSampler]) -> None:
     assert samplers("flux").cut_short(prompts("cat", "cat " * 200)) == prompts("", "cat " * 200)[1:]
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-from mindspeed_mm.fsdp.sampling.sampler import Sampler, plan_batches
+from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, plan_batches
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks import sampling as sampling_module
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook, check_sampling
@@ -55,9 +55,9 @@ class Sampled(Trainer):
         self.engine = super()._build_engine(*args, **kwargs)
         return self.engine
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> DiffusionSampler:
         parts = self.generator
-        return Sampler(parts.adapter, self.engine.model, parts.encoders, parts.compute_dtype)
+        return DiffusionSampler(parts.adapter, self.engine.model, parts.encoders, parts.compute_dtype)
 
 
 def train(yaml: Path | str, save: Path | str | None, *overrides: str) -> Sampled:
@@ -108,9 +108,9 @@ def test_rounds_are_written_and_change_nothing(yaml: Path, tmp_path: Path) -> No
 
 
 def test_random_states_are_put_back(yaml: Path, tmp_path: Path) -> None:
-    real = Sampler.make
+    real = DiffusionSampler.make
 
-    def wasteful(self: Sampler, *args: Any) -> Any:
+    def wasteful(self: DiffusionSampler, *args: Any) -> Any:
         torch.rand(3), np.random.rand(3)
         return real(self, *args)
 
@@ -119,7 +119,7 @@ def test_random_states_are_put_back(yaml: Path, tmp_path: Path) -> None:
         return torch.cat([part.flatten().double() for part in capture_rng().values()])
 
     expected = state("plain")
-    with mock.patch.object(Sampler, "make", wasteful):
+    with mock.patch.object(DiffusionSampler, "make", wasteful):
         assert torch.equal(state("put back"), expected)
         with mock.patch.object(sampling_module, "restore_rng", lambda state: None):  # the planted fault
             assert not torch.equal(state("not put back"), expected)
@@ -170,7 +170,7 @@ def test_what_cannot_be_shown_does_not_end_the_training(
     def fail(*_: Any) -> Any:
         raise next(faults, OSError(28, "No space left on device"))
 
-    with mock.patch.object(Sampler, "make", fail):
+    with mock.patch.object(DiffusionSampler, "make", fail):
         train(yaml, tmp_path / "run")
     assert len(losses(tmp_path / "run")) == 4
     said = capsys.readouterr().out

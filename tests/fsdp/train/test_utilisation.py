@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount, Work
+from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount, ModuleFlops
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
-from mindspeed_mm.fsdp.tools.flops_tool.units import Unit
+from mindspeed_mm.fsdp.tools.flops_tool.units import WorkUnit
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.log import LogHook
 from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
@@ -96,8 +96,8 @@ def test_recomputation_is_work_of_the_hardware_alone(yaml: str) -> None:
 
 def count() -> FlopCount:
     works = (
-        Work("layers.0", "linear", Unit("text"), 1e9, 2, again=True),
-        Work("layers.0", "attention", Unit("text", "text", "causal"), 1e6, 2, again=True),
+        ModuleFlops("layers.0", "linear", WorkUnit("text"), 1e9, 2, again=True),
+        ModuleFlops("layers.0", "attention", WorkUnit("text", "text", "causal"), 1e6, 2, again=True),
     )
     return FlopCount(works, lambda batch: batch["lengths"])
 

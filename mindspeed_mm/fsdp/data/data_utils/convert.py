@@ -11,10 +11,10 @@ from mindspeed_mm.fsdp.data.data_utils.rows.preference import convert_pair, prom
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, text_of, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_tools
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
 
 
-def convert_row(row: Row, row_format: RowFormat, place: Place) -> Sample:
+def convert_row(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """Convert a conversation, or a pair of them.
 
     Raises:
@@ -29,7 +29,7 @@ def convert_row(row: Row, row_format: RowFormat, place: Place) -> Sample:
     return sample
 
 
-def convert_text(row: Row, place: Place) -> Sample:
+def convert_text(row: Row, place: RowLocation) -> Sample:
     """Convert a document of plain text: `{"text": …}`.
 
     Raises:
@@ -53,7 +53,7 @@ def _finished(sample: Sample, row: Row, row_format: RowFormat) -> Sample:
 # --- row formats -----------------------------------------------------------------------------------------------------
 
 
-def from_alpaca(row: Row, row_format: RowFormat, place: Place) -> Sample:
+def from_alpaca(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """`{"instruction", "input", "output", "history": [[question, answer], …], "system"}` with configurable names."""
     sample = _alpaca_prompt(row, row_format, place)
     column = _name(row_format.response, "output")
@@ -64,7 +64,7 @@ def from_alpaca(row: Row, row_format: RowFormat, place: Place) -> Sample:
     return sample
 
 
-def _alpaca_prompt(row: Row, row_format: RowFormat, place: Place) -> Sample:
+def _alpaca_prompt(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """Everything before the answer."""
     columns = (_name(row_format.prompt, "instruction"), _name(row_format.query, "input"))
     texts = [text for column in columns if (text := text_of(row, column, place))]
@@ -92,7 +92,7 @@ def _add(sample: Sample, role: str, content: str) -> None:
     sample.weights.append(1.0 if role == "assistant" else None)
 
 
-Converter = Callable[[Row, RowFormat, Place], Sample]
+Converter = Callable[[Row, RowFormat, RowLocation], Sample]
 
 CONVERTERS: dict[str, tuple[Converter, Converter]] = {
     "sharegpt": (from_messages, prompt_of),

@@ -17,7 +17,7 @@ REPAIR = "Repair the row, or leave such rows out: on_bad_sample: skip."
 """The way out where a row itself is broken."""
 
 
-class Place(NamedTuple):
+class RowLocation(NamedTuple):
     """Where a row stands, printed as `train.jsonl:12`."""
 
     file: str
@@ -40,7 +40,7 @@ class MediaItem(NamedTuple):
 class Sample:
     """A row, converted: the same shape for every row format."""
 
-    place: Place
+    place: RowLocation
     messages: list[dict[str, Any]] = field(default_factory=list)
     """`{"role", "content"}` as chat templates take them. Roles: system, user, assistant, tool. Content is a string, or
     a list of typed parts where a turn holds media: `{"type": "text", "text"}`, `{"type": "image" | "video" | "audio"}`.

@@ -210,7 +210,7 @@ class BucketOrder:
         ).astype(np.int64)
         return _permuted(rows, cuts, self._order_of_steps(rows, cuts.sum(axis=1), epoch))
 
-    def _group(self, order: np.ndarray) -> tuple[list[_Whole], list[_Leftover]]:
+    def _group(self, order: np.ndarray) -> tuple[list[_FullSteps], list[_Leftover]]:
         """Steps of one size, and the micro-batches that remain of each size."""
         whole, leftovers = [], []
         grouped = order[np.argsort(self._bucket_of[order], kind="stable")]
@@ -218,7 +218,7 @@ class BucketOrder:
         for bucket, rows in zip(self.buckets, np.split(grouped, ends[:-1]), strict=True):
             steps = len(rows) // bucket.rows // self._deal.micro_batches
             taken = steps * bucket.rows * self._deal.micro_batches
-            whole.append(_Whole(bucket, steps, rows[:taken]))
+            whole.append(_FullSteps(bucket, steps, rows[:taken]))
             rest = rows[taken:]
             parts = [rest[start : start + bucket.rows] for start in range(0, len(rest), bucket.rows)]
             leftovers += [_Leftover(bucket.cost(len(part)), part) for part in parts]
@@ -248,7 +248,7 @@ class BucketOrder:
         return np.argsort(rows[starts], kind="stable")
 
 
-class _Whole(NamedTuple):
+class _FullSteps(NamedTuple):
     """Steps of one size."""
 
     bucket: Bucket

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.data.dataloader.order import (
     too_few,
 )
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape, divided, nearest_in_cost
-from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, Sampler
+from mindspeed_mm.fsdp.data.dataloader.sampler import EpochSampler, Pick
 from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 
 SHARE_ROWS = 32
@@ -53,7 +53,9 @@ class BufferedOrder:
         DataError: There are no samples.
     """
 
-    def __init__(self, sampler: Sampler, sizes: SizeBook, shape: BatchShape, deal: Deal, *, drop_last: bool) -> None:
+    def __init__(
+        self, sampler: EpochSampler, sizes: SizeBook, shape: BatchShape, deal: Deal, *, drop_last: bool
+    ) -> None:
         self._sampler, self.sizes, self.shape, self._drop_last = sampler, sizes, shape, drop_last
         self._count, self._window = deal.micro_batches, SHARE_ROWS * deal.dp_size
         if not sampler.draw(0, 0, 1):
@@ -131,7 +133,7 @@ class BufferedOrder:
         """Micro-batches that a buffer must fill for a step. One that is hardly filled remains for later, if any."""
         return self._count if at_end == "drop" else self._count + 1
 
-    def _filled(self, sampler: Sampler, position: DataPosition, at_end: _AtEnd) -> _Buffer:
+    def _filled(self, sampler: EpochSampler, position: DataPosition, at_end: _AtEnd) -> _Buffer:
         """What is pending, and as many more samples as a good choice takes; towards the end of an epoch fewer."""
         buffer, enough = _Buffer(self.shape, position), self.shape.lookahead(self._count)
         known = [pick for pick in position.pending if sampler.size is None or pick.row < sampler.size]

@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import (
     BUCKET_SAMPLERS,
     BUDGET_SAMPLER,
     SAMPLER_KEY,
-    Sampler,
+    EpochSampler,
     build_sampler,
     check_sampler_name,
     keeps_order,
@@ -122,7 +122,7 @@ def _shape(dataloader_param: DataloaderParam, deal: Deal, basic: BasicParameters
 
 def _sampler(
     dataset: Any, basic: BasicParameters, dataloader_param: DataloaderParam, sizes: SizeBook, seed: int
-) -> tuple[Sampler, MixShares | None]:
+) -> tuple[EpochSampler, MixShares | None]:
     streams = getattr(dataset, "streams", False)
     if basic.mix is not None and streams:
         raise ConfigError(

@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.dataloader.faults import Fault, Policy, name_of
+from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault, name_of
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step, steps_from
@@ -239,7 +239,7 @@ class MMDataLoader:
         if fault.kind == "bad" or pick.row % self.deal.dp_size == self.deal.dp_rank:
             self._note(fault)
 
-    def _note(self, fault: Fault) -> None:
+    def _note(self, fault: SampleFault) -> None:
         if fault.kind == "shrunk":
             self.counts.shrunk += 1
         elif fault.kind == "too long":

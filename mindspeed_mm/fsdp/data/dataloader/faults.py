@@ -8,7 +8,7 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 
 
-class Fault(NamedTuple):
+class SampleFault(NamedTuple):
     """A sample that was not used as it stands."""
 
     kind: Literal["bad", "too long", "shrunk"]
@@ -27,7 +27,7 @@ class Policy:
         self._may_skip = getattr(dataset, "on_bad_sample", "error") == "skip"
         self._may_drop = getattr(dataset, "truncation", "error") != "error"
 
-    def judge(self, error: DataError, sample: str) -> Fault:
+    def judge(self, error: DataError, sample: str) -> SampleFault:
         """The fault to count.
 
         Args:
@@ -40,7 +40,7 @@ class Policy:
         is_too_long = isinstance(error, TooLongError)
         if not (self._may_drop if is_too_long else self._may_skip):
             raise error
-        return Fault("too long" if is_too_long else "bad", sample, str(error))
+        return SampleFault("too long" if is_too_long else "bad", sample, str(error))
 
 
 def name_of(dataset: Any, row: int) -> str:

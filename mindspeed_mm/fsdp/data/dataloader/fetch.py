@@ -16,7 +16,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.dataloader.completion import completed
-from mindspeed_mm.fsdp.data.dataloader.faults import Fault, Policy, name_of
+from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault, name_of
 from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
@@ -49,7 +49,7 @@ class Delivery:
     """What comes back for a request."""
 
     batch: Batch | PackedBatch | None
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[SampleFault] = field(default_factory=list)
     error: MMError | None = None
 
 
@@ -102,7 +102,7 @@ class BatchMaker(Dataset[Delivery]):
         Raises:
             DataError: A sample is bad and the policy is to stop.
         """
-        faults: list[Fault] = []
+        faults: list[SampleFault] = []
         taken, blank_rows = self._take_all(request, faults)
         batch = completed(self._collate([each.sample for each in taken]), [each.name for each in taken])
         if blank_rows:
@@ -113,7 +113,7 @@ class BatchMaker(Dataset[Delivery]):
         """What to call a sample in messages."""
         return name_of(self.dataset, row)
 
-    def _take_all(self, request: Request, faults: list[Fault]) -> tuple[list[Taken], int]:
+    def _take_all(self, request: Request, faults: list[SampleFault]) -> tuple[list[Taken], int]:
         """The samples picked, without bad ones where that is possible, and how many of them are blank."""
         if request.blank_rows:
             return self._all_or_others(request.picks, []), request.blank_rows  # whose faults are told where it counts
@@ -125,7 +125,7 @@ class BatchMaker(Dataset[Delivery]):
             return self._all_or_others(request.picks[:1], faults), 0
         return self._all_or_others(request.picks[:1], []), 1
 
-    def _all_or_others(self, picks: Sequence[Pick], faults: list[Fault]) -> list[Taken]:
+    def _all_or_others(self, picks: Sequence[Pick], faults: list[SampleFault]) -> list[Taken]:
         """The samples picked or their replacements; when one's size has no usable sample left, all of another size."""
         for attempt in range(1, _MOST_SIZES + 1):
             try:
@@ -136,7 +136,7 @@ class BatchMaker(Dataset[Delivery]):
                     raise DataError(error.problems[0].what, where=error.problems[0].where) from None
         raise DataError(f"{_MOST_SIZES} sizes in a row have no sample that can be used; the last: {faults[-1].reason}")
 
-    def _good(self, picks: Sequence[Pick], faults: list[Fault]) -> list[Taken]:
+    def _good(self, picks: Sequence[Pick], faults: list[SampleFault]) -> list[Taken]:
         """Those of the samples that can be used."""
         good = []
         for pick in picks:
@@ -146,7 +146,7 @@ class BatchMaker(Dataset[Delivery]):
                 faults.append(self._policy.judge(error, self.name(pick.row)))
         return good
 
-    def _take(self, pick: Pick, faults: list[Fault]) -> Taken:
+    def _take(self, pick: Pick, faults: list[SampleFault]) -> Taken:
         """The sample picked, or its replacement: a function of (seed, epoch, index), the same on every rank."""
         row, reason = pick.row, ""
         for attempt in range(1, _MOST_REPLACEMENTS + 1):
@@ -167,7 +167,7 @@ class BatchMaker(Dataset[Delivery]):
         """Whether a replacement keeps the limits of a micro-batch."""
         return self._shape is None or self._shape.fits(self._measurer.size(row))
 
-    def _read(self, pick: Pick, faults: list[Fault]) -> Taken:
+    def _read(self, pick: Pick, faults: list[SampleFault]) -> Taken:
         if self._read_item is not None:
             sample = self._read_item(pick.row, pick.epoch)
         elif self._draws_nothing:
@@ -177,7 +177,7 @@ class BatchMaker(Dataset[Delivery]):
                 sample = self.dataset[pick.row]
         own = sample if isinstance(sample, dict) else {}
         if own.get("shrunk"):
-            faults.append(Fault("shrunk", self.name(pick.row)))
+            faults.append(SampleFault("shrunk", self.name(pick.row)))
         return Taken(sample, str(own.get("sample_id", self.name(pick.row))))
 
     def _unforeseen(self, error: Exception, request: Request) -> DataError:

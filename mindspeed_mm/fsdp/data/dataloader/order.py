@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, Sampler, SequentialSampler
+from mindspeed_mm.fsdp.data.dataloader.sampler import EpochSampler, Pick, SequentialSampler
 
 Part = TypeVar("Part")
 
@@ -129,7 +129,7 @@ class GlobalOrder:
         DataError: No step fits into an epoch.
     """
 
-    def __init__(self, sampler: Sampler, deal: Deal, drop_last: bool) -> None:
+    def __init__(self, sampler: EpochSampler, deal: Deal, drop_last: bool) -> None:
         self._sampler, self._drop_last = sampler, drop_last
         self._micro_batch_size, self._global_batch = deal.micro_batch_size, deal.global_batch
         first = len(sampler.draw(0, 0, self._global_batch))
@@ -184,7 +184,7 @@ class GlobalOrder:
         return cut
 
 
-def rows_as_they_stand(sampler: Sampler) -> Sampler:
+def rows_as_they_stand(sampler: EpochSampler) -> EpochSampler:
     """For a pass: every row once. Rows that are streamed come as they are found."""
     return sampler if sampler.size is None else SequentialSampler(sampler.size)
 

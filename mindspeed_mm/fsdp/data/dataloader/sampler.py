@@ -22,7 +22,7 @@ class Pick(NamedTuple):
     """Index into the data set."""
 
 
-class Sampler(Protocol):
+class EpochSampler(Protocol):
     """The sequence of the samples of each epoch."""
 
     @property
@@ -84,7 +84,7 @@ lengths micro-batches of similar length (`buffered.py`)."""
 BUDGET_SAMPLER = "TokenBudgetSampler"
 
 
-def build_sampler(dataloader_param: Any, size: int, seed: int) -> Sampler:
+def build_sampler(dataloader_param: Any, size: int, seed: int) -> EpochSampler:
     """The order in which rows are drawn: `shuffle: false`, mode `base` and SequentialSampler keep them as they stand;
     the names that say how micro-batches are formed draw at random."""
     name = dataloader_param.sampler_type

@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Contents:
+class FeatureSetContents:
     """What a finished set holds."""
 
     samples: int
@@ -56,7 +56,7 @@ class Description:
     versions: Mapping[str, str] = field(default_factory=dict)
     component_configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """What sizes follow from, for folders that lack the component: `vae` → its config.json."""
-    contents: Contents | None = None
+    contents: FeatureSetContents | None = None
     """None while it is not finished."""
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
@@ -82,7 +82,7 @@ def read_description(path: Path) -> Description:
             **content
             | {
                 "components": from_json(content["components"]),
-                "contents": None if contents is None else Contents(**contents),
+                "contents": None if contents is None else FeatureSetContents(**contents),
             }
         )
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import parse_json
-from mindspeed_mm.fsdp.data.feature_store.description import Contents, Description
+from mindspeed_mm.fsdp.data.feature_store.description import Description, FeatureSetContents
 from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts
 from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
@@ -29,7 +29,9 @@ def count_done(folder: FeatureFolder) -> tuple[int, int]:
     return sum(len(each.records) for each in facts), sum(len(each.skipped) for each in facts)
 
 
-def write_index(folder: FeatureFolder, description: Description, unreadable: Sequence[SkippedRow] = ()) -> Contents:
+def write_index(
+    folder: FeatureFolder, description: Description, unreadable: Sequence[SkippedRow] = ()
+) -> FeatureSetContents:
     """Finish a feature set: the list of skipped rows, what the shards hold, and last the index.
 
     Args:
@@ -51,7 +53,7 @@ def write_index(folder: FeatureFolder, description: Description, unreadable: Seq
         records += facts.records
         skipped += facts.skipped
     lines = [_placed(record, homes, folder.path) for record in sorted(records, key=lambda record: record.row)]
-    contents = Contents(
+    contents = FeatureSetContents(
         len(lines),
         len(skipped),
         {span.path.name: span.path.stat().st_size for span in folder.shards()},

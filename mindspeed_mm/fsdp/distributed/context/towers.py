@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout, scale_layout
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def apply_to_tower(tower: nn.Module) -> bool:
@@ -63,7 +63,9 @@ class SpreadPatches:
         """By document borders of the patches: the share, and borders of the own patches as one document."""
         self._rotations: tuple[Any, Any] = (None, None)
 
-    def before_block(self, is_first: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def before_block(
+        self, is_first: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallArguments:
         """Own patches, rotations and borders instead of all."""
         if is_first:
             told = kwargs.get(CONTEXT_KEY)

@@ -36,7 +36,7 @@ def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ra
     Returns:
         (sum of `receive`, …), those from rank 0 first.
     """
-    return _Exchange.apply(rows, send, receive, ranks)  # type: ignore[no-untyped-call]
+    return _RowsAllToAll.apply(rows, send, receive, ranks)  # type: ignore[no-untyped-call]
 
 
 def gather_rows(rows_R: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _all_to_all(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int],
     return received
 
 
-class _Exchange(torch.autograd.Function):
+class _RowsAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, send: Any, receive: Any, ranks: ExpertRanks) -> torch.Tensor:
         ctx.send, ctx.receive, ctx.ranks = send, receive, ranks

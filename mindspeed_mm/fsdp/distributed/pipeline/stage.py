@@ -27,7 +27,7 @@ class Loss(Protocol):
 
 
 @dataclass
-class Work:
+class StepWork:
     """A step's micro-batches, on every rank of the pipeline, and what comes of them."""
 
     objective: Loss
@@ -68,7 +68,7 @@ class StageModule(nn.Module):
         self._entering: Tensor | None = None
         if not self.is_first:
             entry_of(self.model, plan, stage).register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        self.work: Work | None = None
+        self.work: StepWork | None = None
 
     def cast_inputs(self, dtype: torch.dtype | None) -> None:
         """Cast floating-point arguments of the model, as sharding does for a model that is its own root."""

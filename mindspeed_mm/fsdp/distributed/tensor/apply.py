@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.distributed.tensor.forward import (
 )
 from mindspeed_mm.fsdp.distributed.tensor.plan import (
     CUT_DIMS,
-    Rule,
+    SplitRule,
     Style,
     TensorPlan,
     output_head,
@@ -36,7 +36,7 @@ from mindspeed_mm.fsdp.distributed.tensor.plan import (
 from mindspeed_mm.fsdp.distributed.tensor.sequence import (
     apply_sequence_parallel,
     is_inside,
-    sequence_stretches,
+    sequence_regions,
 )
 from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS, check_split_sizes
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
@@ -78,7 +78,7 @@ def vocabulary_ranks(model: nn.Module) -> TensorRanks | None:
 class _Splitter:
     def __init__(self, model: nn.Module, plan: TensorPlan, ranks: TensorRanks, gather_logits: bool) -> None:
         self._model, self._plan, self._ranks, self._gathers = model, plan, ranks, gather_logits
-        self._stretches = sequence_stretches(model, plan)
+        self._stretches = sequence_regions(model, plan)
         self._entry, self._head = Entry(ranks), output_head(model)
         self._split: dict[int, nn.Parameter] = {}
 
@@ -92,13 +92,13 @@ class _Splitter:
         if self._head in self._plan.names(Style.HEAD) and not self._gathers:
             self._model._mm_vocabulary_ranks = self._ranks  # type: ignore[assignment]
 
-    def _apply(self, name: str, rule: Rule) -> None:
+    def _apply(self, name: str, rule: SplitRule) -> None:
         module = self._model.get_submodule(name)
         if rule.style in CUT_DIMS and not rule.blocks:
             self._cut_parameters(module, rule.style)
         module.forward = self._forward(module, name, rule)
 
-    def _forward(self, module: nn.Module, name: str, rule: Rule) -> LocalForward:
+    def _forward(self, module: nn.Module, name: str, rule: SplitRule) -> LocalForward:
         in_sequence = self._in_sequence(name)
         if rule.style in (Style.COLUMN, Style.HEAD):
             gathers = rule.style is Style.HEAD and (self._gathers or not is_inside(name, (self._head,)))
@@ -135,7 +135,7 @@ def cut(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
-def with_adapters(model: nn.Module, name: str, rule: Rule, in_sequence: bool) -> dict[str, Rule]:
+def with_adapters(model: nn.Module, name: str, rule: SplitRule, in_sequence: bool) -> dict[str, SplitRule]:
     """The rules of a module and of the low-rank adapters on it: (x A) B is cut where x W is.
 
     The half that stays whole works, under sequence parallelism, on what only this rank makes of it.
@@ -157,7 +157,7 @@ def with_adapters(model: nn.Module, name: str, rule: Rule, in_sequence: bool) ->
     for adapter in getattr(module, cut_half):
         rules[f"{name}.{cut_half}.{adapter}"] = rule
         if in_sequence:
-            rules[f"{name}.{whole_half}.{adapter}"] = Rule(Style.OWN_PART)
+            rules[f"{name}.{whole_half}.{adapter}"] = SplitRule(Style.OWN_PART)
     return rules
 
 

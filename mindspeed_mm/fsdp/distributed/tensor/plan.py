@@ -47,7 +47,7 @@ CUT_DIMS = {Style.COLUMN: 0, Style.HEAD: 0, Style.EMBEDDING: 0, Style.ROW: 1}
 
 
 @dataclass(frozen=True)
-class Rule:
+class SplitRule:
     """The part of one module."""
 
     style: Style
@@ -60,7 +60,7 @@ class Rule:
 class TensorPlan:
     """A whole model's."""
 
-    rules: dict[str, Rule]
+    rules: dict[str, SplitRule]
     """Module name → its part, in the order of `named_modules()`."""
     sequence: tuple[str, ...] = ()
     """Modules that run on a slice of the sequence."""
@@ -129,7 +129,7 @@ _QUERIES_AND_KEYS = re.compile(r"(?:q|k|query|key|to_q|to_k|add_q|add_k)(?:_proj
 
 @dataclass
 class _Draft:
-    rules: dict[str, Rule] = field(default_factory=dict)
+    rules: dict[str, SplitRule] = field(default_factory=dict)
     whole: list[str] = field(default_factory=list)
 
 
@@ -167,7 +167,7 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
-def _given(model: nn.Module, tp_plan: TpPlan, linear: Mapping[str, nn.Module]) -> dict[str, Rule]:
+def _given(model: nn.Module, tp_plan: TpPlan, linear: Mapping[str, nn.Module]) -> dict[str, SplitRule]:
     columns = resolve_patterns(tp_plan.colwise_parallel, _names(model), key=f"{KEY}.colwise_parallel")
     rows = resolve_patterns(tp_plan.rowwise_parallel, _names(model), key=f"{KEY}.rowwise_parallel")
     problems = [Problem("is in colwise_parallel and in rowwise_parallel", key=n) for n in columns if n in rows]
@@ -179,9 +179,11 @@ def _given(model: nn.Module, tp_plan: TpPlan, linear: Mapping[str, nn.Module]) -
     if problems:
         raise ConfigError(f"{KEY}: {len(problems)} module(s) cannot be split as asked", problems=problems)
     head = output_head(model)
-    rules = {name: Rule(Style.HEAD if name == head else Style.COLUMN, _fused(model, name)) for name in columns}
-    rules |= {name: Rule(Style.EMBEDDING) for name in embeddings}
-    return rules | {name: Rule(Style.ROW, _blocks_of(model.get_submodule(name))) for name in rows if name in linear}
+    rules = {name: SplitRule(Style.HEAD if name == head else Style.COLUMN, _fused(model, name)) for name in columns}
+    rules |= {name: SplitRule(Style.EMBEDDING) for name in embeddings}
+    return rules | {
+        name: SplitRule(Style.ROW, _blocks_of(model.get_submodule(name))) for name in rows if name in linear
+    }
 
 
 def _own(model: nn.Module, linear: Mapping[str, nn.Module]) -> _Draft:
@@ -204,10 +206,10 @@ def own_plan(model: nn.Module) -> dict[str, Any]:
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
-def _own_rule(model: nn.Module, name: str, style: Any, linear: Mapping[str, nn.Module]) -> Rule:
+def _own_rule(model: nn.Module, name: str, style: Any, linear: Mapping[str, nn.Module]) -> SplitRule:
     module = model.get_submodule(name)
     if type(style).__name__ == "PackedRowwiseParallel":  # diffusers marks a style that has settings by an object
-        return Rule(Style.ROW, _blocks_of(module))
+        return SplitRule(Style.ROW, _blocks_of(module))
     known = _STYLES.get(style) if isinstance(style, str) else None
     takes = {Style.EMBEDDING: isinstance(module, nn.Embedding), Style.OWN_PART: True}
     if known is None or not takes.get(known, name in linear):
@@ -216,21 +218,21 @@ def _own_rule(model: nn.Module, name: str, style: Any, linear: Mapping[str, nn.M
             key=KEY,
             way_out="Write colwise_parallel and rowwise_parallel without it: it stays whole on every rank.",
         )
-    return Rule(known, _fused(model, name) if known is Style.COLUMN else ())
+    return SplitRule(known, _fused(model, name) if known is Style.COLUMN else ())
 
 
-def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, Rule]:
+def _recognised(model: nn.Module, linear: Mapping[str, nn.Module]) -> dict[str, SplitRule]:
     """Pairs of layers known by name, in blocks, towers and mergers. Not inside experts."""
-    rules: dict[str, Rule] = {}
+    rules: dict[str, SplitRule] = {}
     for name, module in model.named_modules():
         if "experts" in name.split("."):
             continue
         for columns, row in _PAIRS:
             pair = [_join(name, inner) for inner in (*columns, row)]
             if all(each in linear for each in pair):
-                rules |= dict.fromkeys(pair[:-1], Rule(Style.COLUMN)) | {pair[-1]: Rule(Style.ROW)}
+                rules |= dict.fromkeys(pair[:-1], SplitRule(Style.COLUMN)) | {pair[-1]: SplitRule(Style.ROW)}
         if is_fused_attention(module):
-            rules |= {f"{name}.qkv": Rule(Style.COLUMN, (1, 1, 1)), f"{name}.proj": Rule(Style.ROW)}
+            rules |= {f"{name}.qkv": SplitRule(Style.COLUMN, (1, 1, 1)), f"{name}.proj": SplitRule(Style.ROW)}
     return rules
 
 
@@ -255,7 +257,7 @@ def _blocks_of(module: nn.Module) -> tuple[int, ...]:
     return tuple(getattr(getattr(module, "base_layer", module), "_tp_packed_row_blocks", ()))
 
 
-def _check_pairs(rules: Mapping[str, Rule]) -> None:
+def _check_pairs(rules: Mapping[str, SplitRule]) -> None:
     """Features that leave a layer cut must enter one that expects them, in the same attention, MLP or block."""
     if not rules:
         raise ConfigError(
@@ -292,7 +294,7 @@ def _levels_to_block(parts: Sequence[str]) -> int:
     return max(1, len(parts) - 1 - numbered[0]) if numbered else 1
 
 
-def _add_embeddings(model: nn.Module, rules: dict[str, Rule]) -> None:
+def _add_embeddings(model: nn.Module, rules: dict[str, SplitRule]) -> None:
     """An embedding is split with the head: tied they are one parameter."""
     for group in shared_parameters(model):
         modules = [name.rpartition(".")[0] for name in group]
@@ -300,12 +302,12 @@ def _add_embeddings(model: nn.Module, rules: dict[str, Rule]) -> None:
         if styles & {Style.HEAD, Style.EMBEDDING}:
             for name in modules:
                 is_embedding = isinstance(model.get_submodule(name), nn.Embedding)
-                rules.setdefault(name, Rule(Style.EMBEDDING if is_embedding else Style.HEAD))
+                rules.setdefault(name, SplitRule(Style.EMBEDDING if is_embedding else Style.HEAD))
         elif styles:
             raise ConfigError(f"{', '.join(modules)} share a parameter and cannot be split", key=KEY)
 
 
-def _add_head_norms(model: nn.Module, rules: dict[str, Rule]) -> None:
+def _add_head_norms(model: nn.Module, rules: dict[str, SplitRule]) -> None:
     """Norms of queries and keys see this rank's heads only, whether a plan lists them or not."""
     for name in [name for name, rule in rules.items() if rule.style is Style.COLUMN and not rule.blocks]:
         parent_name, _, last = name.rpartition(".")
@@ -323,10 +325,10 @@ def _add_head_norms(model: nn.Module, rules: dict[str, Rule]) -> None:
                         key=KEY,
                         way_out=f"Leave {name} out of colwise_parallel: this norm needs the features of all ranks.",
                     )
-                rules[f"{parent_name}.{child_name}"] = Rule(style)
+                rules[f"{parent_name}.{child_name}"] = SplitRule(style)
 
 
-def _add_head_numbers(model: nn.Module, rules: dict[str, Rule]) -> None:
+def _add_head_numbers(model: nn.Module, rules: dict[str, SplitRule]) -> None:
     """Sinks and the like: an attention whose heads are split reads its heads' part."""
     attentions: dict[str, int] = {}
     for name in [name for name, rule in rules.items() if rule.style is Style.COLUMN and not rule.blocks]:
@@ -345,7 +347,7 @@ def _add_head_numbers(model: nn.Module, rules: dict[str, Rule]) -> None:
                 way_out="Leave the layers of this attention out of colwise_parallel and rowwise_parallel.",
             )
         if own:
-            rules[name] = Rule(Style.HEAD_NUMBERS)
+            rules[name] = SplitRule(Style.HEAD_NUMBERS)
 
 
 def _norm_style(norm: nn.Module, size: int, head_width: int | None, width: int) -> Style | None:
@@ -354,7 +356,7 @@ def _norm_style(norm: nn.Module, size: int, head_width: int | None, width: int) 
     return Style.WIDE_NORM if size == width and type(norm) is nn.RMSNorm else None
 
 
-def _check_sequence(sequence: Iterable[str], rules: Mapping[str, Rule]) -> None:
+def _check_sequence(sequence: Iterable[str], rules: Mapping[str, SplitRule]) -> None:
     problems = [
         Problem(f"is split as {rules[name].style.value} and cannot run on a slice of the sequence", key=name)
         for name in sequence

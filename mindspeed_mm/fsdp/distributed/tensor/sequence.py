@@ -33,13 +33,13 @@ SEQUENCE_KEY = f"{KEY}.sequence_parallel"
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SequenceRegion:
     """Modules that hand each other their tokens without leaving the slice."""
 
     modules: tuple[str, ...]
 
 
-def sequence_stretches(model: nn.Module, plan: TensorPlan) -> list[Stretch]:
+def sequence_regions(model: nn.Module, plan: TensorPlan) -> list[SequenceRegion]:
     """The stretches that a plan's `sequence` makes, each block on its own unless the class says that nothing but
     hidden states goes from block to block. Pure.
 
@@ -66,18 +66,18 @@ def sequence_stretches(model: nn.Module, plan: TensorPlan) -> list[Stretch]:
             stretches[-1].append(name)
         else:
             stretches.append([name])
-    return [Stretch(tuple(names)) for names in stretches]
+    return [SequenceRegion(tuple(names)) for names in stretches]
 
 
 def apply_sequence_parallel(
-    model: nn.Module, plan: TensorPlan, stretches: Sequence[Stretch], ranks: TensorRanks
+    model: nn.Module, plan: TensorPlan, stretches: Sequence[SequenceRegion], ranks: TensorRanks
 ) -> None:
     """Cut hidden states at the start of each stretch and join them at its end; sum gradients of what is in between.
 
     Args:
         model: Its split layers are replaced already.
         plan: Names the modules that run on a slice.
-        stretches: From `sequence_stretches`.
+        stretches: From `sequence_regions`.
         ranks: Of the group.
     """
     for parent in plan.sequence:
@@ -92,7 +92,7 @@ def apply_sequence_parallel(
         first.register_forward_pre_hook(crossing.cut, with_kwargs=True)
         last.register_forward_hook(crossing.join)
         for name in split_children(model, plan, stretch.modules):
-            model.get_submodule(name).register_forward_pre_hook(_Gathering(ranks), with_kwargs=True)
+            model.get_submodule(name).register_forward_pre_hook(_GatherInput(ranks), with_kwargs=True)
 
 
 def is_inside(name: str, parents: Iterable[str]) -> bool:
@@ -149,7 +149,7 @@ def _is_pointwise(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-class _Gathering:
+class _GatherInput:
     """The way into an attention or MLP. Attention mixes tokens, so it must not see the padding that makes slices equal:
     its rotary table says how many tokens there are. An MLP may."""
 

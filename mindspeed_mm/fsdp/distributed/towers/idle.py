@@ -19,7 +19,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import MMError
 
 
-class Tower(Protocol):
+class TowerDescription(Protocol):
     """What is asked of a model's description of one modality."""
 
     @property
@@ -52,11 +52,11 @@ class IdleTowers:
         runs: False on a stage of a pipeline that has no towers: what it reads is counted all the same.
     """
 
-    def __init__(self, model: nn.Module, towers: Sequence[Tower], *, runs: bool = True) -> None:
+    def __init__(self, model: nn.Module, towers: Sequence[TowerDescription], *, runs: bool = True) -> None:
         self._model = model
         self._towers = tuple(towers)
         self._active: frozenset[str] = frozenset()
-        self._waiting: list[tuple[Tower, bool]] = []
+        self._waiting: list[tuple[TowerDescription, bool]] = []
         """Towers that are still to run in this pass, in order, and whether the model itself will run them."""
         self._outputs: list[torch.Tensor] = []
         self._runs_idle = self._stands_in_front = False
@@ -104,7 +104,7 @@ class IdleTowers:
         earlier, self._waiting = self._waiting[:at], self._waiting[at + 1 :]
         self._run_idle(earlier)
 
-    def _run_idle(self, towers: Sequence[tuple[Tower, bool]]) -> None:
+    def _run_idle(self, towers: Sequence[tuple[TowerDescription, bool]]) -> None:
         self._runs_idle = True
         try:
             for tower, is_fed in towers:

@@ -43,7 +43,7 @@ from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
 FEATURES = ("pooler_output", "deepstack_features")
 """What a decoder reads of a tower's output, a row for each merged square of patches."""
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class SharedMedia:
         tower.register_forward_pre_hook(self._before, with_kwargs=True)
         tower.register_forward_hook(self._after)
 
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """Patches and grids of the media to encode here instead of the own ones."""
         given = {**dict(zip((self._pixels_name, "grid_thw"), args, strict=False)), **kwargs}
         pixels, grids = given.pop(self._pixels_name), given.pop("grid_thw")

@@ -35,7 +35,7 @@ def offload_activations(model: nn.Module, names: Iterable[str]) -> None:
         model: Parameters on meta or real.
         names: Modules, none inside another.
     """
-    traffic = Traffic()
+    traffic = OffloadParcels()
     for name in names:
         module = model.get_submodule(name)
         module.forward = OffloadedForward(module, traffic)
@@ -49,7 +49,7 @@ class OffloadedForward:
         traffic: What all modules of a model share.
     """
 
-    def __init__(self, module: nn.Module, traffic: Traffic) -> None:
+    def __init__(self, module: nn.Module, traffic: OffloadParcels) -> None:
         self._forward: Callable[..., Any] = module.forward
         self._module = module
         self._traffic = traffic
@@ -123,7 +123,7 @@ class Ticket:
     stride: tuple[int, ...]
 
 
-class Traffic:
+class OffloadParcels:
     """All parcels of a model."""
 
     def __init__(self) -> None:
@@ -137,8 +137,8 @@ class Traffic:
         self._wanted_at_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules after which the backward pass began: nothing of theirs is worth a copy."""
 
-    def __deepcopy__(self, memo: Any) -> Traffic:
-        return memo.setdefault(id(self), Traffic())
+    def __deepcopy__(self, memo: Any) -> OffloadParcels:
+        return memo.setdefault(id(self), OffloadParcels())
 
     def open(self, module: nn.Module) -> Stop:
         """A module begins."""

@@ -25,7 +25,7 @@ MODULES = "features.chunkmbs_plan.apply_modules"
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens")
 """Arguments that say that what looks like rows are pieces of one."""
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def run_in_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> None:
@@ -121,7 +121,7 @@ class SlicedForward:
     def _is_named(self, name: str) -> bool:
         return name in self._plan.chunk_kwarg_names or name in self._by_name
 
-    def _slices(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Iterator[Arguments]:
+    def _slices(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Iterator[CallArguments]:
         """Arguments of each slice."""
         chosen = {key for key, _ in self._sliced(args, kwargs)}
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]

@@ -32,7 +32,7 @@ _IMAGE_BLOCKS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "gem
 MOST_MASKED_TOKENS = 16_384
 """Of a row that needs a mask of T² entries."""
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None:
@@ -133,12 +133,12 @@ def find_mixers(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in found.items() if not any(other.startswith(f"{name}.") for other in found)]
 
 
-def leave_borders_out(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def leave_borders_out(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """Hook in front of a tower: the text's borders would cut its own tokens."""
     return args, {name: value for name, value in kwargs.items() if name not in BORDER_KEYS}
 
 
-def read_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def read_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
     """Hook in front of a model: positions that came as the bits of fp32 numbers become numbers. Sharding, which casts
     what are numbers, has passed them on by then."""
     positions = kwargs.get("position_ids")
@@ -179,7 +179,7 @@ class _BlockMasks:
         module = sys.modules[type(model).__module__]
         self._blocks_of: Callable[..., torch.Tensor] = module.get_block_sequence_ids_for_mask
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
         borders, marks_1T = kwargs.get("cu_seq_lens_q"), kwargs.get(self._marks)
         if borders is None or marks_1T is None or kwargs.get("pixel_values") is None:
             return None

@@ -40,7 +40,7 @@ _NF4 = (
 
 
 @dataclass(frozen=True)
-class Packing:
+class QuantizedLayout:
     """How a weight (outputs, inputs) lies in bytes (outputs, `row_bytes`)."""
 
     kind: str
@@ -102,7 +102,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, packing: Packing
+        ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, packing: QuantizedLayout
     ) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.packing = packing
@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
 class QuantizedForward:
     """The forward of a linear layer whose weight is bytes."""
 
-    def __init__(self, layer: nn.Linear, packing: Packing) -> None:
+    def __init__(self, layer: nn.Linear, packing: QuantizedLayout) -> None:
         self._layer, self.packing = layer, packing
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def quantize_linears(model: nn.Module, kind: str) -> list[str]:
     return names
 
 
-def packings_of(model: nn.Module) -> dict[str, Packing]:
+def packings_of(model: nn.Module) -> dict[str, QuantizedLayout]:
     """Name of a weight that is kept in bytes, as in the model without adapters → how."""
     return {
         base_name(f"{name}.weight"): module.forward.packing
@@ -184,14 +184,14 @@ def check_sharded_bytes(model: nn.Module) -> None:
         )
 
 
-def rounded(weight: torch.Tensor, packing: Packing) -> torch.Tensor:
+def rounded(weight: torch.Tensor, packing: QuantizedLayout) -> torch.Tensor:
     """The weight that is computed with when this one is kept in bytes."""
     return packing.unpack(packing.pack(weight), weight.dtype)
 
 
-def _packing(kind: str, inputs: int) -> Packing | None:
+def _packing(kind: str, inputs: int) -> QuantizedLayout | None:
     """None for a layer whose inputs do not make blocks of some size."""
     if kind == "int8":
-        return Packing(kind, inputs, inputs)
+        return QuantizedLayout(kind, inputs, inputs)
     block = math.gcd(inputs, BLOCK)
-    return Packing(kind, inputs, block) if block >= _SMALLEST_BLOCK else None
+    return QuantizedLayout(kind, inputs, block) if block >= _SMALLEST_BLOCK else None

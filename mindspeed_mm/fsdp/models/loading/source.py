@@ -22,7 +22,7 @@ Fetch = Callable[[LazyTensor], LazyTensor]
 """Makes a tensor readable on this rank; every rank calls it for the same tensors in the same order."""
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """A folder's tensors, and how to get at one."""
 
     stored: dict[str, Stored]
@@ -30,7 +30,7 @@ class Source(NamedTuple):
 
 
 @contextmanager
-def open_source(folder: Path, *, from_first_rank: bool = False) -> Iterator[Source]:
+def open_source(folder: Path, *, from_first_rank: bool = False) -> Iterator[WeightSource]:
     """A folder's tensors, open for the length of the `with` block.
 
     Args:
@@ -42,13 +42,13 @@ def open_source(folder: Path, *, from_first_rank: bool = False) -> Iterator[Sour
     """
     if not from_first_rank or not dist.is_initialized() or dist.get_world_size() == 1:
         with open_weights(folder) as stored:
-            yield Source(stored, lambda tensor: tensor)
+            yield WeightSource(stored, lambda tensor: tensor)
     elif dist.get_rank() == 0:
         with _opened_for_all(folder) as stored:
-            yield Source(stored, _send)
+            yield WeightSource(stored, _send)
     else:
         told = _told(None)
-        yield Source({key: Stored(key, shape, dtype, _no_file) for key, shape, dtype in told}, _receive)
+        yield WeightSource({key: Stored(key, shape, dtype, _no_file) for key, shape, dtype in told}, _receive)
 
 
 @contextmanager
@@ -76,11 +76,11 @@ def _told(what: Any) -> Any:
 def _send(tensor: LazyTensor) -> LazyTensor:
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=current_device())
     tensor.copy_to(values, tuple((0, length) for length in tensor.shape))
-    return _Whole(_broadcast(values))
+    return _InMemoryTensor(_broadcast(values))
 
 
 def _receive(tensor: LazyTensor) -> LazyTensor:
-    return _Whole(_broadcast(torch.empty(tensor.shape, dtype=tensor.dtype, device=current_device())))
+    return _InMemoryTensor(_broadcast(torch.empty(tensor.shape, dtype=tensor.dtype, device=current_device())))
 
 
 def _broadcast(values: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _no_file() -> Any:
     raise AssertionError("only rank 0 reads")
 
 
-class _Whole(LazyTensor):
+class _InMemoryTensor(LazyTensor):
     """A tensor that is in memory."""
 
     def __init__(self, values: torch.Tensor) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.checkpoint.keymap import Step, check_used_once
+from mindspeed_mm.checkpoint.keymap import RuleMatch, check_used_once
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.transformers_map import loading_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
-from mindspeed_mm.fsdp.models.behaviour.quantized_linear import Packing, packings_of
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of
 from mindspeed_mm.fsdp.models.loading.initialization import initialize
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.loading.source import Fetch, open_source
@@ -195,7 +195,7 @@ def stored_weights(model: nn.Module, folder: Path) -> Iterator[dict[str, LazyTen
         yield {name: tensor for step in _steps(model, stored, wanted) for name, tensor in step.targets.items()}
 
 
-def _steps(model: nn.Module, stored: Mapping[str, Stored], wanted: Collection[str]) -> list[Step]:
+def _steps(model: nn.Module, stored: Mapping[str, Stored], wanted: Collection[str]) -> list[RuleMatch]:
     rules = getattr(model, "_mm_conversion_rules", None)
     if rules is not None:
         return loading_steps(model, stored, wanted, rules)  # type: ignore[arg-type]
@@ -203,15 +203,15 @@ def _steps(model: nn.Module, stored: Mapping[str, Stored], wanted: Collection[st
     if key_map is not None:
         steps = key_map.steps(stored)
         used = {key for step in steps for key in step.sources}
-        return steps + [Step((key,), {key: tensor}) for key, tensor in stored.items() if key not in used]
-    return [Step((key,), {key: tensor}) for key, tensor in stored.items()]
+        return steps + [RuleMatch((key,), {key: tensor}) for key, tensor in stored.items() if key not in used]
+    return [RuleMatch((key,), {key: tensor}) for key, tensor in stored.items()]
 
 
 def _compare(
     model: nn.Module,
     targets: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
-    steps: Sequence[Step],
+    steps: Sequence[RuleMatch],
     allow_missing: Sequence[str],
     allow_unexpected: Sequence[str],
 ) -> tuple[_Diff, list[str], list[str]]:
@@ -255,7 +255,7 @@ def _mismatch(key: str, tensor: LazyTensor, target: torch.Tensor) -> Problem | N
 
 
 def _check_ledger(
-    steps: Sequence[Step],
+    steps: Sequence[RuleMatch],
     stored: Mapping[str, Stored],
     wanted: set[str],
     initialized: Sequence[str],
@@ -270,7 +270,7 @@ def _copy(
     aliases: Mapping[str, str],
     tensors: Mapping[str, LazyTensor],
     folder: Path,
-    packings: Mapping[str, Packing],
+    packings: Mapping[str, QuantizedLayout],
     fetch: Fetch,
 ) -> list[str]:
     """Read every target's local part. Returns the names with NaN or infinity in it."""
@@ -303,7 +303,7 @@ def _copy_local(tensor: LazyTensor, target: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _pack_local(tensor: LazyTensor, target: torch.Tensor, packing: Packing) -> bool:
+def _pack_local(tensor: LazyTensor, target: torch.Tensor, packing: QuantizedLayout) -> bool:
     """As `_copy_local`, for a weight that is kept in bytes: one layer's rows are in memory as numbers at a time."""
     finite = True
     for piece, (rows, _) in local_pieces(target):

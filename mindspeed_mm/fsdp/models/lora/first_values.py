@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.models.behaviour.quantized_linear import Packing, packings_of, rounded
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
 from mindspeed_mm.fsdp.models.loading.local_shard import copy_whole, local_tensor, whole_tensor
 from mindspeed_mm.fsdp.models.loading.stream import stored_weights
 from mindspeed_mm.fsdp.models.lora.experts import wrappers_of
@@ -89,7 +89,7 @@ def _start_loftq(model: nn.Module, folder: Path) -> None:
                 start_layer(model, name, started, moves=False)
 
 
-def _loftq(stored: LazyTensor, layer: Any, packing: Packing) -> Started:
+def _loftq(stored: LazyTensor, layer: Any, packing: QuantizedLayout) -> Started:
     weight, rank = stored.read().float(), layer.r[ADAPTER]
     u, s, vh = torch.linalg.svd(weight - rounded(weight, packing), full_matrices=False)
     root = (s[:rank] / layer.scaling[ADAPTER]).sqrt()

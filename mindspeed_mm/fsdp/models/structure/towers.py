@@ -60,7 +60,7 @@ def flat_tensors(output: Any) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TowerLocation:
     """Where a model has its towers."""
 
     holder: str
@@ -74,14 +74,14 @@ class _Place:
         return f"{self.holder}.{part}" if self.holder else part
 
 
-def _place_of(model: nn.Module, *parts: str) -> _Place | None:
+def _place_of(model: nn.Module, *parts: str) -> _TowerLocation | None:
     """Beside the decoder in the inner model; the omni models of transformers 5.17 have them beside the inner model."""
     inner = getattr(model, "model", None)
     if all(hasattr(inner, part) for part in ("language_model", *parts)):
-        return _Place("model", "model.language_model")
+        return _TowerLocation("model", "model.language_model")
     if isinstance(inner, nn.Module) and all(hasattr(model, part) for part in parts):
         # transformers has had names on the model that stand for parts of the inner one.
-        return _Place("", "model") if parts[0] in dict(model.named_children()) else None
+        return _TowerLocation("", "model") if parts[0] in dict(model.named_children()) else None
     return None
 
 

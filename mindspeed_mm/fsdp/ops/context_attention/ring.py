@@ -86,7 +86,7 @@ class _RingAttention(torch.autograd.Function):
         exact, width = torch.promote_types(q.dtype, torch.float32), k.shape[-1]
         dq = torch.zeros(q.shape, dtype=exact, device=q.device)
         home: Tensor | None = None
-        travelling: _Exchange | None = None
+        travelling: _RingExchange | None = None
         for source, kv in _rotating(torch.cat([k, v], dim=-1), call):
             dkv = torch.zeros(kv.shape, dtype=exact, device=q.device)
             for rectangle in _work(call.rectangles[source], q):
@@ -105,7 +105,7 @@ class _RingAttention(torch.autograd.Function):
                 continue
             if travelling is not None:
                 dkv += travelling.wait()
-            travelling = _Exchange(dkv, call.key_lengths[(source - 1) % call.size], call)
+            travelling = _RingExchange(dkv, call.key_lengths[(source - 1) % call.size], call)
         assert home is not None
         if travelling is not None:
             home += travelling.wait()
@@ -129,13 +129,13 @@ def _rotating(kv: Tensor, call: RingCall) -> Iterator[tuple[int, Tensor]]:
     for step in range(call.size):
         source = (call.rank - step) % call.size
         is_last = step == call.size - 1
-        exchange = None if is_last else _Exchange(kv, call.key_lengths[(source - 1) % call.size], call)
+        exchange = None if is_last else _RingExchange(kv, call.key_lengths[(source - 1) % call.size], call)
         yield source, kv
         if exchange is not None:
             kv = exchange.wait()
 
 
-class _Exchange:
+class _RingExchange:
     """A tensor goes to the next rank while another comes from the one before. Both are kept until it is done."""
 
     def __init__(self, outgoing: Tensor, length: int, call: RingCall) -> None:

@@ -25,7 +25,7 @@ class AttentionSizes:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ContextTraffic:
     """Bytes sent by one rank."""
 
     ring_forward: int
@@ -39,7 +39,9 @@ class Traffic:
         return self.ring_forward + self.ring_backward + self.ulysses_forward + self.ulysses_backward
 
 
-def attention_traffic(layout: SequenceLayout, ring_rank: int, ulysses_rank: int, sizes: AttentionSizes) -> Traffic:
+def attention_traffic(
+    layout: SequenceLayout, ring_rank: int, ulysses_rank: int, sizes: AttentionSizes
+) -> ContextTraffic:
     """What a rank sends in self-attention. Recomputation adds the forward part once more.
 
     Ring: keys and values of every rank but the next one go on to it, in backward once more together with the sums of
@@ -67,4 +69,4 @@ def attention_traffic(layout: SequenceLayout, ring_rank: int, ulysses_rank: int,
     # With irregular groups keys are repeated after the exchange, and the ring carries the repeated ones.
     if layout.ring_size > 1 and shares.key_of_query(ulysses_rank) is not None and key_heads:
         keys_forward, sums = (part * heads // key_heads for part in (keys_forward, sums))
-    return Traffic(keys_forward, keys_forward + sums, scattered + gathered, scattered_back + gathered_back)
+    return ContextTraffic(keys_forward, keys_forward + sums, scattered + gathered, scattered_back + gathered_back)

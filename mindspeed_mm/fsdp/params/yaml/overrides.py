@@ -10,7 +10,7 @@ from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml.tree import Entry, Node, Place, as_node, clone, nest, plain
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition, as_node, clone, nest, plain
 
 COMMAND_LINE = "command line"
 """The place of everything that an override holds."""
@@ -36,15 +36,15 @@ def parse_override(override: str, notes: Notes) -> Node | None:
         notes.problems.append(Problem(error.problems[0].what, COMMAND_LINE, key, error.problems[0].way_out))
         return None
     _stamp(node)
-    return nest(".".join(names), Entry(Place(COMMAND_LINE), node))
+    return nest(".".join(names), MappingEntry(SourcePosition(COMMAND_LINE), node))
 
 
 def _stamp(node: Node) -> None:
     """Places inside a one-line override say nothing: the whole came from the command line."""
-    node.place = Place(COMMAND_LINE)
+    node.place = SourcePosition(COMMAND_LINE)
     children = node.value.values() if isinstance(node.value, dict) else []
     for entry in children:
-        entry.key = Place(COMMAND_LINE)
+        entry.key = SourcePosition(COMMAND_LINE)
         _stamp(entry.node)
     for item in node.value if isinstance(node.value, list) else []:
         _stamp(item)
@@ -52,7 +52,7 @@ def _stamp(node: Node) -> None:
 
 def override_of(values: Mapping[str, Any]) -> Node:
     """A tree of sections that were given in Python."""
-    return as_node(to_plain(values), Place(ARGUMENTS))
+    return as_node(to_plain(values), SourcePosition(ARGUMENTS))
 
 
 def to_plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ from ruamel.yaml.nodes import ScalarNode
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.params.yaml.tree import Entry, Node, Place
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, SourcePosition
 
 MOST_DEPTH = 64
 MOST_NODES = 50_000
@@ -37,7 +37,7 @@ _FLOATS = {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), 
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """A parsed file."""
 
     root: Node
@@ -45,7 +45,7 @@ class Document:
     """Faults that did not stop the parser: duplicate keys."""
 
 
-def parse_yaml(text: str, source: str) -> Document:
+def parse_yaml(text: str, source: str) -> YamlDocument:
     """The tree of a text.
 
     Args:
@@ -89,7 +89,7 @@ def _not_yaml(error: MarkedYAMLError, lines: Sequence[str], source: str) -> Conf
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return ConfigError(f"not valid YAML: {error.problem}", where=source)
-    place = str(Place(source, mark.line + 1, mark.column + 1))
+    place = str(SourcePosition(source, mark.line + 1, mark.column + 1))
     line = lines[mark.line] if mark.line < len(lines) else ""
     if line[mark.column : mark.column + 1] == "\t":
         return ConfigError("a tab indents this line", where=place, way_out="YAML indents by spaces: replace the tab.")
@@ -110,18 +110,18 @@ class _Builder:
         self.problems: list[Problem] = []
         self.path: list[str] = []
 
-    def document(self) -> Document:
+    def document(self) -> YamlDocument:
         next(self.events)  # the stream starts
         start = next(self.events)
         if isinstance(start, StreamEndEvent):
-            return Document(Node(None, Place(self.source, 1, 1)))
+            return YamlDocument(Node(None, SourcePosition(self.source, 1, 1)))
         root = self._build(next(self.events), level=0)
         for event in self.events:
             if isinstance(event, DocumentStartEvent):
                 raise self._fault(event, "a second document begins here", "A configuration is one document.")
             if not isinstance(event, DocumentEndEvent | StreamEndEvent):
                 raise self._fault(event, "something stands after the end of the document", "Take it out.")
-        return Document(root, self.problems)
+        return YamlDocument(root, self.problems)
 
     def _build(self, event: Any, level: int) -> Node:
         if level > MOST_DEPTH:
@@ -183,7 +183,7 @@ class _Builder:
                 node.value.setdefault(name, entry)
         return node
 
-    def _add(self, entries: dict[str, Entry], key: ScalarEvent, child: Node) -> None:
+    def _add(self, entries: dict[str, MappingEntry], key: ScalarEvent, child: Node) -> None:
         place = self._place(key)
         if key.value in entries:
             first = entries[key.value].key.line
@@ -191,7 +191,7 @@ class _Builder:
             self.problems.append(
                 Problem(f"'{key.value}' stands twice, first in line {first}", str(place), dotted, "Keep one of them.")
             )
-        entries[key.value] = Entry(place, child)
+        entries[key.value] = MappingEntry(place, child)
 
     def _merge_sources(self, node: Node) -> list[Node]:
         sources = node.value if isinstance(node.value, list) else [node]
@@ -223,8 +223,8 @@ class _Builder:
     def _fault(self, event: Any, what: str, way_out: str) -> ConfigError:
         return ConfigError(what, where=str(self._place(event)), way_out=way_out)
 
-    def _place(self, event: Any) -> Place:
-        return Place(self.source, event.start_mark.line + 1, event.start_mark.column + 1)
+    def _place(self, event: Any) -> SourcePosition:
+        return SourcePosition(self.source, event.start_mark.line + 1, event.start_mark.column + 1)
 
 
 def _grow(parent: Node, child: Node) -> None:

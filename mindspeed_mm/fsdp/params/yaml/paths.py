@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.errors import Problem
-from mindspeed_mm.fsdp.params.yaml.tree import Entry, Node, Place, find, merge, nest, text_at, value_at_key
+from mindspeed_mm.fsdp.params.yaml.tree import (
+    MappingEntry,
+    Node,
+    SourcePosition,
+    find,
+    merge,
+    nest,
+    text_at,
+    value_at_key,
+)
 
 INPUT_PATHS = (
     "model.model_name_or_path",
@@ -66,11 +75,11 @@ def _derive(root: Node, source: str, key: str, dataset: str) -> None:
     if given is None or not given.node.value or value_at_key(root, key) is not None:
         return
     if all(_takes_keys(parent) for parent in parents):
-        place = Place(f"derived: {source}")
-        merge(root, nest(key, Entry(place, Node(given.node.value, place))))
+        place = SourcePosition(f"derived: {source}")
+        merge(root, nest(key, MappingEntry(place, Node(given.node.value, place))))
 
 
-def _takes_keys(entry: Entry | None) -> bool:
+def _takes_keys(entry: MappingEntry | None) -> bool:
     return entry is None or entry.node.value is None or isinstance(entry.node.value, dict)
 
 
@@ -171,4 +180,4 @@ def _move(written: list[_Written], config: Path, *, only_existing: bool) -> None
     for node in {id(each.node): each.node for each in written}.values():
         text = ",".join(str(config.parent / part) if part in moved else part for part in _parts(node))
         if text != ",".join(_parts(node)):
-            node.value, node.place = text, Place(f"derived: beside the YAML, {node.place}")
+            node.value, node.place = text, SourcePosition(f"derived: beside the YAML, {node.place}")

@@ -16,9 +16,9 @@ from mindspeed_mm.fsdp.params.cards import (
     model_cards,
 )
 from mindspeed_mm.fsdp.params.yaml.tree import (
-    Entry,
+    MappingEntry,
     Node,
-    Place,
+    SourcePosition,
     as_node,
     find,
     merge,
@@ -102,5 +102,11 @@ def fill_declared(root: Node, scope: Scope) -> set[str]:
         for name, default in keys.items():
             if find(root, f"{section}.{name}") is None:
                 filled.add(f"{section}.{name}")
-                merge(root, nest(f"{section}.{name}", Entry(Place("card"), as_node(default, Place("card")))))
+                merge(
+                    root,
+                    nest(
+                        f"{section}.{name}",
+                        MappingEntry(SourcePosition("card"), as_node(default, SourcePosition("card"))),
+                    ),
+                )
     return filled

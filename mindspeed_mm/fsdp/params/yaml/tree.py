@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePosition:
     """Where something was written."""
 
     source: str
@@ -27,7 +27,7 @@ class Node:
     """A value with its place. `value` is a scalar, a list of nodes, or a dict of entries."""
 
     value: Any
-    place: Place
+    place: SourcePosition
     size: int = 1
     """Nodes inside, with aliases written out."""
     depth: int = 0
@@ -37,10 +37,10 @@ class Node:
 
 
 @dataclass
-class Entry:
+class MappingEntry:
     """One key of a mapping."""
 
-    key: Place
+    key: SourcePosition
     node: Node
 
 
@@ -53,10 +53,10 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def as_node(value: Any, place: Place) -> Node:
+def as_node(value: Any, place: SourcePosition) -> Node:
     """A tree of a plain value, all of it at one place."""
     if isinstance(value, dict):
-        return Node({str(name): Entry(place, as_node(item, place)) for name, item in value.items()}, place)
+        return Node({str(name): MappingEntry(place, as_node(item, place)) for name, item in value.items()}, place)
     if isinstance(value, list | tuple):
         return Node([as_node(item, place) for item in value], place)
     return Node(value, place)
@@ -66,13 +66,13 @@ def clone(node: Node) -> Node:
     """A copy that shares nothing with the original, nor with itself where aliases did."""
     value = node.value
     if isinstance(value, dict):
-        value = {name: Entry(entry.key, clone(entry.node)) for name, entry in value.items()}
+        value = {name: MappingEntry(entry.key, clone(entry.node)) for name, entry in value.items()}
     elif isinstance(value, list):
         value = [clone(item) for item in value]
     return Node(value, node.place, node.size, node.depth, node.anchored)
 
 
-def find(root: Node, key: str) -> Entry | None:
+def find(root: Node, key: str) -> MappingEntry | None:
     """The entry at a dotted key."""
     node, entry = root, None
     for name in key.split("."):
@@ -95,7 +95,7 @@ def text_at(root: Node, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def take(root: Node, key: str) -> Entry | None:
+def take(root: Node, key: str) -> MappingEntry | None:
     """Remove and return the entry at a dotted key."""
     entry = find(root, key)
     if entry is not None:
@@ -105,12 +105,12 @@ def take(root: Node, key: str) -> Entry | None:
     return entry
 
 
-def nest(key: str, entry: Entry) -> Node:
+def nest(key: str, entry: MappingEntry) -> Node:
     """A tree that holds one entry at a dotted key."""
     *parents, last = key.split(".")
     node = Node({last: entry}, entry.key)
     for name in reversed(parents):
-        node = Node({name: Entry(entry.key, node)}, entry.key)
+        node = Node({name: MappingEntry(entry.key, node)}, entry.key)
     return node
 
 
@@ -124,7 +124,7 @@ def merge(root: Node, extra: Node) -> None:
             merge(held.node, entry.node)
 
 
-def place_of(root: Node, location: Sequence[str | int]) -> Place:
+def place_of(root: Node, location: Sequence[str | int]) -> SourcePosition:
     """Place of the value at a path of keys and list positions, or of the last part of the path that exists."""
     node = root
     for step in location:

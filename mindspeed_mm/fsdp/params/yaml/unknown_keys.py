@@ -13,7 +13,7 @@ from mindspeed_mm.core.suggest import did_you_mean, nearest
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import is_open, places_of_name, section_of
 from mindspeed_mm.fsdp.params.value_types import Flag, Number, Section, Whole, show
-from mindspeed_mm.fsdp.params.yaml.tree import Entry, Node, plain
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, plain
 
 OTHER_TOOLS = {
     "learning_rate": "lr",
@@ -109,14 +109,14 @@ _KINDS: dict[type, _Kind] = {
 """Type of a default → what its key takes."""
 
 
-def _is_free(prefix: str, name: str, entry: Entry) -> bool:
+def _is_free(prefix: str, name: str, entry: MappingEntry) -> bool:
     """Whether a key is legal whatever its name: a top-level holder of anchors, or an audio model's `*_conf` mapping."""
     if not prefix:
         return entry.node.anchored
     return prefix == "model." and name.endswith("_conf") and isinstance(entry.node.value, dict)
 
 
-def _check_declared(key: str, entry: Entry, default: Any) -> list[Problem]:
+def _check_declared(key: str, entry: MappingEntry, default: Any) -> list[Problem]:
     """A declared key has the type of its default; `yes` is a truth value and 1 a number, as in the schema itself."""
     value = plain(entry.node)
     if default is None or value is None or type(value) is type(default):
@@ -133,7 +133,7 @@ def _check_declared(key: str, entry: Entry, default: Any) -> list[Problem]:
     return [Problem(f"{show(value)} is not {wanted}", str(entry.node.place), key, way_out)]
 
 
-def _unknown(name: str, entry: Entry, section: type[Section], prefix: str, declared: Iterable[str]) -> Problem:
+def _unknown(name: str, entry: MappingEntry, section: type[Section], prefix: str, declared: Iterable[str]) -> Problem:
     return Problem("unknown key", str(entry.key), prefix + name, explain_unknown(name, section, declared))
 
 

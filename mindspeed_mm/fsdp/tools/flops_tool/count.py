@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.tools.flops_tool.units import Lengths, Unit
+from mindspeed_mm.fsdp.tools.flops_tool.units import Lengths, WorkUnit
 
 
-class Work(NamedTuple):
+class ModuleFlops(NamedTuple):
     """One kind of product of one module."""
 
     module: str
     """Its name; those of a step's table have `*` for the number of a block."""
     kind: str
     """linear, convolution, experts, attention, linear attention."""
-    unit: Unit
+    unit: WorkUnit
     forward: float
     """FLOPs for each unit."""
     gradients: float
@@ -65,7 +65,7 @@ class ByConvention(NamedTuple):
 class FlopCount:
     """FLOPs of a model's training step."""
 
-    works: tuple[Work, ...]
+    works: tuple[ModuleFlops, ...]
     lengths: Callable[[Batch], Lengths]
     """What a batch on the host is made of."""
     uncounted: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class FlopCount:
 
     def by_module(self, lengths: Lengths) -> dict[tuple[str, str], ByConvention]:
         """(module with `*` for numbers of blocks, kind) → its part, in the order of the model."""
-        groups: dict[tuple[str, str], list[Work]] = {}
+        groups: dict[tuple[str, str], list[ModuleFlops]] = {}
         for work in self.works:
             groups.setdefault((collapsed(work.module), work.kind), []).append(work)
         return {group: _sum(works, lengths) for group, works in groups.items()}
@@ -111,7 +111,7 @@ def collapsed(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _sum(works: Iterable[Work], lengths: Lengths) -> ByConvention:
+def _sum(works: Iterable[ModuleFlops], lengths: Lengths) -> ByConvention:
     totals = [[0.0] * 3, [0.0] * 3]
     for work in works:
         amount = work.unit.amount(lengths)
@@ -123,8 +123,8 @@ def _sum(works: Iterable[Work], lengths: Lengths) -> ByConvention:
     return ByConvention(causal, full)
 
 
-def _by_unit(works: Iterable[Work], share: Callable[[Work], float]) -> dict[Unit, float]:
-    found: dict[Unit, float] = {}
+def _by_unit(works: Iterable[ModuleFlops], share: Callable[[ModuleFlops], float]) -> dict[WorkUnit, float]:
+    found: dict[WorkUnit, float] = {}
     for work in works:
         found[work.unit] = found.get(work.unit, 0.0) + work.forward * share(work)
     return found

@@ -21,7 +21,7 @@ FRAMES_PER_S = 100
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleShape:
     """What each sample of a batch is."""
 
     tokens: int = 0
@@ -36,7 +36,7 @@ class Sample:
     sound_s: float = 0.0
 
 
-def imagined_batch(model: nn.Module, sample: Sample, samples: int) -> Batch:
+def imagined_batch(model: nn.Module, sample: SampleShape, samples: int) -> Batch:
     """A batch of equal samples for a model.
 
     Raises:
@@ -60,7 +60,7 @@ def imagined_batch(model: nn.Module, sample: Sample, samples: int) -> Batch:
     return batch
 
 
-def with_labels(batch: Batch, lengths: Lengths, sample: Sample, samples: int) -> Batch:
+def with_labels(batch: Batch, lengths: Lengths, sample: SampleShape, samples: int) -> Batch:
     """The batch with rows for the output head."""
     if "latents" in batch:
         return batch
@@ -75,7 +75,7 @@ def with_labels(batch: Batch, lengths: Lengths, sample: Sample, samples: int) ->
     return batch | {"_rows": torch.empty(labels, device="meta")}
 
 
-def _denoised(adapter: Any, sample: Sample, samples: int) -> Batch:
+def _denoised(adapter: Any, sample: SampleShape, samples: int) -> Batch:
     if not sample.height:
         raise ConfigError("a generator needs the size of a sample", key="--image-size", way_out="Give HEIGHTxWIDTH.")
     size = MediaSize(sample.frames, sample.height, sample.width)
@@ -92,7 +92,7 @@ def _denoised(adapter: Any, sample: Sample, samples: int) -> Batch:
     return batch
 
 
-def _seen(model: Any, sample: Sample, samples: int) -> Batch:
+def _seen(model: Any, sample: SampleShape, samples: int) -> Batch:
     count = samples * sample.images
     if not count:
         return {}
@@ -123,7 +123,7 @@ def _seen(model: Any, sample: Sample, samples: int) -> Batch:
     return {"pixel_values": torch.empty(count * sample.frames, 3, height, width, device="meta")}
 
 
-def _heard(model: Any, sample: Sample, samples: int) -> Batch:
+def _heard(model: Any, sample: SampleShape, samples: int) -> Batch:
     if not sample.sound_s:
         return {}
     audio = getattr(model.config, "audio_config", None)
@@ -134,7 +134,7 @@ def _heard(model: Any, sample: Sample, samples: int) -> Batch:
     return {"input_features": features, "feature_attention_mask": torch.ones(samples, frames, dtype=torch.long)}
 
 
-def _sides(sample: Sample) -> tuple[int, int]:
+def _sides(sample: SampleShape) -> tuple[int, int]:
     if not sample.height:
         raise ConfigError("the model takes images of any size", key="--image-size", way_out="Give HEIGHTxWIDTH.")
     return sample.height, sample.width

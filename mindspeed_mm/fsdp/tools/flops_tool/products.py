@@ -17,7 +17,7 @@ from torch import nn
 from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKENS
 from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.sequences import Sequences, blocks_of
-from mindspeed_mm.fsdp.tools.flops_tool.units import Mask, Unit
+from mindspeed_mm.fsdp.tools.flops_tool.units import Mask, WorkUnit
 
 CHUNK = 64
 """Tokens of a chunk of linear attention, in transformers and in flash-linear-attention."""
@@ -40,7 +40,7 @@ class Product:
     module: str
     """Its name, without what PEFT puts behind it."""
     kind: str
-    unit: Unit
+    unit: WorkUnit
     flops: float
     """A unit."""
     trained: bool = False
@@ -103,7 +103,7 @@ class Reader:
             for each, weight in stacks.items():
                 trained = weight.requires_grad or (owner(name), each) in self._adapted
                 yield Product(
-                    f"{owner(name)}.{each}", "experts", Unit(self._sequence(name)),
+                    f"{owner(name)}.{each}", "experts", WorkUnit(self._sequence(name)),
                     2.0 * weight.numel() / weight.shape[0] * self._experts_a_token(name, module), trained,
                 )  # fmt: skip
         else:
@@ -121,7 +121,7 @@ class Reader:
             rank_of_all = module.in_features
             inputs = self._modules[name.replace(".lora_B.", ".lora_A.")].in_features  # type: ignore[union-attr]
             flops = 2.0 * rank_of_all * inputs * module.out_features
-            yield Product(owner(name), "adapter", Unit(units.PASSES), flops, module.weight.requires_grad, "B")
+            yield Product(owner(name), "adapter", WorkUnit(units.PASSES), flops, module.weight.requires_grad, "B")
 
     def _note_unknown(self, name: str, module: nn.Module) -> None:
         """Remember a part of the model that nobody here knows, once, by the beginning of its name."""
@@ -132,7 +132,7 @@ class Reader:
     def _linear(self, name: str, weights: int, trained: bool) -> Product:
         adapter = re.search(r"\.lora_(A|B)\.", f"{name}.")
         kind = "linear" if adapter is None else "adapter"
-        rows = Unit(self._sequence(name))
+        rows = WorkUnit(self._sequence(name))
         share = self._share_of_tokens(name)
         return Product(owner(name), kind, rows, 2.0 * weights * share, trained, adapter[1] if adapter else "")
 
@@ -142,7 +142,7 @@ class Reader:
         if sound is not None and name.removeprefix(f"{side}.") in sound.names:
             places = sound.positions_of(name.removeprefix(f"{side}."))
         flops, sequence = 2.0 * conv.weight.numel() * places, self._sequence(name)
-        rows = Unit(units.CUTS if sequence == units.PATCHES else sequence)
+        rows = WorkUnit(units.CUTS if sequence == units.PATCHES else sequence)
         return Product(name, "convolution", rows, flops, conv.weight.requires_grad)
 
     def _sequence(self, name: str) -> str:
@@ -218,9 +218,9 @@ class Reader:
         keys = "+".join(sorted({self._sequences.of(n) for n in made["k"]}, reverse=True))
         is_windowed = rows == units.PATCHES and self._is_windowed(name)
         unit = (
-            Unit(units.WINDOWS, units.WINDOWS)
+            WorkUnit(units.WINDOWS, units.WINDOWS)
             if is_windowed
-            else Unit(rows, keys, *self._mask(name, module, rows, keys))
+            else WorkUnit(rows, keys, *self._mask(name, module, rows, keys))
         )
         flops = 2.0 * (width + value_width)
         return Product(
@@ -261,7 +261,7 @@ class Reader:
         queries read, its update)."""
         heads, key, value = sizes
         for mask, each in (("causal", CHUNK * (3 * key + 2 * value)), ("none", 3 * key * value)):
-            unit = Unit(self._sequences.of(name), mask=mask)  # type: ignore[arg-type]
+            unit = WorkUnit(self._sequences.of(name), mask=mask)  # type: ignore[arg-type]
             yield Product(name, "linear attention", unit, 2.0 * heads * each, attends=(makers, makers, makers))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import nn
 
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
-from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount, Work
+from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount, ModuleFlops
 from mindspeed_mm.fsdp.tools.flops_tool.gradients import Differentiation
 from mindspeed_mm.fsdp.tools.flops_tool.products import Product, Reader
 from mindspeed_mm.fsdp.tools.flops_tool.sequences import find_sequences
@@ -27,7 +27,7 @@ def count_flops(
             the meta device.
         head_on_labels: Whether the output head is run on labelled rows only.
         recompute: Names of modules whose forward pass is done again in the backward pass.
-        keeps: Kinds of work (`Work.kind`) whose results these modules keep.
+        keeps: Kinds of work (`ModuleFlops.kind`) whose results these modules keep.
     """
     spec = resolve_spec(model)
     sequences = find_sequences(model, spec.head, head_on_labels=head_on_labels)
@@ -41,7 +41,7 @@ def count_flops(
     for product in products:
         gradients = gradients_of[id(product)]
         is_again = gradients > 0 and product.kind not in keeps and _is_inside(product, again)
-        works.append(Work(_shown(product), product.kind, product.unit, product.flops, gradients, is_again))
+        works.append(ModuleFlops(_shown(product), product.kind, product.unit, product.flops, gradients, is_again))
     return FlopCount(tuple(works), sequences.lengths, tuple(dict.fromkeys(reader.uncounted)))
 
 

@@ -52,7 +52,7 @@ class Amount(NamedTuple):
     """Pairs that a mask hides are left out; half of all for a causal one."""
 
 
-class Unit(NamedTuple):
+class WorkUnit(NamedTuple):
     """Rows of a sequence; with `keys`, pairs of a row and what it looks at."""
 
     rows: str

@@ -22,8 +22,8 @@ from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt, empty_note, prompts_of
 from mindspeed_mm.fsdp.sampling.sampler import (
+    DiffusionSampler,
     SampleBatch,
-    Sampler,
     check_request,
     deal_in_step,
     load_picture,
@@ -39,7 +39,7 @@ KEY = "training.sampling"
 
 
 @dataclass(frozen=True)
-class Share:
+class RankSamples:
     """What one rank made of a round."""
 
     entries: list[dict[str, Any]]
@@ -70,7 +70,7 @@ class SampleHook(Hook):
 
     def __init__(
         self,
-        sampler: Callable[[], Sampler],
+        sampler: Callable[[], DiffusionSampler],
         prompts: Sequence[Prompt],
         sampling: SamplingArguments,
         record: RunRecord,
@@ -106,14 +106,14 @@ class SampleHook(Hook):
         self._tell(self._gathered(share), result.step, time.perf_counter() - started)
 
     @cached_property
-    def _sampler(self) -> Sampler:
+    def _sampler(self) -> DiffusionSampler:
         return self._build()
 
-    def _sample(self, engine: TrainEngine) -> Share:
+    def _sample(self, engine: TrainEngine) -> RankSamples:
         with engine.phase("loading the encoders", engine.training.setup_timeout_s):
             sampler = self._sampler
             sampling = sampler.prepared(self._prompts, self._asked, KEY)
-        share = Share([], [])
+        share = RankSamples([], [])
         batches = plan_batches(self._prompts, sampling)
         limit_s = engine.training.step_timeout_s * sampling.num_inference_steps  # a denoising step is less than one
         with self._encoders_on(sampler, engine.device), engine.evaluating():
@@ -123,7 +123,12 @@ class SampleHook(Hook):
         return share
 
     def _make(
-        self, sampler: Sampler, batch: SampleBatch, sampling: SamplingArguments, step: int, share: Share | None
+        self,
+        sampler: DiffusionSampler,
+        batch: SampleBatch,
+        sampling: SamplingArguments,
+        step: int,
+        share: RankSamples | None,
     ) -> None:
         """Without a share only the calls count, which the other ranks make too."""
         folder = self._folder / f"iter_{step:07}"
@@ -140,7 +145,7 @@ class SampleHook(Hook):
                 share.problems.append(str(error))
 
     @contextmanager
-    def _encoders_on(self, sampler: Sampler, device: torch.device) -> Iterator[None]:
+    def _encoders_on(self, sampler: DiffusionSampler, device: torch.device) -> Iterator[None]:
         parts = sampler.pipeline.components.items()
         encoders = [part for name, part in parts if isinstance(part, nn.Module) and name != "transformer"]
         for encoder in encoders:
@@ -149,15 +154,15 @@ class SampleHook(Hook):
         for encoder in encoders if self._parks_encoders else ():
             encoder.to("cpu")
 
-    def _gathered(self, share: Share) -> Share:
+    def _gathered(self, share: RankSamples) -> RankSamples:
         if self._group is None:
             return share
         shares: list[Any] = [None] * self._world_size
         dist.all_gather_object(shares, share, group=self._group)
         entries = [entry for each in shares for entry in each.entries]
-        return Share(entries, [problem for each in shares for problem in each.problems])
+        return RankSamples(entries, [problem for each in shares for problem in each.problems])
 
-    def _tell(self, share: Share, step: int, seconds: float) -> None:
+    def _tell(self, share: RankSamples, step: int, seconds: float) -> None:
         """Rank 0 writes the manifest and says how it went."""
         if self._rank or not self._keeps:
             return
@@ -179,7 +184,7 @@ class SampleHook(Hook):
 
 def build_sample_hook(
     adapter: DiffusionAdapter,
-    sampler: Callable[[], Sampler],
+    sampler: Callable[[], DiffusionSampler],
     sampling: SamplingArguments,
     save: str | None,
     record: RunRecord,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
 from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, build_schedule, run_schedule
-from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule, Work
+from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule, StepWork
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
@@ -41,7 +41,7 @@ class PipelineForwardBackward:
     def __call__(self, micro_batches: Sequence[Batch], denominators: Mapping[str, float]) -> Terms:
         """Accumulate gradients of Σ terms / denominators; returns this data rank's share of each normalised term, the
         same on all its stages."""
-        work = Work(self._objective, micro_batches, denominators)
+        work = StepWork(self._objective, micro_batches, denominators)
         at_a_time = self._plan.micro_batches or len(micro_batches)
         for start in range(0, len(micro_batches), at_a_time):
             work.batches = micro_batches[start : start + at_a_time]
@@ -53,7 +53,7 @@ class PipelineForwardBackward:
     def evaluate(self, micro_batches: Sequence[Batch]) -> Terms:
         """Each term's sum over micro-batches, on all stages: forward passes, one micro-batch behind the other."""
         names = self._objective.count(micro_batches)
-        work = Work(self._objective, micro_batches, dict.fromkeys(names, 1))
+        work = StepWork(self._objective, micro_batches, dict.fromkeys(names, 1))
         for number in range(len(micro_batches)):
             for stage in self._pipeline.stages:
                 self._forward(stage, work, number)
@@ -62,7 +62,7 @@ class PipelineForwardBackward:
                 module.reshard()
         return self._on_all_stages(work, names)
 
-    def _run(self, work: Work) -> None:
+    def _run(self, work: StepWork) -> None:
         count, boundary = len(work.batches), self._pipeline.boundary
         for stage, module in zip(self._stages, self._pipeline.stages, strict=True):
             module.work = work
@@ -76,7 +76,7 @@ class PipelineForwardBackward:
         for module in self._pipeline.stages:
             module.work = None
 
-    def _forward(self, stage: StageModule, work: Work, number: int) -> None:
+    def _forward(self, stage: StageModule, work: StepWork, number: int) -> None:
         plan, group = self._pipeline.plan, self._pipeline.group
         shapes = self._pipeline.boundary.shapes(work.batches[number], stage.index)
         received = [torch.empty(shape, dtype=self._pipeline.dtype, device=self._device) for shape in shapes]
@@ -103,7 +103,7 @@ class PipelineForwardBackward:
         else:
             dist.recv(tensor, group=group, group_src=peer)
 
-    def _on_all_stages(self, work: Work, names: Mapping[str, float]) -> Terms:
+    def _on_all_stages(self, work: StepWork, names: Mapping[str, float]) -> Terms:
         """What the last stage summed, everywhere."""
         dtype = torch.float64 if self._pipeline.dtype == torch.float64 else torch.float32
         zero = torch.zeros((), dtype=dtype, device=self._device)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
 MAX_ROW_BYTES = 64 * 2**20
 _BOM = b"\xef\xbb\xbf"
@@ -57,9 +57,9 @@ class JsonRows:
         self._spans = _Spans()
         self._file: tuple[int, int] | None = None  # (process id, descriptor): every worker opens its own
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Line (or number, in a list) of the row."""
-        return Place(self.name, self._spans.numbers[index])
+        return RowLocation(self.name, self._spans.numbers[index])
 
     def read(self, index: int) -> dict[str, Any]:
         """Parse row `index`."""
@@ -80,7 +80,7 @@ class JsonRows:
         return self.__dict__ | {"_file": None}
 
 
-def check_row_bytes(size: int, place: Place) -> None:
+def check_row_bytes(size: int, place: RowLocation) -> None:
     """Raise `DataError` when a row is too large to be read."""
     if size > MAX_ROW_BYTES:
         what = f"the row has {size} bytes, more than {MAX_ROW_BYTES}"

@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, short, text_of, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
 
 MESSAGE_COLUMNS = ("conversations", "messages")
 _TAGS = (("role", "content"), ("from", "value"))
@@ -41,7 +41,7 @@ _LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
-def from_messages(row: Row, row_format: RowFormat, place: Place) -> Sample:
+def from_messages(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """A row whose messages are a list, with its system prompt in the list or in a column.
 
     Raises:

@@ -14,13 +14,13 @@ from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.messages import MESSAGE_COLUMNS, add_messages
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, wrong_field
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place, Sample
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
 
-Context = Callable[[Row, RowFormat, Place], Sample]
+Context = Callable[[Row, RowFormat, RowLocation], Sample]
 """Makes the sample that both answers go on from."""
 
 
-def convert_pair(row: Row, row_format: RowFormat, place: Place, context: Context) -> tuple[Sample, Sample]:
+def convert_pair(row: Row, row_format: RowFormat, place: RowLocation, context: Context) -> tuple[Sample, Sample]:
     """The conversation with the chosen and with the rejected end; media and tools are not placed yet.
 
     Raises:
@@ -45,7 +45,7 @@ def convert_pair(row: Row, row_format: RowFormat, place: Place, context: Context
     return chosen, rejected
 
 
-def _with_answer(row: Row, row_format: RowFormat, place: Place, context: Context, name: str) -> Sample:
+def _with_answer(row: Row, row_format: RowFormat, place: RowLocation, context: Context, name: str) -> Sample:
     column = getattr(row_format, name) or name
     answer = row.get(column)
     if answer is None or answer in ("", []) or not isinstance(answer, str | dict | list):
@@ -64,7 +64,7 @@ def _as_message(answer: str | dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
-def prompt_of(row: Row, row_format: RowFormat, place: Place) -> Sample:
+def prompt_of(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
     """The messages before the answers: a list of them, or one text of the user."""
     column = first_column(row, row_format.messages, (*MESSAGE_COLUMNS, "prompt"))
     if column is None:

@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import (
     check_row_bytes,
     how_it_starts,
 )
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _KEY = "data.dataset_param.basic_parameters.dataset"
@@ -40,7 +40,7 @@ class RowReader(Protocol):
     def raw(self, index: int) -> bytes:
         """What tells the content of row `index` from another's: equal bytes are equal rows."""
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Where the row stands."""
 
 
@@ -115,7 +115,7 @@ class RowStream(Protocol):
     def raw(self, index: int) -> bytes:
         """What tells the content of row `index` from another's."""
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Where the row stands."""
 
 
@@ -171,9 +171,9 @@ class CsvReader:
     def __len__(self) -> int:
         return len(self._table)
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Number of the row, the header not counted."""
-        return Place(self.name, index + 1)
+        return RowLocation(self.name, index + 1)
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`; empty cells are left out.
@@ -228,9 +228,9 @@ class ParquetReader:
         """Whether a column has no value in any row."""
         return self._table.column(column).null_count == len(self)
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Number of the row."""
-        return Place(self.name, index + 1)
+        return RowLocation(self.name, index + 1)
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`, as Python objects."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import parse_json
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
 Row = Mapping[str, Any]
 
@@ -26,7 +26,7 @@ def first_column(row: Row, configured: str | None, usual: tuple[str, ...]) -> st
     return next((name for name in names if name and row.get(name) is not None), None)
 
 
-def text_of(row: Row, column: str | None, place: Place) -> str:
+def text_of(row: Row, column: str | None, place: RowLocation) -> str:
     """The text of a column; empty where there is none.
 
     Raises:
@@ -52,7 +52,7 @@ def parsed_json(text: str, where: str, key: str) -> Any:
         raise DataError(f"{short(text)} is not JSON: {error}", where=where, key=key, way_out=REPAIR) from error
 
 
-def wrong_field(column: str, value: Any, row: Row, place: Place, expected: str) -> DataError:
+def wrong_field(column: str, value: Any, row: Row, place: RowLocation, expected: str) -> DataError:
     """The error for a field that is missing or not what is expected."""
     if column not in row:
         return DataError(

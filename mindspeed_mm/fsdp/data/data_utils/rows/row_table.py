@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import CsvReader, ParquetReader, RowReader, file_facts, open_reader
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, Source, find_sources
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, RowSource, find_sources
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 
 
 class Part(NamedTuple):
@@ -48,7 +48,7 @@ class RowTable:
         DataError: A file is empty or broken as a whole, or the files of an entry have different columns.
     """
 
-    def __init__(self, sources: Sequence[Source], cache_dir: str | None = None, most: int | None = None) -> None:
+    def __init__(self, sources: Sequence[RowSource], cache_dir: str | None = None, most: int | None = None) -> None:
         names = display_names([file for source in sources for file in source.files])
         self._readers: list[RowReader] = []
         self._formats: list[RowFormat] = []
@@ -59,7 +59,7 @@ class RowTable:
             _check_columns(readers, source.row_format)
             self._append(source, readers, min((n for n in (most, source.most) if n is not None), default=None))
 
-    def _append(self, source: Source, readers: list[RowReader], most: int | None) -> None:
+    def _append(self, source: RowSource, readers: list[RowReader], most: int | None) -> None:
         first = len(self)
         ends = [first + size for size in itertools.accumulate(len(reader) for reader in readers)]
         last = ends[-1] if most is None else min(ends[-1], first + most)
@@ -82,7 +82,7 @@ class RowTable:
         which, number = self._locate(index)
         return self._readers[which].raw(number)
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Where row `index` stands."""
         which, number = self._locate(index)
         return self._readers[which].place(number)

@@ -94,7 +94,7 @@ def _check_known(names: Iterable[Any], known: Sequence[str], where: str, key: st
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """An entry of `dataset:`: files of rows in one format."""
 
     name: str
@@ -105,7 +105,7 @@ class Source:
     """Rows beyond are left out."""
 
 
-def find_sources(dataset: Any, dataset_dir: str | Path, row_format: RowFormat) -> list[Source]:
+def find_sources(dataset: Any, dataset_dir: str | Path, row_format: RowFormat) -> list[RowSource]:
     """The sources that `dataset` names: one entry, or several (list or commas).
 
     An entry is a file, a folder, a pattern (`part-*.parquet`), a name of `dataset_info.json`, or a section with `path`
@@ -140,21 +140,21 @@ def _entries(dataset: Any) -> list[Any]:
     return [entry for entry in entries if entry]
 
 
-def _find(entry: Any, dataset_dir: Path, info: Mapping[str, Any], row_format: RowFormat) -> Source:
+def _find(entry: Any, dataset_dir: Path, info: Mapping[str, Any], row_format: RowFormat) -> RowSource:
     if not isinstance(entry, str):
         found = _find(entry.path, dataset_dir, info, row_format)
         own = found.row_format if entry.attr is None else RowFormat.from_attr(entry.attr)
-        return Source(entry.name or found.name, found.files, own, entry.max_samples or found.most)
+        return RowSource(entry.name or found.name, found.files, own, entry.max_samples or found.most)
     if entry in info:
         return _described(entry, info[entry], dataset_dir)
     for path in (Path(entry), dataset_dir / entry):
         if path.exists():
-            return Source(entry, _files(path), row_format)
+            return RowSource(entry, _files(path), row_format)
     if _GLOB.search(entry):
         for folder, pattern in _glob_starts(entry, dataset_dir):
             files = tuple(sorted(path for path in folder.glob(pattern) if path.is_file()))
             if files:
-                return Source(entry, files, row_format)
+                return RowSource(entry, files, row_format)
     beside = [p.name for p in dataset_dir.iterdir()] if dataset_dir.is_dir() else []
     near = nearest(Path(entry).name, [*beside, *info])
     hint = f"Did you mean '{near[0]}'?" if near else f"Relative names start here or at dataset_dir, '{dataset_dir}'."
@@ -169,7 +169,7 @@ def _glob_starts(entry: str, dataset_dir: Path) -> list[tuple[Path, str]]:
     return [(Path(), entry), (dataset_dir, entry)]
 
 
-def _described(name: str, entry: Any, dataset_dir: Path) -> Source:
+def _described(name: str, entry: Any, dataset_dir: Path) -> RowSource:
     """The source that an entry of `dataset_info.json` describes."""
     where = f"{INFO_FILE}: {name}"
     if not isinstance(entry, dict):
@@ -186,7 +186,7 @@ def _described(name: str, entry: Any, dataset_dir: Path) -> Source:
     most = entry.get("num_samples")
     if most is not None and (not isinstance(most, int) or most < 1):
         raise ConfigError(f"{most!r} is no number of samples", where=where, key="num_samples")
-    return Source(name, _files(path, entry.get("split")), RowFormat.from_dataset_info(name, entry), most)
+    return RowSource(name, _files(path, entry.get("split")), RowFormat.from_dataset_info(name, entry), most)
 
 
 def _files(path: Path, split: str | None = None) -> tuple[Path, ...]:

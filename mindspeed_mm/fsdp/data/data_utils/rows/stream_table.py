@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import RowStream, open_stream, stream_facts
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import display_names
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, Source, find_sources
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, RowSource, find_sources
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 
 
 class _File(NamedTuple):
@@ -33,7 +33,7 @@ class StreamTable:
         DataError: A file is missing or empty.
     """
 
-    def __init__(self, sources: Sequence[Source], cache_dir: str | None = None, most: int | None = None) -> None:
+    def __init__(self, sources: Sequence[RowSource], cache_dir: str | None = None, most: int | None = None) -> None:
         names = display_names([file for source in sources for file in source.files])
         self._files = [
             _File(
@@ -62,7 +62,7 @@ class StreamTable:
         file, number = self._locate(index)
         return file.stream.raw(number)
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Where row `index` stands."""
         file, number = self._locate(index)
         return file.stream.place(number)

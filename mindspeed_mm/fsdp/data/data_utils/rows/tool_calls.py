@@ -13,14 +13,14 @@ from typing import Any
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, parsed_json, short
-from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, Place
+from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation
 
 _CALL_WAY_OUT = 'A call is {"name": …, "arguments": {…}}, or a list of such.'
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
-def read_tools(row: Row, column: str | None, place: Place) -> list[dict[str, Any]] | None:
+def read_tools(row: Row, column: str | None, place: RowLocation) -> list[dict[str, Any]] | None:
     """The descriptions of a row's tools: a list, or JSON text of one; each `{"type": "function", "function": {…}}` or
     what stands under `function` alone.
 
@@ -37,7 +37,7 @@ def read_tools(row: Row, column: str | None, place: Place) -> list[dict[str, Any
     return [_description(item, place, f"{name}[{number}]") for number, item in enumerate(items)]
 
 
-def _description(item: Any, place: Place, key: str) -> dict[str, Any]:
+def _description(item: Any, place: RowLocation, key: str) -> dict[str, Any]:
     where = str(place)
     described = without_nulls(parsed_json(item, where, key) if isinstance(item, str) else item)
     function = described.get("function", described) if isinstance(described, dict) else None

@@ -14,7 +14,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES, RowReader, open_reader
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 _MODE_KEY = "data.dataset_param.basic_parameters.data_storage_mode"
@@ -44,9 +44,9 @@ class TextTable:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Line of the row."""
-        return Place(self.path.name, self._lines[index][0])
+        return RowLocation(self.path.name, self._lines[index][0])
 
     def raw(self, index: int) -> bytes:
         """The line of row `index`."""

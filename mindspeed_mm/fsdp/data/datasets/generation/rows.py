@@ -23,7 +23,7 @@ import numpy as np
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off, refuse_remote
-from mindspeed_mm.fsdp.data.data_utils.sample import Place
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
@@ -43,7 +43,7 @@ _CHUNK_BYTES = 2**20
 class GenerationRow:
     """One picture or clip with its captions."""
 
-    place: Place
+    place: RowLocation
     media: str | bytes
     """Path, absolute or from the media root; or the file itself."""
     captions: tuple[str, ...]
@@ -75,7 +75,7 @@ class GenerationRow:
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnNames:
     """Columns that the configuration names; None: the usual ones are tried."""
 
     media: str | None = None
@@ -99,7 +99,7 @@ class GenerationRows(Sequence[GenerationRow]):
     def __init__(
         self,
         files: Sequence[RowFile],
-        columns: Columns,
+        columns: ColumnNames,
         most: int | None = None,
         *,
         may_skip: bool = False,
@@ -143,7 +143,7 @@ class GenerationRows(Sequence[GenerationRow]):
     def __iter__(self) -> Iterator[GenerationRow]:
         return (self[i] for i in range(len(self)))
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Where row `index` stands, without reading it."""
         file, number = self._locate(int(self._kept[index]))
         return file.reader.place(number)
@@ -210,7 +210,7 @@ def read_rows(basic: BasicParameters, look: Callable[[GenerationRow], Any] | Non
     """
     check_remote_media_off(basic.allow_remote_media)
     files = open_row_files(basic)
-    columns = Columns(getattr(basic, "media_column", None), getattr(basic, "caption_column", None))
+    columns = ColumnNames(getattr(basic, "media_column", None), getattr(basic, "caption_column", None))
     return GenerationRows(files, columns, basic.max_samples, may_skip=basic.on_bad_sample == "skip", look=look)
 
 
@@ -251,7 +251,7 @@ def content_key(media: bytes | BinaryIO, captions: Sequence[str], extras: Mappin
 # --- one row ---------------------------------------------------------------------------------------------------------
 
 
-def parse_row(row: Mapping[str, Any], place: Place, columns: Columns, folder: str = "") -> GenerationRow:
+def parse_row(row: Mapping[str, Any], place: RowLocation, columns: ColumnNames, folder: str = "") -> GenerationRow:
     """Read what a row says.
 
     Args:
@@ -285,7 +285,7 @@ def parse_row(row: Mapping[str, Any], place: Place, columns: Columns, folder: st
     )
 
 
-def _check_not_null(row: Mapping[str, Any], columns: Columns, place: Place) -> None:
+def _check_not_null(row: Mapping[str, Any], columns: ColumnNames, place: RowLocation) -> None:
     """A column that is there and holds nothing is another fault than one that is not there."""
     for named, usual, way_out in (
         (columns.media, MEDIA_COLUMNS, "Give the path of a file, or take the row out."),
@@ -296,7 +296,9 @@ def _check_not_null(row: Mapping[str, Any], columns: Columns, place: Place) -> N
             raise DataError("is null", where=str(place), key=there[0], way_out=way_out)
 
 
-def _take(row: dict[str, Any], named: str | None, usual: Sequence[str], place: Place, what: str) -> tuple[str, Any]:
+def _take(
+    row: dict[str, Any], named: str | None, usual: Sequence[str], place: RowLocation, what: str
+) -> tuple[str, Any]:
     for name in (named,) if named is not None else usual:
         if name in row:
             return name, row.pop(name)
@@ -308,7 +310,7 @@ def _take(row: dict[str, Any], named: str | None, usual: Sequence[str], place: P
     )
 
 
-def _medium(found: tuple[str, Any], folder: str, place: Place) -> str | bytes:
+def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | bytes:
     name, value = found
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -323,7 +325,7 @@ def _medium(found: tuple[str, Any], folder: str, place: Place) -> str | bytes:
     return os.path.join(folder, value)  # noqa: PTH118 (of every row)
 
 
-def _captions(found: tuple[str, Any], place: Place) -> tuple[str, ...]:
+def _captions(found: tuple[str, Any], place: RowLocation) -> tuple[str, ...]:
     name, value = found
     captions = [value] if isinstance(value, str) else value
     if isinstance(value, str) and place.file.endswith(".csv") and value.lstrip().startswith("["):
@@ -345,7 +347,7 @@ def _listed(text: str) -> Any:
     return found if isinstance(found, list) else [text]
 
 
-def _number(value: Any, kind: Callable[[float], float], name: str, place: Place) -> Any:
+def _number(value: Any, kind: Callable[[float], float], name: str, place: RowLocation) -> Any:
     """A number above 0, also as text (tables have nothing else); None stays."""
     if value is None:
         return None

@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, open_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, Place, Sample, SampleSize
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, RowLocation, Sample, SampleSize
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_notes, with_view
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
@@ -123,7 +123,7 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
         """What tells the content of row `index` from another's."""
         return self._rows.raw(index)
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> RowLocation:
         """Where row `index` stands."""
         return self._rows.place(index)
 
