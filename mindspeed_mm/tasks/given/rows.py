@@ -32,7 +32,7 @@ def named_path(name: str | os.PathLike[str], key: str) -> Path:
     if "\0" in str(name):
         raise UsageError(f"{str(name)!r:.200} holds a NUL character", key=key, way_out="No file is called so.")
     try:
-        return Path(name)
+        return Path(os.fspath(name))  # Path itself hides, from Python 3.12 on, what `__fspath__` raises
     except TypeError as error:  # a run without a folder says so
         raise UsageError(str(error), key=key, way_out="Give the name of a file or folder.") from error
 
