@@ -32,8 +32,7 @@ def commands(page: Path) -> list[str]:
 ALL = [(page, command) for page in PAGES for command in commands(page)]
 
 
-@pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{p.parent.name}: {c.split()[1]}" for p, c in ALL])
-def test_command_parses(page: Path, command: str) -> None:
+def parse(command: str) -> None:
     _, verb, *words = shlex.split(command)
     assert verb in VERBS
     program: click.Command = importlib.import_module(f"mindspeed_mm.cli.{verb}").command
@@ -41,6 +40,16 @@ def test_command_parses(page: Path, command: str) -> None:
         verb, *words = words
         program = program.commands[verb]
     program.make_context(verb, words)
+
+
+def test_commands_parse() -> None:
+    wrong = {}
+    for page, command in ALL:
+        try:
+            parse(command)
+        except (click.ClickException, AssertionError, KeyError) as error:
+            wrong[f"{page.relative_to(ROOT)}: {command}"] = repr(error)
+    assert wrong == {}
 
 
 def test_every_verb_is_shown_somewhere() -> None:
@@ -102,10 +111,11 @@ def test_commands_of_the_recipe_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "exported" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.parent.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+def test_links_lead_somewhere() -> None:
+    pattern = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+    links = [(page, link) for page in PAGES for link in pattern.findall(page.read_text(encoding="utf-8"))]
+    assert len(links) > 50
+    assert [(str(page), link) for page, link in links if not (page.parent / link).exists()] == []
 
 
 def test_make_targets_of_the_readme_exist() -> None:
