@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
 ensure_torchvision()  # transformers imports torchvision, whose compiled part a CPU build of torch may refuse
@@ -102,7 +103,7 @@ def model_flops(clip: Clip, folder: Path) -> float:
     adapter = find_adapter(folder)
     with parameters_on_meta():
         model = diffusers_class(adapter.transformer_class).from_config(adapter.transformer_config)
-    model._mm_adapter = adapter
+    facts_of(model).adapter = adapter
     count = count_flops(model)
     assert count is not None
     lengths = {LATENTS: [adapter.geometry.tokens(clip.latent_shape)], CAPTION: [clip.text_tokens], SAMPLES: [1]}

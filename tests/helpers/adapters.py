@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora, lora_of
+from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -17,9 +18,8 @@ def adapted_model(folder: Path, *, dtype: torch.dtype | None = None, random: boo
     """A model with adapters of rank 4 and alpha 12 over the folder's weights; trained at random, or fresh."""
     arguments = ModelArguments(model_name_or_path=str(folder))
     model: Any = ModelHub.build(arguments, param_dtype=dtype)
-    targets = model._mm_adapter.lora_targets if hasattr(model, "_mm_adapter") else ()
     section = LoraArguments.model_validate({"enable": True, "rank": 4, "alpha": 12, **lora})
-    apply_lora(model, section, default_targets=targets, param_dtype=dtype)
+    apply_lora(model, section, param_dtype=dtype)
     loaded = ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
     initialize_lora(model, section, 7, folder=loaded.folder)
     if random:
@@ -30,7 +30,7 @@ def adapted_model(folder: Path, *, dtype: torch.dtype | None = None, random: boo
 @torch.no_grad()
 def move_trained(model: torch.nn.Module, seed: int = 0) -> None:
     """Add noise to all that is trained."""
-    report = lora_of(model)
+    report = facts_of(model).lora
     assert report is not None
     for name, parameter in sorted(model.named_parameters()):
         if name in report.trained:

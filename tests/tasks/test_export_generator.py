@@ -15,6 +15,7 @@ from mindspeed_mm.cli.export import command
 from mindspeed_mm.core.artifacts import sha256_file
 from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_kinds import MARKER
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -104,7 +105,7 @@ def test_training_and_inference_take_what_was_written(flux: Trained, tmp_path: P
     assert (source.folder, source.run, source.lora) == (run.parent / "model", run, None)
     assert source.transformer is not None
     transformer = diffusers.FluxTransformer2DModel.from_pretrained(source.transformer).eval()
-    adapter = engine.model._mm_adapter
+    adapter = facts_of(engine.model).adapter
     expected = denoised(engine.model.eval(), adapter)
     torch.testing.assert_close(denoised(transformer, adapter), expected, rtol=0, atol=2e-6)
     exported_names = {p.name for p in (run / "exported").iterdir()}

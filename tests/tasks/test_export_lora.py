@@ -18,6 +18,7 @@ from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
 from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS
 from mindspeed_mm.fsdp.models.lora.names import LoraReport
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
@@ -126,7 +127,7 @@ def test_a_wrong_merge_would_show(
 
 def test_generator(generator: tuple[Path, Any], tmp_path: Path) -> None:
     run, trained = generator
-    adapter = trained._mm_adapter
+    adapter = facts_of(trained).adapter
     expected = denoised(trained, adapter)
     exported = export.run(run, tmp_path / "adapters", transformer_only=True)
     assert exported.kind == "adapters"

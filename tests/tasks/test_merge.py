@@ -16,6 +16,7 @@ from torch import nn
 from mindspeed_mm.cli.merge import command
 from mindspeed_mm.core.errors import MMError, ModelFolderError, UsageError
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora import merge as lora_merge
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from mindspeed_mm.tasks.answer.generation import load_generator
@@ -140,8 +141,8 @@ def test_generator(bases: dict[str, Path], tmp_path: Path) -> None:
         save_adapters(model, tmp_path / "adapter", bases["flux"], overwrite=True)
         out = merge.run(bases["flux"], [tmp_path / "adapter"], tmp_path / f"out{use_dora}", dtype="fp64").folder
         transformer = FluxTransformer2DModel.from_pretrained(out / "transformer", torch_dtype=torch.float64)
-        expected = denoised(model, model._mm_adapter)
-        torch.testing.assert_close(denoised(transformer, model._mm_adapter), expected, rtol=0, atol=1e-12)
+        expected = denoised(model, facts_of(model).adapter)
+        torch.testing.assert_close(denoised(transformer, facts_of(model).adapter), expected, rtol=0, atol=1e-12)
         assert (out / "model_index.json").exists() and (out / "vae").is_dir()
 
 

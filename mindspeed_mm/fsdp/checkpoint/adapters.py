@@ -14,6 +14,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.fsdp.checkpoint.hf import live_tensors
 from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.fsdp.checkpoint.tree import tied_names
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.files import (
     DIFFUSERS_PREFIX,
     DIFFUSERS_WEIGHTS,
@@ -21,7 +22,7 @@ from mindspeed_mm.fsdp.models.lora.files import (
     PEFT_PREFIX,
     PEFT_WEIGHTS,
 )
-from mindspeed_mm.fsdp.models.lora.names import INITIAL, adapter_weight, initial_weights, lora_of
+from mindspeed_mm.fsdp.models.lora.names import INITIAL, adapter_weight, initial_weights
 from mindspeed_mm.fsdp.models.lora.settings import diffusers_metadata, file_key, peft_settings
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -72,12 +73,12 @@ def write_adapters(
         dtype: As above.
         ranks: Given when reading is a collective.
     """
-    lora = lora_of(model)
+    lora = facts_of(model).lora
     assert lora is not None, "the model has no adapters"
     ranks = ranks or Ranks()
     rule = DtypeRule({}, dtype)
     tensors = of_untouched_base(tensors)
-    if hasattr(model, "_mm_adapter"):
+    if facts_of(model).adapter is not None:
         made = {file_key(name, DIFFUSERS_PREFIX): tensor for name, tensor in tensors.items()}
         stem, metadata = DIFFUSERS_WEIGHTS.removesuffix(".safetensors"), diffusers_metadata(lora)
         write_weights(made, draft, rule, inf, ranks, stem=stem, metadata=metadata)

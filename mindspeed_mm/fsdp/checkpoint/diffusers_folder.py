@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
 from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import INDEX
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import check_links
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -43,7 +44,8 @@ def save_transformer(
         overwrite: Replace an existing folder.
         ranks: All of them; made here when not given, which is itself a collective.
     """
-    adapter: DiffusionAdapter = model._mm_adapter  # type: ignore[assignment]
+    adapter = facts_of(model).adapter
+    assert adapter is not None, "the model is not a generator"
     ranks = ranks or Ranks()
     made = hub_tensors(model, live_tensors(model))
     rule = ranks.first("reading the source", lambda: DtypeRule.of_source(adapter.transformer_folder, dtype))

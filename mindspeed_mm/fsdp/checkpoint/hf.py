@@ -24,8 +24,9 @@ from mindspeed_mm.fsdp.checkpoint.hf_folder import (
     write_weights,
 )
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor
-from mindspeed_mm.fsdp.models.structure.share import Share, share_of, whole_of
+from mindspeed_mm.fsdp.models.structure.share import Share, whole_of
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -69,7 +70,7 @@ def live_tensors(model: nn.Module) -> dict[str, LazyTensor]:
     """The tensors that a checkpoint of a live model holds, by name, each gathered when it is read: all ranks read the
     same ones in the same order."""
     own, everything = model_tensors(model), model_tensors(whole_of(model))
-    reader = _GatheredTensors(own, everything, share_of(model))
+    reader = _GatheredTensors(own, everything, facts_of(model).share)
     return {name: Stored(name, tensor.shape, tensor.dtype, lambda: reader) for name, tensor in everything.items()}
 
 
@@ -146,7 +147,7 @@ def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[s
 
 
 def _loading_steps(model: nn.Module, stored: Mapping[str, LazyTensor]) -> list[RuleMatch]:
-    rules = getattr(model, "_mm_conversion_rules", None)
+    rules = facts_of(model).conversion_rules
     if rules is not None:
         return loading_steps(model, stored, set(model.state_dict()), rules)  # type: ignore[arg-type]
     key_map: KeyMap | None = getattr(model, "key_map", None)

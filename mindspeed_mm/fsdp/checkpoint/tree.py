@@ -9,7 +9,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.fsdp.checkpoint.storage import Tree
-from mindspeed_mm.fsdp.models.lora.names import lora_of
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import first_names
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.utils.device import synchronize
@@ -39,7 +39,7 @@ def tensors_to_fill(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def named_copies(model: nn.Module) -> dict[str, nn.Parameter]:
     """Copies of weights that another stage keeps, by own name; of a model with adapters those that are trained."""
-    lora = lora_of(model)
+    lora = facts_of(model).lora
     return {
         name: model.get_parameter(name)
         for name, first in first_names(model).items()
@@ -57,7 +57,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: A module keeps state that is no tensor.
     """
-    aliases, lora, copies = tied_names(model), lora_of(model), first_names(model)
+    aliases, lora, copies = tied_names(model), facts_of(model).lora, first_names(model)
     tensors: dict[str, torch.Tensor] = {}
     for key, value in model.state_dict().items():  # FSDP2 hooks in here and hands out shards
         name = plain_name(key)

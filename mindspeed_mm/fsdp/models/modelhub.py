@@ -20,6 +20,7 @@ from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.behaviour.attention import resolve_attn_implementation
 from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, is_generator, transformer_weights
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import (
     construct,
     is_transformers,
@@ -144,7 +145,7 @@ class ModelHub:
         if model_args.train_from_scratch and folder is None:
             return LoadReport(initialized=tuple(initialize(model, seed=seed, units=units)))
         source = folder or require_folder(model_args.model_name_or_path)
-        if hasattr(model, "_mm_adapter"):
+        if facts_of(model).adapter is not None:
             source = transformer_weights(source)
         report = stream_weights(
             model,
@@ -165,7 +166,7 @@ def _prepared(model: nn.Module, model_args: ModelArguments, param_dtype: torch.d
     set_dtypes(model, param_dtype)
     if is_transformers(type(model)):
         own_rules = conversion_rules(model)  # type: ignore[arg-type]
-        model._mm_conversion_rules = [*multi_token.renamings(model), *own_rules]  # type: ignore[assignment]
+        facts_of(model).conversion_rules = [*multi_token.renamings(model), *own_rules]
     return model
 
 

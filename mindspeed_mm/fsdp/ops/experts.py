@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 
 EXPERTS_NAME = "mm_experts"
 """Our name in transformers' registry."""
+_FORWARD = "_mm_experts"
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -154,10 +155,15 @@ def experts_forward(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """What transformers calls, with its names of the arguments."""
-    forward: ExpertsForward = getattr(module, "_mm_experts", _PLAIN)
+    forward = own_experts_of(module)
     if not forward.fits_graphs:
         return _outside(forward, module, hidden_states, top_k_index, top_k_weights)
     return forward(module, hidden_states, top_k_index, top_k_weights)
+
+
+def own_experts_of(module: nn.Module) -> ExpertsForward:
+    """What `use_own_experts` gave a module of experts; the plain one where it gave none."""
+    return getattr(module, _FORWARD, _PLAIN)
 
 
 @outside_graphs
@@ -176,4 +182,4 @@ def use_own_experts(module: Any, forward: ExpertsForward | None = None) -> None:
 
     ExpertsInterface.register(EXPERTS_NAME, experts_forward)
     module.config._experts_implementation = EXPERTS_NAME
-    module._mm_experts = forward or _PLAIN
+    setattr(module, _FORWARD, forward or _PLAIN)

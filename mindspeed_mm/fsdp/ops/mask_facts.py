@@ -43,7 +43,7 @@ def carry_facts(host: Batch, moved: Batch) -> None:
         setattr(moved[_KEY], _FACTS, read_facts(mask))
 
 
-def facts_of(mask: torch.Tensor) -> MaskFacts | None:
+def mask_facts_of(mask: torch.Tensor) -> MaskFacts | None:
     """What a moved mask brought along."""
     return getattr(mask, _FACTS, None)
 
@@ -62,7 +62,7 @@ def tell_facts(model: nn.Module) -> None:
 
 def _begin(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     mask = kwargs.get(_KEY)
-    _OF_THIS_CALL.set(facts_of(mask) if isinstance(mask, torch.Tensor) else None)
+    _OF_THIS_CALL.set(mask_facts_of(mask) if isinstance(mask, torch.Tensor) else None)
 
 
 def _end(_model: nn.Module, _args: Any, _output: Any) -> None:

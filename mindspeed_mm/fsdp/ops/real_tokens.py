@@ -9,7 +9,7 @@ from torch import nn
 
 from mindspeed_mm.fsdp.ops.attention import PADDING_KEY
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
-from mindspeed_mm.fsdp.ops.mask_facts import facts_of
+from mindspeed_mm.fsdp.ops.mask_facts import mask_facts_of
 
 
 class RealTokens:
@@ -47,7 +47,7 @@ class RealTokens:
         own = share.take(mask, 1) if isinstance(share, ContextShare) else mask
         self._mask_T = own.reshape(-1) != 0
         if own is mask:
-            facts, padding = facts_of(mask), kwargs.get(PADDING_KEY, 0)
+            facts, padding = mask_facts_of(mask), kwargs.get(PADDING_KEY, 0)
             self.number = mask.numel() - padding if padding else facts.ones if facts is not None else None
 
 

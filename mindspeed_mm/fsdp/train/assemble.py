@@ -33,8 +33,9 @@ from mindspeed_mm.fsdp.loss.router_aux import leave_router_loss_to_us
 from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
 from mindspeed_mm.fsdp.models.behaviour.experts import choose_experts
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.materialize import materialize
-from mindspeed_mm.fsdp.models.lora.apply import LoraReport, apply_lora, initialize_lora, lora_of
+from mindspeed_mm.fsdp.models.lora.apply import LoraReport, apply_lora, initialize_lora
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
 from mindspeed_mm.fsdp.models.vocabulary import check_processor
@@ -77,12 +78,12 @@ class Assembled:
     @property
     def adapter(self) -> DiffusionAdapter | None:
         """The family's adapter when the model is a generator."""
-        return getattr(self.model, "_mm_adapter", None)
+        return facts_of(self.model).adapter
 
     @property
     def lora(self) -> LoraReport | None:
         """The adapters that are trained."""
-        return lora_of(self.model)
+        return facts_of(self.model).lora
 
     @property
     def attention(self) -> str:
@@ -175,8 +176,7 @@ def build_model(arguments: Arguments, given: nn.Module | None = None) -> nn.Modu
     else:
         model = ModelHub.build(arguments.model, param_dtype=param_dtype, feature_args=arguments.features)
     if arguments.training.lora.enable:
-        targets = model._mm_adapter.lora_targets if is_generator(model) else ()  # type: ignore[union-attr]
-        apply_lora(model, arguments.training.lora, default_targets=targets, param_dtype=param_dtype)
+        apply_lora(model, arguments.training.lora, param_dtype=param_dtype)
     apply_speed(model, arguments)
     leave_router_loss_to_us(model)
     grouped, skip_padding = arguments.model.use_grouped_expert_matmul, arguments.features.skip_moe_pad_tokens
@@ -191,7 +191,7 @@ def packs_rows(arguments: Arguments) -> bool:
 
 def is_generator(model: nn.Module) -> bool:
     """Whether a model bears the adapter of a family of generators."""
-    return hasattr(model, "_mm_adapter")
+    return facts_of(model).adapter is not None
 
 
 def build_plans(

@@ -364,7 +364,9 @@ class _Check:
     @property
     def adapter(self) -> Any:
         """The family's adapter when the model is a generator, else None."""
-        return getattr(self.model, "_mm_adapter", None)
+        from mindspeed_mm.fsdp.models.facts import facts_of
+
+        return facts_of(self.model).adapter
 
     def _generator_inputs(self) -> set[str]:
         """What the family makes of a batch of features; of raw media the encoders decide."""
@@ -404,9 +406,10 @@ def check_plans(model: Any, arguments: Arguments) -> None:
     from mindspeed_mm.fsdp.distributed.tensor.plan import output_head
     from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
     from mindspeed_mm.fsdp.loss.objectives import build_objective
+    from mindspeed_mm.fsdp.models.facts import facts_of
 
     head = build_head_loss(model, output_head(model), arguments.features)
-    if hasattr(model, "_mm_adapter"):
+    if facts_of(model).adapter is not None:
         from mindspeed_mm.fsdp.train.generator import check_loss
 
         check_loss(arguments.features.loss_cfg)
@@ -435,7 +438,7 @@ def check_plans(model: Any, arguments: Arguments) -> None:
         check_composition(model, parallel)
         plan_stages(model, find_cut_points(model), parallel.pipeline_parallel_size, parallel.pp_plan)
     is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
-    if is_spread and not hasattr(model, "_mm_adapter"):
+    if is_spread and facts_of(model).adapter is None:
         from mindspeed_mm.fsdp.train.assemble import check_spread_sequences
 
         check_spread_sequences(model, arguments)
@@ -476,12 +479,13 @@ def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes
     from mindspeed_mm.fsdp.distributed.sharding.fully_shard import is_below
     from mindspeed_mm.fsdp.loss.router_aux import RouterLogits
     from mindspeed_mm.fsdp.models.behaviour.experts import choose_experts
+    from mindspeed_mm.fsdp.models.facts import facts_of
     from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 
     features, parallel = arguments.features, arguments.parallel
     copies = balance_copies(features, parallel)
     choose_experts(model, grouped=False, skip_padding=features.skip_moe_pad_tokens)
-    if features.loss_cfg.router_aux_loss_coef and not hasattr(model, "_mm_adapter"):
+    if features.loss_cfg.router_aux_loss_coef and facts_of(model).adapter is None:
         RouterLogits(model)
     if not is_spread(parallel):
         return

@@ -16,9 +16,10 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.speed.apply_speed import apply_speed
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import require_folder
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
-from mindspeed_mm.fsdp.models.lora.apply import apply_lora, lora_of
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.lora.files import check_adapters
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
@@ -41,11 +42,9 @@ def model_steps(model: nn.Module, arguments: Arguments) -> Iterator[Callable[[],
         model: Built by `ModelHub.build`.
         arguments: The whole configuration.
     """
-    adapter = getattr(model, "_mm_adapter", None)
     training, plan = arguments.training, arguments.parallel.fsdp_plan
     if training.lora.enable:
-        targets = adapter.lora_targets if adapter is not None else ()
-        yield partial(apply_lora, model, training.lora, default_targets=targets)
+        yield partial(apply_lora, model, training.lora)
         yield partial(_check_first_adapters, model, training.lora.pretrained_lora_path)
     yield partial(apply_speed, model, arguments)
     names = [name for name, _ in model.named_modules()]
@@ -62,7 +61,7 @@ def model_steps(model: nn.Module, arguments: Arguments) -> Iterator[Callable[[],
 
 def _check_first_adapters(model: nn.Module, path: str | None) -> None:
     """Adapters to start from are those of this model. That they are there at all, the stage of paths says."""
-    if path is not None and Path(path).exists() and lora_of(model) is not None:
+    if path is not None and Path(path).exists() and facts_of(model).lora is not None:
         check_adapters(model, path)
 
 
@@ -86,7 +85,7 @@ def _check_weights(model: nn.Module, arguments: Arguments, told: Path | None) ->
     """The folder, `training.load` where it is `told`, has what the model asks for, by the headers of its files."""
     if not any(parameter.is_meta for name, parameter in model.named_parameters() if not is_adapter_weight(name)):
         return  # a plugin's class has loaded them itself
-    training, adapter = arguments.training, getattr(model, "_mm_adapter", None)
+    training, adapter = arguments.training, facts_of(model).adapter
     named = arguments.model.model_name_or_path
     folder = told or (require_folder(named) if adapter is None else adapter.folder)
     folder = folder if adapter is None else transformer_weights(folder)

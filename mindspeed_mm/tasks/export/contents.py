@@ -27,10 +27,11 @@ from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile
 from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, deltas_of_run, merge_into
-from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -148,9 +149,11 @@ def generator_contents(
     """
 
     def write(draft: Path) -> None:
+        adapter = facts_of(outline).adapter
+        assert adapter is not None
         if not transformer_only:
             copy_components(model_folder, draft)
-        write_transformer(outline._mm_adapter, tensors, draft, rule, max_shard_bytes)
+        write_transformer(adapter, tensors, draft, rule, max_shard_bytes)
 
     kind: ContentKind = "transformer" if transformer_only else "generator"
     others = 0 if transformer_only else components_bytes(model_folder)
@@ -209,7 +212,7 @@ def _merged(
             where=str(base),
             way_out="Name the folder that the run started from: --model FOLDER.",
         )
-    lora = lora_of(adapted)
+    lora = facts_of(adapted).lora
     assert lora is not None
     frozen = [AdapterFile.find(Path(folder), "training.lora.frozen_adapters").adapter() for folder in lora.frozen]
     weights = transformer_weights(base)
@@ -264,8 +267,7 @@ def outline_arguments(source: ExportSource, *, freeze: bool = False) -> ModelArg
 
 def _adapted_outline(source: ExportSource) -> nn.Module:
     model = ModelHub.build(outline_arguments(source, freeze=True))
-    targets = model._mm_adapter.lora_targets if hasattr(model, "_mm_adapter") else ()  # type: ignore[union-attr]
-    apply_lora(model, _lora_arguments(source), default_targets=targets)  # type: ignore[arg-type]
+    apply_lora(model, _lora_arguments(source))
     return model
 
 

@@ -18,7 +18,8 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
-from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
@@ -60,7 +61,7 @@ def test_resume_is_bitwise_and_holds_adapters_only(kind: str, yamls: dict[str, P
     assert resumed.iteration == 4
     expected, found = (everything(engine.model, engine.optimizer) for engine in (straight, resumed))
     assert differing(expected, found) == []
-    lora = lora_of(resumed.model)
+    lora = facts_of(resumed.model).lora
     held = DcpTensors(open_checkpoint(tmp_path / "broken", Ranks(), "hash")).lazy()
     assert lora is not None and held.keys() == lora.trained and all(map(is_adapter_weight, held))
     moved = [name for name in held if name.endswith("lora_B.default.weight") and expected[name].any()]

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import set_gradient_sync
-from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel, vocabulary_ranks
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import vocabulary_cross_entropy
+from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
@@ -258,10 +258,10 @@ def label_loss(built: Built) -> LossSum:
         with built.head.select(rows):
             logits = model(**inputs, use_cache=False).logits
         logits, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)[rows]
-        ranks = vocabulary_ranks(model)
-        if ranks is None:
+        vocabulary = split_vocabulary(model)
+        if vocabulary is None:
             return F.cross_entropy(logits, targets, reduction="sum")
-        return vocabulary_cross_entropy(logits, targets, ranks).sum()
+        return vocabulary.token_losses(logits, targets)[0].sum()
 
     return loss
 

@@ -25,6 +25,7 @@ from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
 from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare, _Gathered
@@ -74,7 +75,7 @@ def load(folder: str) -> tuple[nn.Module, FlowMatching]:
     adapter = find_adapter(Path(folder))
     model = diffusers_class(adapter.transformer_class).from_pretrained(folder, subfolder="transformer").double().train()
     set_attention_backend(model, None)
-    model._mm_adapter = adapter
+    facts_of(model).adapter = adapter
     return model, FlowMatching(adapter, DiffusionArguments(), seed=1, compute_dtype=torch.float64)
 
 
@@ -233,7 +234,7 @@ def test_a_call_without_a_share_and_other_models_stay_as_they_were(folders: dict
 
 def test_a_family_that_does_not_say_where_it_is_cut_is_refused(folders: dict[str, str]) -> None:
     model, _ = load(folders["flux"])
-    model._mm_adapter.sample_plan = None
+    facts_of(model).adapter.sample_plan = None
     with pytest.raises(ConfigError, match="FluxTransformer2DModel cannot spread a sample over ranks"):
         apply_to_generator(model, ContextGroups())
 

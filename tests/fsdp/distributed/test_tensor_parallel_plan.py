@@ -15,7 +15,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
-from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel, vocabulary_ranks
+from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
 from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, own_plan, resolve_tensor_plan
 from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.distributed.tensor.sizes import (
     check_tensor_parallel_size,
     tensor_parallel_problems,
 )
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import vocabulary_cross_entropy
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary, vocabulary_cross_entropy
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
@@ -264,7 +264,7 @@ def refused_at_three_heads(folder: str) -> str:
     try:
         apply_tensor_parallel(model, TpPlan(), mesh)
     except ConfigError as error:
-        return str(error) + str(vocabulary_ranks(model))
+        return str(error) + str(split_vocabulary(model))
     return "split"
 
 

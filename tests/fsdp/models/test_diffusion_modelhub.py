@@ -16,6 +16,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError, MMError, ModelFolderError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -50,7 +51,7 @@ def test_builds_on_meta_in_one_dtype(generators: dict[str, Path], kind: str) -> 
     model = ModelHub.build(arguments(generators[kind]), param_dtype=torch.bfloat16)
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
-    assert model._mm_adapter.folder == generators[kind]
+    assert facts_of(model).adapter.folder == generators[kind]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_blocks_are_the_adapters(generators: dict[str, Path], kind: str, blocks:
 def test_lora_targets_are_linear_layers(generators: dict[str, Path], kind: str, count: int) -> None:
     model = ModelHub.build(arguments(generators[kind]))
     modules = dict(model.named_modules())
-    found = resolve_patterns(model._mm_adapter.lora_targets, modules, key="")
+    found = resolve_patterns(facts_of(model).adapter.lora_targets, modules, key="")
     assert len(found) == count
     assert all(isinstance(modules[name], nn.Linear) for name in found)
 

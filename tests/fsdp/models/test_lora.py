@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading import stream as weight_loading
 from mindspeed_mm.fsdp.models.lora import names as lora_names
-from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora, lora_of
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora, initialize_lora
 from mindspeed_mm.fsdp.models.lora.names import adapter_weight, base_name, is_adapter_weight
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
@@ -44,7 +45,7 @@ def adapted(folder: Path, dtype: torch.dtype | None = None, **lora: Any) -> Any:
 
 def test_language_model_trains_adapters_and_nothing_else(folders: dict[str, Path]) -> None:
     model = adapted(folders["vision"], torch.bfloat16, alpha=6)
-    report = lora_of(model)
+    report = facts_of(model).lora
     assert report is not None and (report.rank, report.scale) == (4, 1.5)
     layers = [f"model.language_model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkv"]
     assert report.targets == tuple(layers)  # the tower has no layers of these names
@@ -57,22 +58,22 @@ def test_language_model_trains_adapters_and_nothing_else(folders: dict[str, Path
 
 @pytest.mark.parametrize("family", ["flux", "t2v"])
 def test_generator_has_targets_of_its_own(family: str, generators: dict[str, Path]) -> None:
-    report = lora_of(adapted(generators[family]))
+    report = facts_of(adapted(generators[family])).lora
     assert report is not None
     ends = {name.split(".", 2)[2] for name in report.targets}
     assert {"attn.to_q", "attn.to_out.0", "attn.add_k_proj"} <= ends or {"attn1.to_q", "attn2.to_out.0"} <= ends
-    named = lora_of(adapted(generators[family], target_modules=["to_k"]))
+    named = facts_of(adapted(generators[family], target_modules=["to_k"])).lora
     assert named is not None and {name.rpartition(".")[2] for name in named.targets} == {"to_k"}
 
 
 def test_a_name_that_ends_another_one_is_not_that_one(generators: dict[str, Path]) -> None:
     """FLUX has `proj_out` at its end and in each single block."""
     model = adapted(generators["flux"], target_modules=["single_transformer_blocks.{*}.proj_out"])
-    report = lora_of(model)
+    report = facts_of(model).lora
     assert report is not None and report.targets == ("single_transformer_blocks.0.proj_out",)
     assert report.peft_targets == ("0.proj_out",)
     assert type(model.proj_out) is nn.Linear
-    both = lora_of(adapted(generators["flux"], target_modules=["proj_out"]))
+    both = facts_of(adapted(generators["flux"], target_modules=["proj_out"])).lora
     assert both is not None and len(both.targets) == 2 and both.peft_targets == ("proj_out",)
 
 
@@ -84,7 +85,7 @@ def test_frozen_layers_get_none(folders: dict[str, Path]) -> None:
 
 def test_what_is_trained_whole(folders: dict[str, Path]) -> None:
     model = adapted(folders["text"], torch.bfloat16, modules_to_save=["lm_head", "model.norm"])
-    report = lora_of(model)
+    report = facts_of(model).lora
     assert report is not None and report.modules_to_save == ("model.norm", "lm_head")
     assert {"lm_head.weight", "model.norm.weight"} <= report.trained
     assert model.lm_head.weight.requires_grad and model.lm_head.weight.dtype == torch.float32
@@ -107,7 +108,7 @@ def test_refusals(kind: str, changes: dict[str, Any], message: str, folders: dic
     model = outline(folders[kind])
     with pytest.raises(ConfigError, match=message):
         apply_lora(model, arguments(**changes))
-    assert lora_of(model) is None and not any(".lora_" in name for name, _ in model.named_modules())
+    assert facts_of(model).lora is None and not any(".lora_" in name for name, _ in model.named_modules())
 
 
 def test_refusals_that_depend_on_the_model(folders: dict[str, Path], generators: dict[str, Path]) -> None:

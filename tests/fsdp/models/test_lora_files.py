@@ -16,6 +16,7 @@ from torch import nn
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.core.folder_kinds import MARKER
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, PEFT_CONFIG, PEFT_WEIGHTS, load_adapters
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 from tests.helpers.adapters import adapted_model, denoised, logits
@@ -110,10 +111,10 @@ def test_pipelines_take_the_file(
     save_adapters(model, tmp_path / "out", generators[family])
     assert files_of(tmp_path / "out") == [DIFFUSERS_WEIGHTS]
     pipeline = DiffusionPipeline.from_pretrained(generators[family])
-    before = denoised(pipeline.transformer, model._mm_adapter)
+    before = denoised(pipeline.transformer, facts_of(model).adapter)
     pipeline.load_lora_weights(tmp_path / "out")
-    expected = denoised(model, model._mm_adapter)
-    torch.testing.assert_close(denoised(pipeline.transformer, model._mm_adapter), expected, rtol=0, atol=2e-6)
+    expected = denoised(model, facts_of(model).adapter)
+    torch.testing.assert_close(denoised(pipeline.transformer, facts_of(model).adapter), expected, rtol=0, atol=2e-6)
     assert not torch.allclose(before, expected, atol=1e-3)
 
 
@@ -124,7 +125,7 @@ def test_a_pipeline_that_is_not_told_alpha_would_differ(generators: dict[str, Pa
     save_file(load_file(file), file)
     pipeline = DiffusionPipeline.from_pretrained(generators["flux"])
     pipeline.load_lora_weights(tmp_path / "out")
-    given, expected = (denoised(m, model._mm_adapter) for m in (pipeline.transformer, model))
+    given, expected = (denoised(m, facts_of(model).adapter) for m in (pipeline.transformer, model))
     assert not torch.allclose(given, expected, atol=1e-3)
 
 

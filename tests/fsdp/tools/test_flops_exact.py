@@ -19,6 +19,7 @@ from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.models.behaviour.multi_token import attach_multi_token
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.lora.experts import adapt_experts
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
@@ -270,7 +271,7 @@ def test_generators_of_released_widths(
         train_part_of(model, trained)
         inputs = adapter.inputs(batch["latents"], torch.empty(2), batch, 3.5)
         expected = counted(lambda: model(**inputs, return_dict=False)[0])
-    model._mm_adapter = adapter
+    facts_of(model).adapter = adapter
     assert ours(model, batch).model == expected
 
 

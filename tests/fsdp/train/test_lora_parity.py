@@ -11,7 +11,8 @@ import torch
 
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import can_shard_bytes
-from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.export import export
@@ -193,4 +194,4 @@ def test_resume_is_bitwise_and_what_is_exported_was_trained(case: str, yamls: di
         one.set_experts_implementation("eager") if "moe" in family else None
     close = 1e-6 if "nf4" in case else 1e-9  # what bytes stand for is written in the base's fp32
     torch.testing.assert_close(logits(model.eval()), logits(own), rtol=0, atol=close)
-    assert lora_of(own) is not None
+    assert facts_of(own).lora is not None

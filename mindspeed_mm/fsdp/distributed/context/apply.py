@@ -20,6 +20,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError, MMError, Problem
 from mindspeed_mm.fsdp.distributed.context.generators import apply_to_generator
 from mindspeed_mm.fsdp.distributed.context.towers import apply_to_tower
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import is_right_padded
 from mindspeed_mm.fsdp.ops.context_attention.language import register_context_attention
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
@@ -99,7 +100,7 @@ def apply_context_parallel(
     if not state.is_cp_enable():
         return None
     groups = groups_of(state)
-    if getattr(model, "_mm_adapter", None) is not None:
+    if facts_of(model).adapter is not None:
         apply_to_generator(model, groups)
         return ContextParallel(groups, replicates_loss=True)
     apply_to_decoder(model)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout, concatenate_layouts
@@ -83,9 +84,9 @@ def apply_to_generator(model: nn.Module, groups: ContextGroups) -> None:
     Raises:
         ConfigError: The family does not say where it is cut.
     """
-    adapter: Any = model._mm_adapter
-    plan: SamplePlan | None = adapter.sample_plan
-    if plan is None:
+    adapter = facts_of(model).adapter
+    plan = adapter.sample_plan if adapter is not None else None
+    if adapter is None or plan is None:
         raise ConfigError(
             f"{type(model).__name__} cannot spread a sample over ranks",
             key="parallel.ring_attention_size · parallel.ulysses_parallel_size",

@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks
 from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, BalancedAllToAll, OwnForward
 from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim, resolve_expert_plan
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
-from mindspeed_mm.fsdp.ops.experts import ExpertsForward, use_own_experts
+from mindspeed_mm.fsdp.ops.experts import ExpertsForward, own_experts_of, use_own_experts
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 from mindspeed_mm.fsdp.params.parallel_args import EpPlan, ParallelArguments
 
@@ -55,9 +55,7 @@ def apply_expert_parallel(
         if hasattr(module, "ep_forward"):
             module.forward = own_forward(module, ranks, parallel.ep_plan)
         else:
-            before: ExpertsForward | None = getattr(module, "_mm_experts", None)
-            real_tokens = before.real_tokens if before is not None else None
-            use_own_experts(module, _dispatcher(plan, ranks, real_tokens))
+            use_own_experts(module, _dispatcher(plan, ranks, own_experts_of(module).real_tokens))
     return plan
 
 

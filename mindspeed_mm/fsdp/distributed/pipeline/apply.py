@@ -21,8 +21,9 @@ from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, plan_stages
 from mindspeed_mm.fsdp.distributed.pipeline.schedules import check_schedule
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule
 from mindspeed_mm.fsdp.distributed.pipeline.tied_ends import TiedEnds
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY, find_cut_points
-from mindspeed_mm.fsdp.models.structure.share import Share, keep_share, outline
+from mindspeed_mm.fsdp.models.structure.share import Share, outline
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
@@ -101,7 +102,7 @@ def split_into_stages(model: nn.Module, parallel: ParallelArguments, state: Para
     whole = outline(model)
     copies = cut_to_rank(model, plan, state.get_pp_rank(), hidden_dtype(whole, parallel))
     share = Share(whole, stage_owners(whole, plan), state.get_pp_group(), copies)
-    keep_share(model, share)
+    facts_of(model).share = share
     return Pipeline(model, share, plan, parallel)
 
 
@@ -120,7 +121,7 @@ def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
     """
     check_schedule(parallel.pp_plan.schedule)
     is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
-    if is_spread and hasattr(model, "_mm_adapter"):
+    if is_spread and facts_of(model).adapter is not None:
         raise ConfigError(
             "a generator's samples cannot be spread over ranks as well: several are under way at a time",
             key=f"{KEY} · parallel.ring_attention_size · parallel.ulysses_parallel_size",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.distributed.pipeline.cut import OutputsElsewhere, replace_module
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 
 Shape = tuple[int, ...]
@@ -158,7 +159,7 @@ class Boundary:
 
     def __init__(self, model: nn.Module, plan: StagePlan) -> None:
         self._plan = plan
-        self._adapter: Any = getattr(model, "_mm_adapter", None)
+        self._adapter = facts_of(model).adapter
         self._width = 0
         self._decoder, self._levels = "", 0
         if self._adapter is None:
@@ -168,8 +169,8 @@ class Boundary:
 
     def carried(self, stage: int) -> Carried:
         """What a stage hands on."""
-        if self._adapter is not None:
-            return CarriedOutputs(self._plan, stage, lambda batch: len(self._adapter.stage_shapes(batch)) - 1)
+        if (adapter := self._adapter) is not None:
+            return CarriedOutputs(self._plan, stage, lambda batch: len(adapter.stage_shapes(batch)) - 1)
         if self._levels:
             return CarriedDeepstack(self._plan, stage, self._decoder, self._levels)
         return Carried(self._plan, stage)

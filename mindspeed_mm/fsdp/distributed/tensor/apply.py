@@ -39,6 +39,8 @@ from mindspeed_mm.fsdp.distributed.tensor.sequence import (
     sequence_regions,
 )
 from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS, check_split_sizes
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 
@@ -53,7 +55,7 @@ def apply_tensor_parallel(
         tp_plan: The section `parallel.tp_plan`.
         mesh: `ParallelState.get_tp_device_mesh()`: of one parent with the mesh that `fully_shard` gets.
         gather_logits: Let the output head return all logits on every rank. Otherwise it returns this rank's part of the
-            vocabulary, for `vocabulary_cross_entropy`: see `vocabulary_ranks`.
+            vocabulary, for `vocabulary_cross_entropy`: see `split_vocabulary`.
         whole: Names of modules that are not split, whatever the plan says.
 
     Returns:
@@ -68,11 +70,6 @@ def apply_tensor_parallel(
     check_split_sizes(everything, plan, ranks.size)
     _Splitter(model, plan.only(own_names(model, (*plan.rules, *plan.sequence))), ranks, gather_logits).split()
     return plan
-
-
-def vocabulary_ranks(model: nn.Module) -> TensorRanks | None:
-    """The ranks that hold parts of the vocabulary of this model's logits; None where logits are whole."""
-    return getattr(model, "_mm_vocabulary_ranks", None)
 
 
 class _Splitter:
@@ -90,7 +87,7 @@ class _Splitter:
             divide_heads(self._model.get_submodule(parent), self._ranks.size)
         apply_sequence_parallel(self._model, self._plan, self._stretches, self._ranks)
         if self._head in self._plan.names(Style.HEAD) and not self._gathers:
-            self._model._mm_vocabulary_ranks = self._ranks  # type: ignore[assignment]
+            facts_of(self._model).note(SplitVocabulary(self._ranks))
 
     def _apply(self, name: str, rule: SplitRule) -> None:
         module = self._model.get_submodule(name)

@@ -27,6 +27,7 @@ from mindspeed_mm.fsdp.distributed.tensor.collectives import (
 )
 from mindspeed_mm.fsdp.distributed.tensor.forward import LocalForward
 from mindspeed_mm.fsdp.distributed.tensor.plan import KEY, Style, TensorPlan
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 
 SEQUENCE_KEY = f"{KEY}.sequence_parallel"
@@ -207,7 +208,7 @@ def _follows(model: nn.Module, before: str, name: str) -> bool:
 
 
 def _check_one_stream(model: nn.Module) -> None:
-    adapter: Any = getattr(model, "_mm_adapter", None)
+    adapter = facts_of(model).adapter
     if adapter is not None and (adapter.sample_plan is None or adapter.sample_plan.text_inputs):
         raise ConfigError(
             f"text and image go through the blocks of {type(model).__name__} side by side, and join inside of them: "

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mindspeed_mm.fsdp.distributed.tensor.apply import vocabulary_ranks
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks, all_reduce
+from mindspeed_mm.fsdp.models.facts import facts_of
 
 
 class SplitVocabulary:
@@ -39,8 +39,7 @@ class SplitVocabulary:
 
 def split_vocabulary(model: nn.Module) -> SplitVocabulary | None:
     """The vocabulary of a model that was split; None where its logits are whole."""
-    ranks = vocabulary_ranks(model)
-    return SplitVocabulary(ranks) if ranks is not None else None
+    return facts_of(model).noted(SplitVocabulary)
 
 
 def vocabulary_cross_entropy(logits_NV: torch.Tensor, targets: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from mindspeed_mm.fsdp.features.speed.fused_kernels import apply_fused_kernels, fused_kernels_of
-from mindspeed_mm.fsdp.features.speed.low_precision import apply_low_precision, low_precision_of
+from mindspeed_mm.fsdp.features.speed.fused_kernels import FusedKernels, apply_fused_kernels
+from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision, apply_low_precision
 from mindspeed_mm.fsdp.models.behaviour.attention import check_attention_trains
 from mindspeed_mm.fsdp.models.behaviour.kernels import choose_kernels
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 
 
@@ -23,5 +24,6 @@ def apply_speed(model: nn.Module, arguments: Arguments) -> None:
 
 def describe_speed(model: nn.Module) -> dict[str, str]:
     """What was done, by a word for the log; nothing where nothing was."""
-    done = {"fused": fused_kernels_of(model), "8 bits": low_precision_of(model)}
+    facts = facts_of(model)
+    done = {"fused": facts.noted(FusedKernels), "8 bits": facts.noted(LowPrecision)}
     return {word: str(what) for word, what in done.items() if what is not None}

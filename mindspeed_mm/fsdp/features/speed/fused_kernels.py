@@ -18,6 +18,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.features.speed.fused_operators import KEY, FusedOperators, fused_operators
 from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
+from mindspeed_mm.fsdp.models.facts import facts_of
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers' attention layers call."""
@@ -37,7 +38,7 @@ class FusedKernels:
 
 
 def apply_fused_kernels(model: nn.Module, wish: bool | Literal["auto"]) -> None:
-    """Replace what can be replaced, in place; what was is `fused_kernels_of(model)`.
+    """Replace what can be replaced, in place; `FusedKernels` in `facts_of(model)` says what.
 
     Args:
         model: Built, parameters on meta or real; call it before packing, adapters' first values and sharding.
@@ -61,19 +62,13 @@ def apply_fused_kernels(model: nn.Module, wish: bool | Literal["auto"]) -> None:
         "rotary embeddings": _turn_by(model, operators),
     }
     if any(counts.values()):
-        model._mm_fused_kernels = FusedKernels(operators.provider, counts)  # type: ignore[assignment]
+        facts_of(model).note(FusedKernels(operators.provider, counts))
     elif wish is True:
         raise ConfigError(
             f"{type(model).__name__} has no norm, rotary embedding or gated linear unit that there is a kernel for",
             key=KEY,
             way_out="Set it to false.",
         )
-
-
-def fused_kernels_of(model: nn.Module) -> FusedKernels | None:
-    """What `apply_fused_kernels` replaced; None where it replaced nothing."""
-    found = getattr(model, "_mm_fused_kernels", None)
-    return found if isinstance(found, FusedKernels) else None
 
 
 class FusedNorm:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import compile_pattern, resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
 from mindspeed_mm.fsdp.utils.device import device_capability, get_device_type
 from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
@@ -77,7 +78,7 @@ class LowPrecision:
 
 
 def apply_low_precision(model: nn.Module, plan: QuantizationPlan | None) -> None:
-    """Let linear layers compute in 8 bits, in place; nothing without a plan. `low_precision_of` tells what was done.
+    """Let linear layers compute in 8 bits, in place; nothing without a plan. `facts_of(model)` says what was done.
 
     Args:
         model: Whole, before it is split or sharded; adapters are refused by the rules of the configuration.
@@ -97,19 +98,13 @@ def apply_low_precision(model: nn.Module, plan: QuantizationPlan | None) -> None
         _convert_to_mx(linears, plan.extra_args)
     else:
         _convert_to_float8(model, linears, name, plan.extra_args, gathers_low=gathers_low)
-    model._mm_low_precision = LowPrecision(name, len(linears), left, gathers_low)  # type: ignore[assignment]
-
-
-def low_precision_of(model: nn.Module) -> LowPrecision | None:
-    """What `apply_low_precision` did; None where it did nothing."""
-    found = getattr(model, "_mm_low_precision", None)
-    return found if isinstance(found, LowPrecision) else None
+    facts_of(model).note(LowPrecision(name, len(linears), left, gathers_low))
 
 
 def scales_after_update(model: nn.Module, plan: QuantizationPlan | None) -> bool:
     """Whether the scales of all weights are to be found together after each update, by one reduction
     (`fsdp_low_precision_all_gather_mode: all`), instead of one by one when weights are gathered."""
-    converted = low_precision_of(model)
+    converted = facts_of(model).noted(LowPrecision)
     return (
         plan is not None
         and converted is not None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import ATTENTION_NAME
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
@@ -47,6 +48,7 @@ class AttentionChoice(NamedTuple):
 
     name: str
     reason: str
+    """Empty where nothing was chosen."""
 
 
 def choose_attention(
@@ -105,15 +107,18 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
         processor = getattr(module, "processor", None)
         if processor is not None and hasattr(processor, "_attention_backend"):
             processor._attention_backend = AttentionBackendName(_BACKENDS[name])
-    model._mm_attention = name  # type: ignore[assignment]
+    facts_of(model).attention = AttentionChoice(name, "")
 
 
 def attention_name(model: nn.Module) -> str:
     """What a built model computes attention by, in the words of `model.attn_implementation`, and why it was taken."""
-    own = getattr(model, "_mm_attention", None)
-    name = own or getattr(getattr(model, "config", None), "_attn_implementation", None) or "the model's own"
-    choice = getattr(model, "_mm_attention_choice", None)
-    return f"{name} ({choice.reason})" if choice is not None and choice.name == name else str(name)
+    choice = facts_of(model).attention
+    # The configuration tells what a model of transformers computes by now: packing may have changed it.
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if choice is None:
+        return str(name or "the model's own")
+    is_as_chosen = name is None or name == choice.name
+    return f"{choice.name} ({choice.reason})" if is_as_chosen and choice.reason else str(name or choice.name)
 
 
 def check_attention_trains(requested: str | None) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 
 NAME = "mtp"
@@ -130,16 +131,10 @@ def attach_multi_token(model: nn.Module, depths: int) -> None:
     with parameters_on_meta():
         heads = MultiTokenHeads(layer, decoder.norm, width, depths)
     setattr(model, NAME, heads)
-    model._mm_multi_token = DecoderWatch(model)  # type: ignore[assignment]
+    facts_of(model).multi_token = DecoderWatch(model)
     model._keys_to_ignore_on_load_missing = [  # type: ignore[assignment]
         *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()), rf"^{NAME}\."
     ]  # fmt: skip
-
-
-def watch_of(model: nn.Module) -> DecoderWatch:
-    """The watch of a model that has further heads."""
-    found: DecoderWatch = model._mm_multi_token  # type: ignore[assignment]
-    return found
 
 
 def renamings(model: nn.Module) -> list[Any]:

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter, is_diffusion_folder
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import check_links, read_config, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.params.cards import model_modules
@@ -39,7 +40,7 @@ def is_generator(model_args: ModelArguments) -> bool:
 def build_transformer(
     model_args: ModelArguments, overrides: Mapping[str, Any], param_dtype: torch.dtype | None
 ) -> nn.Module:
-    """The transformer with parameters on the meta device and real buffers; it bears its adapter as `_mm_adapter`.
+    """The transformer with parameters on the meta device and real buffers; its adapter is in `facts_of(model)`.
 
     All parameters have one dtype, as FSDP asks: what diffusers would keep in fp32 beside bf16 is fp32 anyway, since
     masters are.
@@ -69,7 +70,7 @@ def build_transformer(
             way_out="Compare the settings with the original model's config.json.",
         ) from error
     set_attention_backend(model, model_args.attn_implementation, param_dtype=param_dtype)
-    model._mm_adapter = adapter
+    facts_of(model).adapter = adapter
     return model
 
 

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.models.base_model import BaseModel
 from mindspeed_mm.fsdp.models.behaviour.attention import choose_attention
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
 from mindspeed_mm.fsdp.models.behaviour.host_grids import read_grids_on_host
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import load_config, native_class, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.ops.attention import register_attention
@@ -105,7 +106,7 @@ def construct(model_class: Any, config: Any, model_args: ModelArguments, param_d
         with parameters_on_meta():
             return _call(getattr(model_class, "_from_config", model_class), config, options, model_args)
     model = _construct_transformers(model_class, config, options, model_args)
-    model._mm_attention_choice = choice  # type: ignore[assignment]
+    facts_of(model).attention = choice
     return model
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.base_model import WeightInitMixin
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 
 Unit = list[tuple[str, nn.Module]]
@@ -89,8 +90,8 @@ def _post_order(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
 
 def _setters(model: nn.Module) -> dict[str, Callable[[nn.Module], None]]:
     """Module name → what sets its weights: `_init_weights` of the nearest model around it, or of itself."""
-    adapter = getattr(model, "_mm_adapter", None)
-    setters = {"": adapter.init_weights} if adapter is not None else {}
+    adapter = facts_of(model).adapter
+    setters: dict[str, Callable[[nn.Module], None]] = {"": adapter.init_weights} if adapter is not None else {}
     for name, module in model.named_modules():
         parent = setters.get(name.rpartition(".")[0])
         if hasattr(module, "_init_weights"):

@@ -20,6 +20,7 @@ from mindspeed_mm.checkpoint.transformers_map import loading_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.initialization import initialize
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.loading.source import Fetch, open_source
@@ -196,7 +197,7 @@ def stored_weights(model: nn.Module, folder: Path) -> Iterator[dict[str, LazyTen
 
 
 def _steps(model: nn.Module, stored: Mapping[str, Stored], wanted: Collection[str]) -> list[RuleMatch]:
-    rules = getattr(model, "_mm_conversion_rules", None)
+    rules = facts_of(model).conversion_rules
     if rules is not None:
         return loading_steps(model, stored, wanted, rules)  # type: ignore[arg-type]
     key_map = getattr(model, "key_map", None)

@@ -15,24 +15,24 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import quantize_linears
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.models.lora.experts import adapt_experts
 from mindspeed_mm.fsdp.models.lora.files import load_adapters
 from mindspeed_mm.fsdp.models.lora.first_values import check_rank, set_first_values, take_from_base
 from mindspeed_mm.fsdp.models.lora.frozen import inject_frozen, load_frozen
 from mindspeed_mm.fsdp.models.lora.injection import inject, peft_names, shortest_ends
-from mindspeed_mm.fsdp.models.lora.names import LoraReport, is_adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.lora.names import LoraReport, is_adapter_weight
 from mindspeed_mm.fsdp.models.lora.targets import LoraTargets, is_below, resolve_targets
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 
-__all__ = ["LoraReport", "apply_lora", "initialize_lora", "lora_of", "take_from_base"]
+__all__ = ["LoraReport", "apply_lora", "initialize_lora", "take_from_base"]
 
 
 def apply_lora(
     model: nn.Module,
     lora: LoraArguments,
     *,
-    default_targets: Sequence[str] = (),
     param_dtype: torch.dtype | None = None,
 ) -> LoraReport:
     """Give layers an adapter and freeze everything else, in place. Layers that are frozen already (`model.freeze`) get
@@ -41,8 +41,6 @@ def apply_lora(
     Args:
         model: From `ModelHub.build`. The adapters' parameters are on the meta device.
         lora: The `training.lora` section.
-        default_targets: Patterns that stand in for `target_modules` where it has its default, which names the layers
-            of language models: `DiffusionAdapter.lora_targets`.
         param_dtype: What the plan computes in. The base model is kept in it, what is trained in fp32.
 
     Raises:
@@ -51,7 +49,7 @@ def apply_lora(
     """
     if any(name.endswith(".base_layer") for name, _ in model.named_modules()):
         raise ConfigError("the model has adapters already, or layers of that name", key="training.lora.enable")
-    targets = resolve_targets(model, lora, default_targets)
+    targets = resolve_targets(model, lora)
     _check_kind(lora, targets)
     check_rank(lora.init_lora_weights, {n: model.get_submodule(n).weight.shape for n in targets.layers}, lora.rank)  # type: ignore[misc, union-attr]
     names = [name for name, _ in model.named_modules() if name]
@@ -81,7 +79,7 @@ def apply_lora(
         trained=frozenset(_trained_names(model, targets.whole)),
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
-    model._mm_lora = report  # type: ignore[assignment]
+    facts_of(model).lora = report
     return report
 
 

@@ -21,8 +21,9 @@ from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.json_file import parse_json, read_json_object
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
-from mindspeed_mm.fsdp.models.lora.names import INITIAL, MAGNITUDE, LoraReport, adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.lora.names import INITIAL, MAGNITUDE, LoraReport, adapter_weight
 from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 
@@ -237,7 +238,7 @@ def check_adapters(model: nn.Module, path: str | Path) -> None:
 
 def _fitting(model: nn.Module, path: str | Path) -> tuple[AdapterFile, dict[str, torch.Tensor], dict[str, str]]:
     """The file; what is trained; name of the parameter → key in the file. Raises `ModelFolderError`."""
-    lora = lora_of(model)
+    lora = facts_of(model).lora
     assert lora is not None, "the model has no adapters"
     file = AdapterFile.find(Path(path))
     file.check_fits(lora)

@@ -15,10 +15,11 @@ from safetensors import safe_open
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile, StoredAdapter
 from mindspeed_mm.fsdp.models.lora.injection import expression_of, inject_adapter
-from mindspeed_mm.fsdp.models.lora.names import MAGNITUDE, adapter_weight, lora_of
+from mindspeed_mm.fsdp.models.lora.names import MAGNITUDE, adapter_weight
 from mindspeed_mm.fsdp.models.lora.targets import is_linear
 
 KEY = "training.lora.frozen_adapters"
@@ -56,7 +57,7 @@ def load_frozen(model: nn.Module) -> None:
     Raises:
         ModelFolderError: A file is of another shape than its settings say.
     """
-    lora = lora_of(model)
+    lora = facts_of(model).lora
     own: dict[str, Any] = dict(model.named_parameters())
     for index, folder in enumerate(lora.frozen if lora is not None else ()):
         adapter = AdapterFile.find(Path(folder), KEY).adapter()

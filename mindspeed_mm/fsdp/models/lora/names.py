@@ -17,9 +17,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
+
+from mindspeed_mm.fsdp.models.facts import facts_of
 
 ADAPTER = "default"
 """PEFT's name of the adapter that is trained."""
@@ -48,7 +49,7 @@ class Strength:
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The adapters of a model; it is kept on the model as `_mm_lora`."""
+    """The adapters of a model: `facts_of(model).lora`."""
 
     rank: int
     alpha: float
@@ -101,12 +102,6 @@ def moves_base(initialisation: bool | str) -> bool:
     return isinstance(initialisation, str) and initialisation.startswith(("pissa", "olora", "corda"))
 
 
-def lora_of(model: nn.Module) -> LoraReport | None:
-    """The adapters that `apply_lora` gave a model, sharded or not; None when it has none."""
-    found: Any = getattr(model, "_mm_lora", None)
-    return found
-
-
 def base_name(name: str) -> str:
     """The name that a parameter has in the model without adapters."""
     return _BASE.sub(".", name)
@@ -114,7 +109,7 @@ def base_name(name: str) -> str:
 
 def naming_of(model: nn.Module) -> Callable[[str], str]:
     """What turns the names of a model's parameters into those that a folder of its weights has."""
-    return base_name if lora_of(model) is not None else str
+    return base_name if facts_of(model).lora is not None else str
 
 
 def is_adapter_weight(name: str) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern, resolve_patterns
 from mindspeed_mm.core.suggest import nearest
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.names import Strength
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.ops.experts import fused_experts
@@ -42,7 +43,7 @@ class LoraTargets:
     """Modules that are trained whole."""
 
 
-def resolve_targets(model: nn.Module, lora: LoraArguments, default_targets: Sequence[str] = ()) -> LoraTargets:
+def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
     """What the patterns of the section mean in a model. Nothing is changed.
 
     Raises:
@@ -50,7 +51,7 @@ def resolve_targets(model: nn.Module, lora: LoraArguments, default_targets: Sequ
             shares its weight with another one.
     """
     whole = _modules_to_save(model, lora.modules_to_save)
-    patterns = _patterns(lora, default_targets)
+    patterns = _patterns(model, lora)
     layers, parameters = _Layers(model), _FusedParameters(model, single=not lora.disable_peft_moe_conversion)
     resolve_patterns(patterns, [*layers.modules, *parameters.names], key=TARGETS, allow_suffix=True)
     found = LoraTargets(whole=whole)
@@ -159,10 +160,12 @@ def _matched(pattern: str, names: Collection[str] | Mapping[str, object]) -> lis
     return [name for name in names if expression.fullmatch(name)]
 
 
-def _patterns(lora: LoraArguments, default_targets: Sequence[str]) -> Sequence[str]:
-    """A resolved configuration spells defaults out: that nothing was named shows in the value alone."""
+def _patterns(model: nn.Module, lora: LoraArguments) -> Sequence[str]:
+    """The default of `target_modules` names layers of language models; a generator's family names its own. A resolved
+    configuration spells defaults out: that nothing was named shows in the value alone."""
+    adapter = facts_of(model).adapter
     is_default = lora.target_modules == LoraArguments.model_fields["target_modules"].default
-    return default_targets if default_targets and is_default else lora.target_modules
+    return adapter.lora_targets if adapter is not None and is_default else lora.target_modules
 
 
 def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -171,7 +174,7 @@ def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         return []
     names = resolve_patterns(patterns, [n for n, _ in model.named_modules()], key=WHOLE, allow_suffix=True)
     whole = [name for name in names if not is_below(name, names)]
-    if hasattr(model, "_mm_adapter"):
+    if facts_of(model).adapter is not None:
         raise ConfigError(
             f"{', '.join(whole)}: diffusers' pipelines load adapters only",
             key=WHOLE,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.models.facts import facts_of
 
 KEY = "parallel.pipeline_parallel_size"
 
@@ -44,7 +45,7 @@ def find_cut_points(model: nn.Module) -> CutPoints:
     own = getattr(model, "get_cut_points", None)
     if own is not None:
         return own()
-    adapter = getattr(model, "_mm_adapter", None)
+    adapter = facts_of(model).adapter
     points = adapter.cut_points if adapter is not None else _of_decoder(model)
     if points is None:
         raise ConfigError(

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-_SHARE = "_mm_share"
+from mindspeed_mm.fsdp.models.facts import facts_of
+
 _PLAIN = (bool, int, float, str, tuple, torch.dtype, torch.device)
 
 
@@ -58,31 +59,21 @@ class Elsewhere(nn.Module):
         return hidden if hidden is not None else kwargs.get("hidden_states")
 
 
-def keep_share(model: nn.Module, share: Share) -> None:
-    """Note on a part what it is a part of; not as a submodule."""
-    object.__setattr__(model, _SHARE, share)
-
-
-def share_of(model: nn.Module) -> Share | None:
-    """What `keep_share` noted; None for a model that is whole."""
-    return vars(model).get(_SHARE)
-
-
 def whole_of(model: nn.Module) -> nn.Module:
     """The model before it was cut, without weights; the model itself where it was not."""
-    share = share_of(model)
+    share = facts_of(model).share
     return model if share is None else share.whole
 
 
 def first_names(model: nn.Module) -> Mapping[str, str]:
     """Own copy of a shared weight → the name that the whole model has for it."""
-    share = share_of(model)
+    share = facts_of(model).share
     return {} if share is None else share.copies
 
 
 def holders_of(model: nn.Module) -> list[nn.Module]:
     """The modules that hold a model's memory: its stages, where it has some."""
-    share = share_of(model)
+    share = facts_of(model).share
     return share.stages if share is not None and share.stages else [model]
 
 
@@ -109,6 +100,6 @@ def outline(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
     }
-    adapter = getattr(model, "_mm_adapter", None)
+    adapter = facts_of(model).adapter
     memo[id(adapter)] = adapter
     return copy.deepcopy(model, memo)

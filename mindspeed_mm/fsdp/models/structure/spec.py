@@ -8,6 +8,7 @@ from torch import nn
 
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.ties import tie_groups
 from mindspeed_mm.fsdp.models.structure.towers import Tower, find_towers
 
@@ -59,7 +60,7 @@ def find_blocks(model: nn.Module) -> list[str]:
     A generator's adapter states them; otherwise they are the instances of the classes that `_no_split_modules` names.
     Some classes name whole towers beside the blocks inside them: what holds blocks is none.
     """
-    adapter = getattr(model, "_mm_adapter", None)
+    adapter = facts_of(model).adapter
     if adapter is not None:
         names = [name for name, _ in model.named_modules()]
         return [name for pattern in adapter.blocks for name in resolve_patterns([pattern], names, key="blocks")]

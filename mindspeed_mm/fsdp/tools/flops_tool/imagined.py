@@ -14,6 +14,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import MEDIA, SOUND_TOKENS, Lengths
 
 FRAMES_PER_S = 100
@@ -42,7 +43,7 @@ def imagined_batch(model: nn.Module, sample: SampleShape, samples: int) -> Batch
     Raises:
         ConfigError: The sample is none that the model takes.
     """
-    adapter = getattr(model, "_mm_adapter", None)
+    adapter = facts_of(model).adapter
     if adapter is not None:
         return _denoised(adapter, sample, samples)
     config: Any = model.config

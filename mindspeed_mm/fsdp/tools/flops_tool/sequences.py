@@ -14,6 +14,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKENS
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import is_transformers
 from mindspeed_mm.fsdp.models.structure.towers import find_towers
 from mindspeed_mm.fsdp.tools.flops_tool import units
@@ -61,7 +62,7 @@ def find_sequences(model: nn.Module, head: str, *, head_on_labels: bool) -> Sequ
         head: Name of its output head.
         head_on_labels: Whether the head sees rows that have a label, and no others.
     """
-    adapter = getattr(model, "_mm_adapter", None)
+    adapter = facts_of(model).adapter
     if adapter is not None:
         return _of_generator(adapter) if adapter.streams else None
     if not is_transformers(type(model)):

@@ -14,7 +14,7 @@ from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder, put_aside
-from mindspeed_mm.fsdp.models.lora.names import lora_of
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 
@@ -56,9 +56,9 @@ class HuggingFaceSaves:
         self._ranks.first("deleting old folders", lambda: self._prune(keep=folder))
 
     def _write(self, model: nn.Module, folder: Path) -> None:
-        if lora_of(model) is not None:
+        if facts_of(model).lora is not None:
             save_adapters(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
-        elif hasattr(model, "_mm_adapter"):
+        elif facts_of(model).adapter is not None:
             save_transformer(model, folder, dtype=self._dtype, overwrite=True, ranks=self._ranks)
         else:
             save_hf(

@@ -6,7 +6,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.loss.multi_token import WithMultiToken
 from mindspeed_mm.fsdp.loss.objectives import Objective, TokenCrossEntropy, build_objective
 from mindspeed_mm.fsdp.loss.router_aux import WithRouterAux
-from mindspeed_mm.fsdp.models.behaviour.multi_token import watch_of
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 
@@ -20,10 +20,10 @@ def build_language_objective(arguments: Arguments, assembled: Assembled, state: 
     loss_cfg, model_args = arguments.features.loss_cfg, arguments.model
     objective: Objective = build_objective(loss_cfg.loss_type, assembled.model, assembled.head)
     if model_args.mtp_num_layers:
-        assert isinstance(objective, TokenCrossEntropy) and assembled.head is not None
-        watching = watch_of(assembled.model).watching
+        watch = facts_of(assembled.model).multi_token
+        assert isinstance(objective, TokenCrossEntropy) and assembled.head is not None and watch is not None
         depths, factor = model_args.mtp_num_layers, model_args.mtp_loss_scaling_factor
-        objective = WithMultiToken(objective, assembled.head, watching, depths, factor)
+        objective = WithMultiToken(objective, assembled.head, watch.watching, depths, factor)
     if loss_cfg.router_aux_loss_coef:
         coefficient, offload = loss_cfg.router_aux_loss_coef, loss_cfg.router_aux_loss_offload
         return WithRouterAux(objective, assembled.model, coefficient, state.token_groups(), offload=offload)

@@ -14,13 +14,14 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.features.speed import fused_kernels, fused_operators
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_blocks
 from mindspeed_mm.fsdp.features.speed.fused_kernels import (
+    FusedKernels,
     apply_fused_kernels,
-    fused_kernels_of,
     norm_variant,
     plain_norm,
     plain_rotary,
 )
 from mindspeed_mm.fsdp.features.speed.fused_operators import FusedOperators
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -83,7 +84,7 @@ def test_all_of_them_and_the_same_numbers(folder: Path, monkeypatch: pytest.Monk
     model = fused(build(folder), monkeypatch, exact())
     assert list(model.state_dict()) == list(plain.state_dict())
     # Two layers: two norms and two of heads each, and the last one.
-    assert str(fused_kernels_of(model)) == "9 RMS norms, 2 gated linear units, 2 rotary embeddings by test"
+    assert str(facts_of(model).noted(FusedKernels)) == "9 RMS norms, 2 gated linear units, 2 rotary embeddings by test"
     assert differing(outcome(plain), outcome(model)) == []
 
 
@@ -140,7 +141,7 @@ def test_a_device_without_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MachineError, match="no fused kernels on 'cpu'"):
         apply_fused_kernels(model, True)
     apply_fused_kernels(model, "auto")
-    assert fused_kernels_of(model) is None
+    assert facts_of(model).noted(FusedKernels) is None
     monkeypatch.setattr(fused_operators, "get_device_type", lambda: "cuda")
     with pytest.raises(MachineError, match="liger-kernel"):
         apply_fused_kernels(model, True)
