@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.fsdp.params.schema_walk import walk_fields
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mindspeed_mm"
 SOURCES = sorted(
@@ -151,6 +153,48 @@ def test_a_long_function_is_found() -> None:
     body = "    pass\n" * FUNCTION_LINES
     assert long_functions(f"def long():\n{body}") == ["long"]
     assert long_functions(f"def short():\n{body}".removesuffix("    pass\n")) == []
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+_FRAGMENT = re.compile(r"(Of|Whose|Those|Its|Their)\b")
+
+
+def unreadable_help(text: str) -> bool:
+    """Whether a help text cannot be read alone: too short, or a fragment of the sentence that its key would begin."""
+    return len(text.split()) < 5 or bool(_FRAGMENT.match(text))
+
+
+def class_names(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Name of a class → the modules that define one of this name."""
+    found: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    return found
+
+
+def test_every_help_text_can_be_read_alone() -> None:
+    unreadable = {key: info.description or "" for key, info in walk_fields() if unreadable_help(info.description or "")}
+    assert unreadable == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["When.", "The slices.", "Of the weights.", "Whose activations are moved to the host.", ""]
+)
+def test_a_fragment_of_a_help_text_is_found(text: str) -> None:
+    assert unreadable_help(text)
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in SOURCES if path.is_relative_to(PACKAGE)}
+    assert {name: paths for name, paths in class_names(sources).items() if len(paths) > 1} == {}
+
+
+def test_a_class_name_that_is_used_twice_is_found() -> None:
+    found = class_names({"a.py": "class Share: ...", "b.py": "class Share: ...\nclass Other: ..."})
+    assert found == {"Share": ["a.py", "b.py"], "Other": ["b.py"]}
 
 
 # --- imports ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from mindspeed_mm.core.errors import DataError
 Batch = dict[str, Any]
 """A collated micro-batch: key → tensor (or list, for `sample_ids`). B rows, L tokens, N media items."""
 
+IGNORED_LABEL = -100
+"""The label of a token that no loss is computed for."""
+
 BATCH_KEYS: dict[str, str] = {
     "input_ids": "(B, L) int64 token ids, right-padded",
     "attention_mask": "(B, L) int64, 1 on real tokens; absent from packed batches",
@@ -58,7 +61,8 @@ ENGINE_KEYS = frozenset({"labels", "shift_labels", "loss_weights", "sample_ids",
 """Keys that the engine reads and a model's `forward` is not given (unless its own loss asks for `labels`)."""
 
 PAIR_SIDES = ("chosen", "rejected")
-"""Of preference pairs: a batch holds every text key twice, behind one of these and an underscore."""
+"""Prefixes of the two sides of a preference pair: a batch holds every text key twice, behind one of these and an
+underscore."""
 
 TRAINED_KEYS = frozenset({"shift_labels", "latents", "pixels", "chosen_shift_labels"})
 """What a loss is taken from; a batch holds one of them."""

@@ -29,7 +29,7 @@ class Speed:
     """What a speed amounts to."""
 
     tokens_per_s: float
-    """Of one device."""
+    """Tokens per second on one device."""
     peak_tflops: float
     device: str
     mfu: float = 0.0
@@ -46,7 +46,7 @@ class FlopsReport:
     trained: int
     samples: int
     tokens: int
-    """Of all samples: text and media of a language model, latents of a generator."""
+    """Tokens of all samples: text and media of a language model, latents of a generator."""
     lengths: dict[str, float]
     """Sequence → rows of all samples."""
     rows: list[dict[str, Any]]

@@ -34,7 +34,7 @@ class ModelSource:
     """A Hugging Face folder; of a generator the folder in diffusers' layout that has its encoders and scheduler."""
     run: Path | None = None
     transformer: Path | None = None
-    """Of a generator: the folder of the trained transformer, to be used instead of `folder / "transformer"`."""
+    """Folder of a generator's trained transformer, to be used instead of `folder / "transformer"`."""
     lora: Path | None = None
     """A folder of adapters to be put beside the weights."""
 

@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.models.loading.folder import check_links
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 STEM = "diffusion_pytorch_model"
-"""Of the files that diffusers looks for."""
+"""Stem of the file names that diffusers looks for."""
 TRANSFORMER = "transformer"
 
 

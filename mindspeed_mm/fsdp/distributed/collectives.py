@@ -1,10 +1,17 @@
-"""The ranks along one axis of a mesh, as what layers that communicate hold on to."""
+"""The ranks along one axis of a mesh, and collectives that have a gradient."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+# Renamed in torch 2.13, where the older names warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class AxisRanks:
@@ -22,3 +29,30 @@ class AxisRanks:
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # process groups cannot be copied, and a copied model has the same ranks
+
+
+Axis = TypeVar("Axis", bound=AxisRanks)
+Collective = Callable[[torch.Tensor, Axis], torch.Tensor]
+"""A collective of the ranks of one kind of axis, without a gradient."""
+
+
+def with_gradient(
+    tensor: torch.Tensor, ranks: Axis, forward: Collective[Axis], backward: Collective[Axis]
+) -> torch.Tensor:
+    """`forward(tensor, ranks)`, whose gradient goes through `backward`."""
+    result: torch.Tensor = _WithGradient.apply(tensor, ranks, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithGradient(torch.autograd.Function):
+    """A collective and the one that its gradient takes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, ranks: AxisRanks, forward: Any, backward: Any) -> torch.Tensor:
+        ctx.ranks, ctx.backward_collective = ranks, backward
+        return forward(tensor, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        return ctx.backward_collective(gradient, ctx.ranks), None, None, None

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.core.batch import Batch
-
-IGNORED_LABEL = -100
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 
 
 def labelled_rows(shift_labels: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
-from mindspeed_mm.fsdp.loss.labelled_rows import IGNORED_LABEL
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms, TokenCrossEntropy
 
 KEPT = ("_rows", "_targets", "_weights", "_weight_sum", "_labelled_samples")

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
+from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, output_of
-from mindspeed_mm.fsdp.loss.labelled_rows import IGNORED_LABEL, labelled_rows, labels_per_sample
+from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows, labels_per_sample
 
 Terms = dict[str, torch.Tensor]
 """Loss terms by name, each a 0-d tensor."""
@@ -28,7 +28,7 @@ class BatchTokens(NamedTuple):
     real: int
     """Tokens without padding."""
     trained: int
-    """Those that a loss is taken from."""
+    """Number of tokens that a loss is computed for."""
 
 
 class Objective(Protocol):

@@ -183,7 +183,7 @@ class _Inputs(NamedTuple):
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of hidden states, weight and bias."""
+"""Gradients of hidden states, weight and bias."""
 
 
 def _pass(inputs: _Inputs, wanted: tuple[bool, ...]) -> tuple[LossSums, _Gradients]:

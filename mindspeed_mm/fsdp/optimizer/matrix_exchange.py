@@ -22,7 +22,7 @@ class Cut(NamedTuple):
     dim: int = 0
     """-2 or -1."""
     length: int = 0
-    """Of the whole matrix along `dim`."""
+    """Length of the whole matrix along `dim`."""
     ranks: int = 1
     rank: int = 0
     is_mixed: bool = False

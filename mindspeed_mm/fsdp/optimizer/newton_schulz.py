@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic, by Keller Jordan (Muon, 2024): steepest at 0, so that few steps do. Singular values end between 0.7
-and 1.2, not at 1."""
+"""Coefficients of the quintic, by Keller Jordan (Muon, 2024): steepest at 0, so that few steps suffice. Singular values
+end between 0.7 and 1.2, not at 1."""
 EPS = 1e-7
 
 

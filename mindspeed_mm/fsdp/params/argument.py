@@ -31,16 +31,16 @@ class Arguments(Section):
     """A run: model, data, parallel plan, training, features, tools and inference."""
 
     model: ModelArguments = Field(default_factory=ModelArguments)
-    """Which model, from where, what of it is trained."""
+    """The model: its id, its folder, and which of its parts are trained."""
     data: DataArguments = Field(default_factory=DataArguments)
-    """Which rows, and how they become batches."""
+    """The rows that are read and how they become batches."""
     parallel: ParallelArguments = Field(default_factory=ParallelArguments)
-    """How model and batch are spread over devices."""
+    """How the model and each batch are spread over devices."""
     training: TrainingArguments = Field(default_factory=TrainingArguments)
-    """Optimizer, schedule, steps, saving and loading."""
+    """The optimizer, its schedule, the number of steps, saving and loading."""
     features: FeatureArguments = Field(default_factory=FeatureArguments)
-    """Losses, and what trades time for memory."""
+    """The loss, and the settings that trade time for memory."""
     tools: ToolsArguments = Field(default_factory=ToolsArguments)
-    """Profilers."""
+    """The profilers of time and of memory."""
     inference: InferenceArguments = Field(default_factory=InferenceArguments)
-    """Generating with a trained model."""
+    """How answers and samples are generated with a trained model."""

@@ -46,49 +46,49 @@ class DatasetAttr(Section):
     formatting: Annotated[Literal["sharegpt", "alpaca", "openai", "multimodal_tool"], null_means("sharegpt")] = (
         "sharegpt"
     )
-    """Layout of a row. `sharegpt`: a list of messages, in any of the usual spellings (ShareGPT, LLaVA, MLLM, OpenAI,
-    with tools: `openai` and `multimodal_tool` are other names for it). `alpaca`: instruction, input, output."""
+    """Layout of a row. `sharegpt`: a list of messages in any of the usual spellings (ShareGPT, LLaVA, MLLM, OpenAI,
+    also with tools: `openai` and `multimodal_tool` are other names for it). `alpaca`: instruction, input and output."""
     ranking: Flag = False
-    """Rows are preference pairs: `chosen` and `rejected` answers to the same messages. `mm data` shows them; nothing
-    trains on them yet."""
+    """Whether rows are preference pairs: `chosen` and `rejected` answers to the same messages. `mm data` shows them;
+    training on them is not supported yet."""
     system: str | None = None
-    """Column of the system prompt."""
+    """Column that holds the system prompt; null: none."""
     images: str | None = None
-    """Column of the images. Not given: `images` or `image`, whichever the row has."""
+    """Column that holds the images. Not given: `images` or `image`, whichever the row has."""
     videos: str | None = None
-    """Column of the videos; one of them may be a list of its frames. Not given: `videos` or `video`."""
+    """Column that holds the videos; a video may be a list of its frames. Not given: `videos` or `video`."""
     audios: str | None = None
-    """Column of the audio files. Not given: `audios` or `audio`."""
+    """Column that holds the audio files. Not given: `audios` or `audio`."""
     tools: str | None = None
-    """Column of the tool descriptions: a list, or JSON text of one. Not given: `tools`."""
+    """Column that holds the tool descriptions: a list, or JSON text of one. Not given: `tools`."""
     messages: str | None = "conversations"
-    """Column of the messages. As it stands here also `messages` is recognised."""
+    """Column that holds the messages. With the default, `messages` is recognised as well."""
     prompt: str | None = "instruction"
-    """alpaca: column of the instruction."""
+    """Column that holds the instruction of an alpaca row."""
     query: str | None = "input"
-    """alpaca: column of the further input."""
+    """Column that holds the additional input of an alpaca row."""
     response: str | None = "output"
-    """alpaca: column of the answer."""
+    """Column that holds the answer of an alpaca row."""
     history: str | None = None
-    """alpaca: column of earlier turns."""
+    """Column that holds the earlier turns of an alpaca row; null: none."""
     chosen: str | None = None
-    """Preference rows: column of the better answer, a text, a message, or messages. Not given: `chosen`."""
+    """Column of the better answer in preference rows: a text, a message or a list of messages. Not given: `chosen`."""
     rejected: str | None = None
-    """Preference rows: column of the worse answer. Not given: `rejected`."""
+    """Column of the worse answer in preference rows. Not given: `rejected`."""
     role_tag: str | None = "from"
-    """Key of a message's role."""
+    """Key of a message that holds its role."""
     content_tag: str | None = "value"
-    """Key of a message's text."""
+    """Key of a message that holds its text."""
     user_tag: str | None = "human"
-    """Role of the user."""
+    """Role name that marks the user's turns."""
     assistant_tag: str | None = "gpt"
-    """Role of the model."""
+    """Role name that marks the model's turns."""
     observation_tag: str | None = "observation"
-    """Role of a tool's result."""
+    """Role name that marks the results of tools."""
     function_tag: str | None = "function_call"
-    """Role of a tool call."""
+    """Role name that marks the calls of tools."""
     system_tag: str | None = "system"
-    """Role of the system prompt."""
+    """Role name that marks the system prompt."""
 
 
 class DataEntry(Section):
@@ -97,11 +97,11 @@ class DataEntry(Section):
     path: PathText
     """A file, a folder, a pattern (part-*.parquet), or a name of dataset_info.json."""
     name: str | None = None
-    """What `mix.weights` and reports call it; null: the path."""
+    """Name of this dataset in `mix.weights` and in reports; null: its path."""
     attr: DatasetAttr | None = None
-    """Where its rows keep what; null: dataset_param.attr."""
+    """Names of this dataset's columns and tags; null: those of dataset_param.attr."""
     max_samples: Positive | None = None
-    """Most rows taken from it."""
+    """Maximum number of rows taken from this dataset; null: all."""
 
 
 def _files(value: Any) -> Any:
@@ -121,80 +121,82 @@ class MixPlan(Section):
     """Shares of several datasets."""
 
     weights: dict[str, Annotated[Number, Field(ge=0)]] = Field(default_factory=dict)
-    """Dataset (as written in `dataset`) → weight."""
+    """Sampling weight of each dataset, under its name as written in `dataset`."""
     by: Literal["samples", "tokens"] = "samples"
-    """What the weights count."""
+    """Unit in which the weights are counted: samples or tokens."""
 
 
 class BasicParameters(OpenSection):
     """Which rows are taken and how they become token ids."""
 
     dataset: Files = None
-    """Path, list or comma-separated list of .json, .jsonl, .parquet, .csv files, folders of them, patterns
-    (part-*.parquet) and names of dataset_info.json in dataset_dir; in a list also sections
-    `{path, name, attr, max_samples}`."""
+    """Path, list or comma-separated list of .json, .jsonl, .parquet and .csv files, folders of them, patterns
+    (part-*.parquet) and names from dataset_info.json in dataset_dir. A list may also hold sections `{path, name, attr,
+    max_samples}`."""
     dataset_dir: PathText = "data"
-    """Root of data and media. Not given: media are looked for beside the file of their rows first, then here."""
+    """Root folder of data and media. Not given: media are looked up beside the file of their rows first, then in
+    `data`."""
     cache_dir: PathText | None = None
-    """Where samples encoded up front are kept; null: `.mm-cache` beside the first file of rows."""
+    """Folder that keeps samples encoded ahead of training; null: `.mm-cache` beside the first file of rows."""
     template: str | None = None
-    """Named chat template; null: the tokenizer's own."""
+    """Chat template by name; null: the tokenizer's own."""
     chat_template: PathText | None = None
-    """Jinja file with a chat template; wins over `template`."""
+    """Jinja file with a chat template; takes precedence over `template`."""
     enable_thinking: Flag | None = None
-    """For models that think: `true` trains on thoughts (an empty think block where a row has none); `false` takes the
-    thoughts out of the rows, the empty block becomes part of the prompt; null leaves both to the chat template. What is
-    given here holds for inference, evaluation and the exported chat template too."""
+    """Handling of thoughts by models that have a thinking mode. `true` trains on thoughts, with an empty think block
+    where a row has none; `false` removes the thoughts from the rows and makes the empty block part of the prompt; null
+    leaves both to the chat template. The setting also applies to inference, evaluation and the exported chat
+    template."""
     cutoff_len: Positive = 1024
-    """Most tokens of a sample."""
+    """Maximum length of a sample, in tokens; `truncation` says what happens to longer ones."""
     train_on_prompt: Flag = False
-    """Train on all that is in the conversation but media and the answers that a row takes out (`weight: 0`,
-    `train: false`). Does not go with `mask_history`."""
+    """Train on the whole conversation except media and the answers that a row excludes (`weight: 0`, `train: false`).
+    Cannot be combined with `mask_history`."""
     mask_history: Flag = False
-    """Train on the last turn only."""
+    """Train on the last turn of each conversation only."""
     streaming: Flag = False
     """Read rows as they are needed instead of indexing them first."""
     overwrite_cache: Flag = False
-    """Encode all samples again although they are in the cache."""
+    """Encode all samples again even if they are in the cache."""
     preprocessing_batch_size: Positive = 1000
-    """Most rows that a process encodes at a time."""
+    """Maximum number of rows that a process encodes at a time."""
     preprocessing_num_workers: Positive | None = None
-    """Processes that encode up front; null: one a core, at most 8."""
+    """Number of processes that encode ahead of training; null: one per core, at most 8."""
     max_samples: Positive | None = None
-    """Most rows taken from each dataset."""
+    """Maximum number of rows taken from each dataset; null: all."""
     tool_format: ToolFormat | None = None
-    """Accepted from older files: the model's chat template writes tools and their calls. In rows, a `function_call`
-    turn is the JSON of a call or of a list of calls, under any of these names."""
+    """Accepted from older files and ignored: the model's chat template renders tools and their calls. A `function_call`
+    turn of a row is the JSON of one call or of a list of calls, whatever this key says."""
     val_dataset: Files = None
-    """Rows for validation."""
+    """Rows used for validation, written like `dataset`."""
     val_max_samples: Natural | None = None
-    """Most rows taken for validation; 0: no validation."""
+    """Maximum number of rows taken for validation; 0: no validation."""
     val_rate: Ratio | None = None
-    """Share of the training rows set aside for validation."""
+    """Share of the training rows that is held out for validation."""
     packing: Flag = False
-    """Put several samples into one row of up to `cutoff_len` tokens; none of them sees another."""
+    """Pack several samples into one row of up to `cutoff_len` tokens; no sample attends to another."""
     neat_packing: Flag = False
-    """The same as `packing`."""
+    """Another name for `packing`, with the same effect."""
     preprocess_on_fly: Flag = True
-    """Encode samples while training. False: all of them before, once, into the cache."""
+    """Encode samples while training. False: encode all of them once before training, into the cache."""
     async_preprocess: Flag = False
-    """Prepare samples in the background even where `num_workers` is 0: by one worker process."""
+    """Prepare samples in the background even where `num_workers` is 0, in one worker process."""
     async_preprocess_buffer_size: Positive | None = None
-    """Samples held ready by `async_preprocess`; null: `prefetch_factor` micro-batches."""
+    """Number of samples that `async_preprocess` keeps ready; null: `prefetch_factor` micro-batches."""
     stage: Literal["sft", "pretrain", "rm"] = "sft"
-    """What the rows are for."""
+    """Training stage that the rows are for; `pretrain` trains on all of their text."""
     mix: MixPlan | None = None
-    """Shares of several datasets."""
+    """Proportions in which several datasets are sampled."""
     truncation: Literal["drop", "shrink", "error"] = "drop"
-    """What happens to samples above `cutoff_len`: leave out, take away whole turns, or stop."""
+    """Handling of samples longer than `cutoff_len`: leave them out, remove whole turns, or stop."""
     on_bad_sample: Literal["error", "skip"] = "error"
-    """What happens to a sample that cannot be read."""
+    """Handling of a sample that cannot be read: stop, or skip it."""
     max_bad_fraction: Ratio = 0.001
     """Share of samples that may be skipped before the run stops."""
     allow_remote_media: Flag = False
-    """Fetch media from URLs (http, https), and read `data:` URLs. Hosts must be public, or stand in `media_roots`."""
+    """Fetch media from http and https URLs, and read `data:` URLs. Hosts must be public or listed in `media_roots`."""
     media_roots: Names = ()
-    """Folders inside which absolute media paths are legal; beginnings of URLs on private hosts."""
+    """Folders in which absolute media paths are allowed, and URL prefixes that are allowed on private hosts."""
 
     @property
     def packs(self) -> bool:
@@ -206,112 +208,121 @@ class PreprocessParameters(OpenSection):
     """The model's processor, and the sizes of media."""
 
     model_name_or_path: PathText | None = None
-    """Folder of the processor; null: `model.model_name_or_path`."""
+    """Folder that holds the processor; null: `model.model_name_or_path`."""
     use_fast_tokenizer: Flag = True
-    """Use the tokenizer written in Rust."""
+    """Use the fast tokenizer, which is written in Rust."""
     split_special_tokens: Flag = False
     """Treat special tokens in the text as plain text."""
     image_max_pixels: Positive | None = None
-    """Images above are shrunk. This and the following keys: null leaves it to the processor of the model's folder; what
-    is given here, inference, evaluation and the exported folder take over."""
+    """Maximum area of an image in pixels; larger ones are shrunk. Null, here and in the keys that follow, leaves the
+    choice to the processor in the model's folder; a value given here also applies to inference, evaluation and the
+    exported folder."""
     image_min_pixels: Natural | None = None
-    """Images below are enlarged."""
+    """Minimum area of an image in pixels; smaller ones are enlarged."""
     video_max_pixels: Positive | None = None
-    """Frames above are shrunk."""
+    """Maximum area of a video frame in pixels; larger ones are shrunk."""
     video_min_pixels: Natural | None = None
-    """Frames below are enlarged."""
+    """Minimum area of a video frame in pixels; smaller ones are enlarged."""
     video_fps: Annotated[Number, Field(gt=0)] | None = None
-    """Frames taken a second; null: as the folder's processor takes them, 2 where it takes all."""
+    """Frames sampled per second of video; null: the rate of the folder's processor, or 2 where it would take every
+    frame."""
     video_maxlen: Positive | None = None
-    """Most frames of a video; null: as the folder's processor takes them, 128 where it takes all."""
+    """Maximum number of frames of a video; null: the limit of the folder's processor, or 128 where it would take every
+    frame."""
     image_do_pan_and_scan: Flag | None = None
-    """Gemma3: crop wide images."""
+    """Crop wide images as well (Gemma3's pan and scan)."""
     crop_to_patches: Flag | None = None
-    """InternVL: cut an image into tiles."""
+    """Cut each image into tiles, as InternVL does."""
     use_audio_in_video: Flag = False
-    """Feed the sound of videos, interleaved with their frames; a video without sound is a bad sample then."""
+    """Feed the sound of videos to the model, interleaved with their frames; a video without sound is then a bad
+    sample."""
     audio_sampling_rate: Positive | None = None
-    """Samples a second after resampling; null: what the folder's processor hears, 16,000 where it does not say."""
+    """Sampling rate of audio in Hz after resampling; null: the rate of the folder's processor, or 16,000 where it does
+    not say."""
     trust_remote_code: Flag = False
-    """Let the folder's own Python files define the processor. They are run: read them first."""
+    """Let the folder's own Python files define the processor. They are executed, so read them first."""
     fix_mistral_regex: Flag | None = None
-    """Repair how a tokenizer of Mistral's splits text, which older folders have wrong; null leaves it to transformers,
-    which warns of such folders."""
+    """Correct the text-splitting rule of Mistral's tokenizers, which is wrong in older folders; null leaves it to
+    transformers, which warns about such folders."""
     image_resolution: Positive | None = None
-    """Accepted from older files; `image_max_pixels` counts."""
+    """Accepted from older files and ignored; `image_max_pixels` takes its place."""
     video_resolution: Positive | None = None
-    """Accepted from older files; `video_max_pixels` counts."""
+    """Accepted from older files and ignored; `video_max_pixels` takes its place."""
 
 
 class DatasetParam(OpenSection):
     """One dataset."""
 
     dataset_type: str = "huggingface"
-    """Registered id of the dataset class."""
+    """Registered id of the dataset class that reads the rows."""
     attr: DatasetAttr = Field(default_factory=DatasetAttr)
-    """Where a row keeps what."""
+    """Names of the columns and tags that a row uses."""
     basic_parameters: BasicParameters = Field(default_factory=BasicParameters)
-    """Which rows, and how they become token ids."""
+    """Settings that choose the rows and turn them into token ids."""
     preprocess_parameters: PreprocessParameters = Field(default_factory=PreprocessParameters)
-    """The processor and the sizes of media."""
+    """Settings of the processor and the sizes of media."""
 
 
 class CollateParam(Section):
     """How samples become a batch."""
 
     model_name: str | None = None
-    """Registered id of the collator (older name `collator_id`); null: by the model's processor."""
+    """Registered id of the collator (older name `collator_id`); null: chosen by the model's processor."""
     ignore_pad_token_for_loss: Flag = False
-    """Accepted from older files: padding is never trained on."""
+    """Accepted from older files and ignored: padding is never trained on."""
     pad_to_multiple_of: Positive | None = None
-    """Rows are padded to a multiple of so many tokens; null: 8 on accelerators, whose kernels gain by it, and 1 on a
-    CPU."""
+    """Number of tokens that the length of padded rows is a multiple of; null: 8 on accelerators, whose kernels run
+    faster with it, and 1 on a CPU."""
 
 
 class DataloaderParam(Section):
     """In what order and by how many processes samples are read."""
 
     dataloader_mode: Literal["sampler", "base", "variable", "custom"] = "sampler"
-    """`sampler`: by `sampler_type`; `base`: rows in order; `variable`: batches of varying size, as TokenBudgetSampler
-    makes them (what generators do anyway); `custom`: the dataset brings its own loader."""
+    """How batches are formed. `sampler`: by `sampler_type`; `base`: rows in order; `variable`: batches of varying size,
+    as TokenBudgetSampler makes them (generators always do this); `custom`: the dataset brings its own loader."""
     sampler_type: str = "BaseRandomBatchSampler"
-    """BaseRandomBatchSampler, SequentialSampler: order in which samples are drawn. TokenBudgetSampler: micro-batches
-    filled up to `max_tokens_per_batch`; LengthGroupedSampler, BucketBatchSampler: `micro_batch_size` samples of similar
-    length; both with steps of nearly equal cost on all ranks. Generators have one size a micro-batch whatever is named
-    (BucketBatchSampler, VariableVideoBatchSampler)."""
+    """Order and grouping of samples. BaseRandomBatchSampler and SequentialSampler set the order in which samples are
+    drawn. TokenBudgetSampler fills micro-batches up to `max_tokens_per_batch`; LengthGroupedSampler and
+    BucketBatchSampler form micro-batches of `micro_batch_size` samples of similar length; all three give every rank
+    steps of nearly equal cost. Generators always use one size per micro-batch, whichever is named (BucketBatchSampler,
+    VariableVideoBatchSampler)."""
     shuffle: Annotated[Flag, null_means(True)] = True
-    """A new order every epoch, a function of seed and epoch alone."""
+    """Draw a new order every epoch, which depends on the seed and the epoch alone."""
     drop_last: Annotated[Flag, null_means(True)] = True
-    """Leave out the last short batch of an epoch. Where micro-batches are filled by size, what is left out goes first
-    in the next epoch. Generators: micro-batches that do not make up a step, others each time."""
+    """Leave out the last incomplete batch of an epoch. Where micro-batches are filled by size, the samples left out
+    come first in the next epoch. Generators leave out the micro-batches that do not complete a step, different ones
+    each time."""
     pin_memory: Flag | None = None
-    """Pin host memory for faster copies; null: where there is an accelerator."""
+    """Pin host memory for faster copies to the device; null: where there is an accelerator."""
     max_tokens_per_batch: Positive | None = None
-    """Most tokens of a micro-batch, padding included; as many samples as fit. Null: with `packing`, TokenBudgetSampler
-    or mode `variable` `training.micro_batch_size` × `cutoff_len`. Generators: most latent tokens; null:
-    `training.micro_batch_size` samples."""
+    """Maximum number of tokens in a micro-batch, padding included; it is filled with as many samples as fit. Null: with
+    `packing`, TokenBudgetSampler or mode `variable`, `training.micro_batch_size` × `cutoff_len`. Generators count
+    latent tokens; null: `training.micro_batch_size` samples."""
     max_patches_per_batch: Positive | None = None
-    """Most encoder work of a micro-batch (vision patches, audio frames), where micro-batches are filled by size."""
+    """Maximum encoder work in a micro-batch (vision patches, audio frames), where micro-batches are filled by size;
+    null: no limit."""
     shuffle_window: Positive = 10_000
-    """Rows among which streamed rows are shuffled."""
+    """Number of streamed rows held in the buffer that they are shuffled in."""
     num_workers: Natural = 2
-    """Processes that prepare batches; 0: in the trainer itself."""
+    """Number of processes that prepare batches; 0: the trainer prepares them itself."""
     prefetch_factor: Positive | None = None
-    """Batches that each process holds ready."""
+    """Number of batches that each process keeps ready; null: 2."""
     timeout: Seconds = 600.0
-    """Longest wait for a micro-batch, in seconds: a process that hangs ends the run, and its samples are named."""
+    """Longest wait for a micro-batch, in seconds. A process that hangs longer ends the run, and the error names its
+    samples."""
     enable_preload: Flag = False
     """Copy the next batch to the device while the current one is trained on."""
     collate_param: CollateParam = Field(default_factory=CollateParam)
-    """How samples become a batch."""
+    """Settings of the collator, which turns samples into a batch."""
 
 
 class DataArguments(Section):
     """Which rows, how they are read, rendered, and dealt into batches."""
 
     dataset_param: DatasetParam = Field(default_factory=DatasetParam)
-    """The training data."""
+    """Settings of the training data."""
     val_dataset_param: DatasetParam | None = None
-    """The validation data, when it is read differently."""
+    """Settings of the validation data, where it is read differently; null: those of the training data."""
     dataloader_param: DataloaderParam = Field(default_factory=DataloaderParam)
-    """Order, processes, batches."""
+    """Settings of the loader: order, worker processes and batches."""

@@ -36,68 +36,71 @@ class DiffusionArguments(Section):
     timestep_density: Literal["uniform", "logit_normal", "mode", "beta"] = "logit_normal"
     """Density of the noise level before the shift (Esser et al. 2024, section 3.1; beta: Black et al. 2024)."""
     logit_mean: Number = 0.0
-    """logit_normal: mean of the logit."""
+    """Mean of the logit of the noise level (`timestep_density: logit_normal`)."""
     logit_std: Above0 = 1.0
-    """logit_normal: standard deviation of the logit."""
+    """Standard deviation of the logit of the noise level (`timestep_density: logit_normal`)."""
     mode_scale: Annotated[Number, Field(ge=-1, le=1.7519)] = 1.29
-    """mode: above 0 favours the middle, below 0 the ends."""
+    """Scale of the `mode` density: above 0 it favours middle noise levels, below 0 the two ends."""
     beta_alpha: Above0 = 1.5
-    """beta: first parameter; above the second, noisy levels come more often."""
+    """First parameter of the `beta` density; above the second, noisy levels are drawn more often."""
     beta_beta: Above0 = 1.0
-    """beta: second parameter."""
+    """Second parameter of the `beta` density."""
     shift: Annotated[float | Literal["resolution"] | None, BeforeValidator(_shift)] = None
-    """σ ← s σ / (1 + (s − 1) σ). A number; `resolution`: s grows with the tokens of a sample, as the folder's scheduler
-    says; null: what the folder's scheduler does when it generates."""
+    """Shift s of the noise level: σ ← s σ / (1 + (s − 1) σ). A number; `resolution`: s grows with the number of tokens
+    of a sample, as the folder's scheduler says; null: what the folder's scheduler does when it generates."""
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell"] = "none"
-    """Weight of a sample by its noise level. sigma_sqrt: 1/σ²; cosmap: Esser et al. 2024; bell: a Gaussian around the
-    middle, mean 1."""
+    """Weight of a sample in the loss by its noise level. sigma_sqrt: 1/σ²; cosmap: Esser et al. 2024; bell: a Gaussian
+    around the middle with mean 1."""
     caption_dropout: Ratio = 0.0
-    """Share of samples that are trained with an empty caption, so that guidance works without a second model."""
+    """Share of samples that are trained with an empty caption, so that classifier-free guidance works without a second
+    model."""
     guidance: Annotated[Number, Field(ge=0)] = 3.5
-    """Guidance scale told to models that take one as an input (FLUX.1-dev)."""
+    """Guidance scale given to models that take one as an input (FLUX.1-dev)."""
 
 
 class EmaArguments(Section):
     """An exponential moving average of the weights that are trained."""
 
     enable: Flag = False
-    """Keep the average, sharded as the weights; it is saved, resumed and exported."""
+    """Keep the average, sharded like the weights; it is saved, resumed and exported."""
     decay: Annotated[Number, Field(gt=0, lt=1)] = 0.999
-    """Share of the old average that stays after a step."""
+    """Share of the previous average that is kept at each update."""
     warmup: Flag = True
-    """Decay grows as (1 + n) / (10 + n) with the number of steps until it reaches `decay`."""
+    """Let the decay grow as (1 + n) / (10 + n) with the number of steps n until it reaches `decay`."""
     interval: Positive = 1
-    """Steps between two updates; an update then counts for all of them: its decay is taken to this power."""
+    """Number of steps between two updates; the decay of an update is raised to this power, so that it stands for all of
+    them."""
     use_for_evaluation: Flag = True
-    """Validate and sample with the average."""
+    """Use the average for validation and samples."""
 
 
 class SamplingArguments(Section):
     """How pictures and clips are generated, by the folder's diffusers pipeline."""
 
     prompts: Names = ()
-    """Prompts; each is generated from."""
+    """List of prompts to generate from."""
     prompts_file: PathText | None = None
-    """File with one prompt a line; or JSON lines with `prompt` and, for image-to-video, `image`."""
+    """File with one prompt per line, or JSON lines with `prompt` and, for image-to-video, `image`."""
     interval: Natural = 0
-    """Training: steps between two rounds of samples; 0: none."""
+    """Number of training steps between two rounds of samples; 0: none."""
     num_inference_steps: Positive = 28
-    """Denoising steps."""
+    """Number of denoising steps per sample."""
     guidance_scale: Annotated[Number, Field(ge=0)] = 4.0
-    """Classifier-free guidance; 1 switches it off."""
+    """Scale of classifier-free guidance; 1 switches it off."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
+    """Prompt that guidance steers away from."""
     height: Positive | None = None
-    """Pixels; null: the pipeline's own."""
+    """Height of a sample in pixels; null: the pipeline's default."""
     width: Positive | None = None
-    """Pixels; null: the pipeline's own."""
+    """Width of a sample in pixels; null: the pipeline's default."""
     num_frames: Positive | None = None
-    """Frames of a video; null: the pipeline's own."""
+    """Number of frames of a video; null: the pipeline's default."""
     fps: Above0 = 16.0
-    """Frames a second of the files written."""
+    """Frames per second of the video files written."""
     seed: Natural = 42
-    """The noise of a sample is a function of this seed, its prompt's number and its own number."""
+    """Seed of the noise. The noise of a sample depends only on this seed, the prompt's number and the sample's
+    number."""
     num_samples: Positive = 1
-    """Samples of each prompt."""
+    """Number of samples generated from each prompt."""
     batch_size: Positive = 1
-    """Samples generated at a time."""
+    """Number of samples generated at a time."""

@@ -23,12 +23,12 @@ class RecomputePlan(Section):
     """Which modules are recomputed in the backward pass."""
 
     apply_modules: Names = ()
-    """Module patterns; empty: the model's own plan."""
+    """Patterns of the modules that are recomputed; empty: the model's own plan."""
     use_reentrant: Flag = False
-    """Use autograd's re-entrant checkpoint implementation."""
+    """Use autograd's re-entrant implementation of checkpointing."""
     mode: Literal["full", "selective"] = "full"
-    """`full` recomputes whole modules, `selective` keeps the results of matrix products and attention kernels and
-    recomputes what stands between them."""
+    """How much is recomputed. `full`: whole modules. `selective`: the results of matrix products and attention kernels
+    are kept, and the operations between them are recomputed."""
 
 
 class LossConfig(Section):
@@ -37,77 +37,81 @@ class LossConfig(Section):
     loss_type: (
         Annotated[Literal["raw", "default", "per_sample_loss", "per_token_loss", "dict"], renamed(custom="raw")] | None
     ) = None
-    """`default` and `per_token_loss` are the same: the sum over all label tokens of the optimizer step, over all
-    micro-batches and data ranks, divided by their one global number. `per_sample_loss`: the mean of each sample's own
-    mean. `raw`: the model's own loss, taken as the mean over the label tokens of a micro-batch, which weighs as much
-    as it has of them; a model that takes their number (`num_items_in_batch`) is told it. `dict`: losses that the model
-    returns by name. Not given: `default` for transformers' language models, `raw` for models that return a loss of
-    their own."""
+    """How the loss is normalised. `default` and `per_token_loss` are the same: the sum over all label tokens of the
+    optimizer step, over all micro-batches and data ranks, divided by their one global number. `per_sample_loss`: the
+    mean of each sample's own mean. `raw`: the model's own loss, taken as the mean over the label tokens of a
+    micro-batch, which is weighted by their number; a model that accepts this number (`num_items_in_batch`) is given it.
+    `dict`: losses that the model returns by name. Not given: `default` for transformers' language models, `raw` for
+    models that return a loss of their own."""
     router_aux_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the router's load-balancing loss of mixture-of-experts models."""
+    """Weight of the load-balancing loss of the router in mixture-of-experts models."""
     router_aux_loss_offload: Flag = False
-    """Keep what the backward pass of the router's loss needs (probabilities of all tokens and layers) on the host until
-    then."""
+    """Keep the tensors that the backward pass of the router's loss needs (probabilities of all tokens and layers) on
+    the host until then."""
     z_loss_coef: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the z-loss: the mean over label tokens of (log Σ exp(logits))², which keeps logits from drifting
-    (PaLM, arXiv:2204.02311: 1e-4). It has the denominator of the loss, and a line of its own in the log."""
+    """Weight of the z-loss: the mean over label tokens of (log Σ exp(logits))², which keeps logits from drifting (PaLM,
+    arXiv:2204.02311: 1e-4). It has the denominator of the loss and a column of its own in the log."""
 
 
 class ChunkLossPlan(Section):
     """The output head and the loss computed in slices of tokens, so that the logits are never whole."""
 
     apply_module: str = "lm_head"
-    """The output head, by its name or the end of it."""
+    """Name of the output head's module, or the end of that name."""
     chunk_size: Positive | None = 1024
-    """Label tokens in a slice (`enable_chunk_loss`); null is the default. Logits of one slice are alive at a time."""
+    """Number of label tokens in a slice (`enable_chunk_loss`); null: the default. The logits of one slice are in memory
+    at a time."""
     total_chunk_size: Positive | None = 4096
-    """Most label tokens alive at once (`enable_dynamic_chunk_loss`); null is the default. A micro-batch with n of them
-    goes through in s = ceil(n / total_chunk_size) slices of ceil(n / s): as few as possible, all alike. Nothing else
-    is asked, so that a run gives the same numbers on every device."""
+    """Maximum number of label tokens whose logits are in memory at once (`enable_dynamic_chunk_loss`); null: the
+    default. A micro-batch with n of them is computed in s = ceil(n / total_chunk_size) slices of ceil(n / s) tokens: as
+    few slices as possible, of equal size. The sizes depend on nothing else, so a run gives the same numbers on every
+    device."""
 
 
 class ActivationOffloadPlan(Section):
     """Activations moved to the host between forward and backward."""
 
     apply_modules: Names = ()
-    """Module patterns; empty: the model's repeated blocks."""
+    """Patterns of the modules whose activations are moved; empty: the model's repeated blocks."""
 
 
 class ChunkMbsPlan(Section):
     """Modules that run a micro-batch in smaller slices, gathered once for all of them."""
 
     apply_modules: Names = ()
-    """Module patterns; empty: the model's repeated blocks, those of towers aside."""
+    """Patterns of the modules that run in slices; empty: the model's repeated blocks, except those of encoder
+    towers."""
     chunk_mbs: Positive = 1
-    """Rows in a slice."""
+    """Number of rows in a slice."""
     batch_dim: Natural = 0
-    """Dimension of the rows, of inputs and outputs."""
+    """Dimension that counts the rows in inputs and outputs."""
     chunk_arg_indexs: tuple[Whole, ...] = (0,)
-    """Positions of the arguments that are sliced, however they are passed. What has one row goes to every slice."""
+    """Positions of the arguments that are sliced, however they are passed. An argument with one row is given to every
+    slice."""
     chunk_kwarg_names: Names = ()
-    """Names of the keyword arguments that are sliced. transformers' layers want `attention_mask`, `position_ids` and
-    `position_embeddings`; an argument with as many rows that is left out is an error."""
+    """Names of the keyword arguments that are sliced. transformers' layers need `attention_mask`, `position_ids` and
+    `position_embeddings`; leaving out an argument with as many rows is an error."""
 
 
 class EpBalancePlan(Section):
     """Copies of busy experts."""
 
     max_dup_experts_num: Natural = 2
-    """Most copies that a rank holds of other ranks' experts."""
+    """Maximum number of copies of other ranks' experts that a rank holds."""
 
 
 class CompilePlan(Section):
     """Modules whose forward passes torch.compile turns into fused kernels."""
 
     apply_modules: Names = ()
-    """Module patterns; empty: the model's repeated blocks."""
+    """Patterns of the modules that are compiled; empty: the model's repeated blocks."""
     backend: str = "inductor"
-    """Compiler: `inductor` makes kernels, `aot_eager` only traces, for finding out what cannot be traced."""
+    """Compiler backend: `inductor` generates kernels; `aot_eager` only traces, which shows what cannot be traced."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    """What inductor spends its time on; the two with CUDA graphs want one shape."""
+    """Optimisation goal of inductor; the two modes with CUDA graphs need inputs of one shape."""
     dynamic: Flag | None = None
-    """Whether sizes are variables of the kernels: null makes them so where they are seen to change, false compiles
-    again for each new size."""
+    """Whether kernels take sizes as variables. Null: those sizes that are seen to change; false: a new size is compiled
+    again."""
 
 
 class FeatureArguments(Section):
@@ -116,38 +120,39 @@ class FeatureArguments(Section):
     recompute: Flag = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_plan: RecomputePlan = Field(default_factory=RecomputePlan)
-    """What is recomputed."""
+    """The modules that are recomputed, and how much of them."""
     loss_cfg: LossConfig = Field(default_factory=LossConfig)
-    """The loss."""
+    """The type of the loss and the weights of its auxiliary terms."""
     enable_chunk_loss: Flag = False
-    """Compute output head and cross-entropy in slices of tokens, by liger's kernel where it is installed on CUDA or an
-    NPU: the logits of a micro-batch are never held."""
+    """Compute the output head and the cross-entropy in slices of tokens, with liger's kernel where it is installed on
+    CUDA or an NPU, so that the logits of a whole micro-batch are never in memory."""
     enable_dynamic_chunk_loss: Flag = False
-    """The same with a slice size that follows the label tokens of each micro-batch (`total_chunk_size`); it goes before
-    `enable_chunk_loss`."""
+    """Compute the loss in slices whose size follows the number of label tokens of each micro-batch
+    (`total_chunk_size`); takes precedence over `enable_chunk_loss`."""
     chunkloss_plan: ChunkLossPlan = Field(default_factory=ChunkLossPlan)
-    """The slices."""
+    """Sizes of the slices in which the loss is computed."""
     enable_activation_offload: Flag = False
-    """Move activations to the host."""
+    """Move activations to the host between the forward and the backward pass."""
     activation_offload_plan: ActivationOffloadPlan = Field(default_factory=ActivationOffloadPlan)
-    """Whose activations."""
+    """The modules whose activations are moved to the host."""
     enable_gradient_offload: Flag = False
-    """Move gradients to the host as soon as they are summed over ranks, and add those of micro-batches up there."""
+    """Move gradients to the host as soon as they are summed over ranks, and accumulate those of several micro-batches
+    there."""
     enable_chunk_mbs: Flag = False
-    """Run some modules on slices of the micro-batch."""
+    """Run the chosen modules on slices of the micro-batch, one after the other."""
     chunkmbs_plan: ChunkMbsPlan = Field(default_factory=ChunkMbsPlan)
-    """Which modules, and how."""
+    """The modules that run in slices, and which arguments are sliced."""
     enable_ep_balance: Flag = False
     """Copy busy experts to idle ranks."""
     ep_balance_plan: EpBalancePlan = Field(default_factory=EpBalancePlan)
-    """How many copies."""
+    """Limits on the copies of busy experts."""
     skip_moe_pad_tokens: Flag = False
-    """Send no padding tokens through experts."""
+    """Do not send padding tokens through experts."""
     compile: Flag = False
-    """Compile the repeated blocks. Packed or padded to a multiple (`collate_param.pad_to_multiple_of`), rows have few
-    lengths, and little is compiled again."""
+    """Compile the model's repeated blocks. Rows that are packed or padded to a multiple
+    (`collate_param.pad_to_multiple_of`) have few different lengths, so little is compiled twice."""
     compile_plan: CompilePlan = Field(default_factory=CompilePlan)
-    """Which modules, and by what."""
+    """The modules that are compiled, and the compiler's settings."""
     fused_kernels: FlagOrAuto = False
-    """Compute RMS norms, rotary embeddings and gated linear units by fused kernels: liger's on CUDA, torch_npu's on
-    NPUs. `auto` takes none where there are none."""
+    """Compute RMS norms, rotary embeddings and gated linear units with fused kernels: liger's on CUDA, torch_npu's on
+    NPUs. `auto` uses them where they are installed."""

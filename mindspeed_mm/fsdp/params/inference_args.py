@@ -14,45 +14,46 @@ class Generation(Section):
     """How answers are generated."""
 
     max_new_tokens: Positive = 512
-    """Most tokens of an answer."""
+    """Maximum number of tokens in an answer."""
     do_sample: Flag = False
-    """Draw tokens instead of taking the likeliest."""
+    """Sample tokens instead of taking the most likely one."""
     temperature: Annotated[Number, Field(gt=0)] | None = None
-    """Divides the logits."""
+    """Divisor of the logits before a token is sampled."""
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    """Draw from the likeliest tokens that sum to this probability."""
+    """Sample from the most likely tokens whose probabilities sum to this."""
     top_k: Positive | None = None
-    """Draw from so many tokens."""
+    """Sample from this many of the most likely tokens."""
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
-    """Above 1 discourages repetition."""
+    """Penalty on tokens that have already appeared; values above 1 discourage repetition."""
     use_cache: Flag = True
-    """Keep keys and values of earlier tokens."""
+    """Keep the keys and values of earlier tokens instead of recomputing them."""
 
 
 class InferenceArguments(Section):
     """Generating with a trained model."""
 
     load: PathText | None = None
-    """Model folder, checkpoint or run folder."""
+    """Model folder, checkpoint or run folder to load the weights from."""
     load_format: Literal["auto", "hf", "dcp"] = "hf"
-    """Layout of `load`."""
+    """Layout of the weights in `load`; auto detects it."""
     seed: Natural = 42
-    """Seed of sampling."""
+    """Seed of the random numbers used when answers are sampled."""
     use_deter_comp: Flag = False
-    """Only deterministic kernels."""
+    """Use only kernels that are deterministic."""
     init_model_with_meta_device: Flag = False
-    """Accepted from older files: models are always built without storage first."""
+    """Accepted from older files and ignored: models are always built without storage first."""
     plugin: Names = ()
-    """Packages to import first."""
+    """Packages that are imported before anything else."""
     adapter: PathText | None = None
-    """Folder of adapters that `mm infer` and `mm evaluate` of the run put beside its weights; their `--lora` wins."""
+    """Folder of adapters that `mm infer` and `mm evaluate` of the run apply to its weights; their option `--lora` takes
+    precedence."""
     processor_path: PathText | None = None
-    """Folder of the processor; null: `load`."""
+    """Folder that holds the processor; null: `load`."""
     enable_thinking: Flag = False
-    """Let the model think first."""
+    """Let the model think before it answers."""
     data_path: PathText | None = None
-    """Questions."""
+    """File of the questions that are answered."""
     generation: Generation = Field(default_factory=Generation)
-    """How answers are generated."""
+    """Settings with which answers are generated."""
     sampling: SamplingArguments = Field(default_factory=SamplingArguments)
-    """How pictures and clips are generated."""
+    """Settings with which images and video clips are generated."""

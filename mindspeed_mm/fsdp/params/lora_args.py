@@ -24,34 +24,37 @@ class LoraArguments(Section):
     """Low-rank adapters, as PEFT reads and writes them."""
 
     enable: Flag = False
-    """Train adapters and freeze the rest."""
+    """Train adapters and freeze all other weights."""
     rank: Positive = 8
-    """Rank of the adapters."""
+    """Rank of the adapter matrices."""
     alpha: Annotated[Number, Field(gt=0)] = 16
-    """Scale of the adapters: alpha / rank."""
+    """Numerator of the adapters' scale, which is alpha / rank."""
     target_modules: Names = ("q_proj", "k_proj", "v_proj")
-    """Module patterns; a bare last name is enough. Of a generator the default means its family's attention layers."""
+    """Patterns of the modules that get adapters; the last part of a name is enough. For a generator the default means
+    the attention layers of its family."""
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """Dropout before the adapters."""
+    """Dropout probability on the input of the adapters."""
     init_lora_weights: Annotated[bool | str, BeforeValidator(_initialisation)] = True
-    """Initialisation: true, false, gaussian, eva, olora, pissa, pissa_niter_N, corda, loftq, orthogonal."""
+    """Initialisation of the adapters: true, false, gaussian, eva, olora, pissa, pissa_niter_N, corda, loftq or
+    orthogonal."""
     pretrained_lora_path: PathText | None = None
-    """Adapters that are trained further: a folder as PEFT or diffusers writes it. Those of `frozen_adapters` stay as
-    they are."""
+    """Folder of adapters to continue training, as PEFT or diffusers writes it. The adapters of `frozen_adapters` stay
+    frozen."""
     lora_target_modules_support: Any = None
-    """Accepted from older files; the model's own modules are what counts."""
+    """Accepted from older files and ignored; the modules of the model itself are checked instead."""
     disable_peft_moe_conversion: Flag = True
-    """Names in `target_modules` are those of the model as it is: fused experts are `experts.gate_up_proj`,
+    """Read the names in `target_modules` as the model's own: fused experts are `experts.gate_up_proj`,
     `experts.down_proj`, or `experts` for both. False: names of the layers of single experts (`gate_proj`, `up_proj`,
-    `down_proj`) stand for the fused ones too, as PEFT reads them: gate and up together, with twice the rank."""
+    `down_proj`) also stand for the fused ones, as PEFT reads them: gate and up together, with twice the rank."""
     modules_to_save: Names = ()
-    """Module patterns: what is trained whole beside the adapters."""
+    """Patterns of the modules that are fully trained beside the adapters."""
     use_dora: Flag = False
-    """Weight-decomposed adapters (DoRA): a trained length for each row of the weight, beside the adapter."""
+    """Use weight-decomposed adapters (DoRA), which also train the norm of each row of the weight."""
     quantize: Literal["nf4", "int8"] | None = None
     """Keep the weights of the frozen linear layers in 4 or 8 bits (QLoRA)."""
     frozen_adapters: Names = ()
-    """Ours: folders of adapters that are applied and stay frozen under the trained one. One of `pretrained_lora_path`
-    is trained further."""
+    """Folders of adapters that are applied and stay frozen under the trained one; `pretrained_lora_path` names the one
+    to continue training. This key is an addition of this package."""
     init_batches: Positive = 16
-    """Ours: micro-batches that `init_lora_weights: eva` and `corda` look at before the first step."""
+    """Number of micro-batches that `init_lora_weights: eva` and `corda` look at before the first step. This key is an
+    addition of this package."""

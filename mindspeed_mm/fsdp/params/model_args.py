@@ -15,15 +15,15 @@ class ModelArguments(OpenSection):
     """Which model, from where, and what of it is trained. The model's own plugin may add keys."""
 
     model_id: str | None = None
-    """Registered id of the model. Without it the transformers Auto class that fits `architectures` of the folder's
-    config.json is taken."""
+    """Registered id of the model. Not given: the transformers Auto class that matches `architectures` in the folder's
+    config.json."""
     model_name_or_path: PathText | None = None
     """Local folder with config.json, and with the weights unless `training.load` or `train_from_scratch` says
     otherwise. Nothing is downloaded."""
     train_from_scratch: Flag = False
     """Initialise the weights from the seed instead of loading them."""
     trust_remote_code: Flag = False
-    """Let the folder's own Python files define the model. They are run: read them first."""
+    """Let the folder's own Python files define the model. They are executed, so read them first."""
     attn_implementation: (
         Literal[
             "eager",
@@ -37,19 +37,20 @@ class ModelArguments(OpenSection):
         ]
         | None
     ) = None
-    """Attention kernel; null takes the best one available on this machine and prints it."""
+    """Attention kernel; null: the best one available on this machine, which is printed."""
     freeze: Names = ()
-    """Module patterns whose parameters are not trained, e.g. `model.visual`."""
+    """Patterns of the modules whose parameters are not trained, e.g. `model.visual`."""
     mtp_num_layers: Natural = 0
-    """Multi-token prediction layers to train; 0 switches it off."""
+    """Number of multi-token prediction layers to train; 0 switches it off."""
     mtp_loss_scaling_factor: Annotated[Number, Field(ge=0)] = 0.1
-    """Weight of the multi-token prediction loss."""
+    """Weight of the multi-token prediction loss in the total loss."""
     gdn_implementation: Kernel | None = None
-    """Kernel of gated delta-net layers."""
+    """Kernel that computes gated delta-net layers."""
     causal_conv1d_implementation: Kernel | None = None
     """Kernel of causal one-dimensional convolutions."""
     kda_implementation: Annotated[Kernel, renamed(fused="triton", naive="eager")] | None = None
-    """Kernel of Kimi delta-attention layers. Older files write `fused` for `triton` and `naive` for `eager`."""
+    """Kernel that computes Kimi delta-attention layers. Older files write `fused` for `triton` and `naive` for
+    `eager`."""
     skip_flash_attn_recompute: Flag = False
     """Keep the results of flash attention instead of recomputing them."""
     skip_gdn_recompute: Flag = False
@@ -57,10 +58,10 @@ class ModelArguments(OpenSection):
     skip_kda_recompute: Flag = False
     """Keep the results of Kimi delta-attention kernels instead of recomputing them."""
     use_grouped_expert_matmul: Flag = False
-    """Multiply all experts of a layer in one grouped kernel. The text suite calls it `moe_grouped_gemm`."""
+    """Multiply all experts of a layer in one grouped kernel. The text suite calls this key `moe_grouped_gemm`."""
     checkpoint_path: PathText | None = None
-    """Weights of models whose configuration does not lie beside them (LTX)."""
+    """Weights of models whose configuration is stored elsewhere (LTX)."""
     text_encoder_path: PathText | None = None
     """Folder of the text encoder of a generative model."""
     transformer: dict[str, Any] | None = None
-    """Settings of the denoising transformer of a generative model."""
+    """Settings of a generative model's denoising transformer."""

@@ -28,78 +28,81 @@ class FsdpPlan(Section):
     """Sharding of parameters, gradients and optimizer state (FSDP2)."""
 
     apply_modules: Names = ()
-    """Module patterns wrapped one by one before the root. Empty: the model's own plan."""
+    """Patterns of the modules that are wrapped one by one before the root. Empty: the model's own plan."""
     ignored_modules: Names = ()
-    """Module patterns left out of sharding; they stay whole on every rank."""
+    """Patterns of the modules that are left out of sharding and stay whole on every rank."""
     param_dtype: Dtype | None = None
-    """Type of the parameters in the forward and backward pass; master weights stay fp32."""
+    """Type of the parameters in the forward and backward pass; null: fp32. Master weights stay fp32."""
     reduce_dtype: Dtype | None = None
     """Type in which gradients are summed over ranks."""
     output_dtype: Dtype | None = None
-    """Type of the model's output."""
+    """Type of the model's output; null: that of the computation."""
     cast_forward_inputs: Flag = True
-    """Cast floating-point inputs to `param_dtype`."""
+    """Cast floating-point inputs of the model to `param_dtype`."""
     reshard_after_forward: Annotated[bool | int, BeforeValidator(_reshard)] = True
-    """true: parameters are freed after the forward pass (ZeRO-3). false: kept until the backward pass (ZeRO-2). A
-    number: resharded to groups of that many ranks."""
+    """When gathered parameters are freed. true: after the forward pass (ZeRO-3). false: after the backward pass
+    (ZeRO-2). A number: after the forward pass they are resharded to groups of that many ranks."""
     num_to_forward_prefetch: Natural = 0
-    """Modules gathered ahead in the forward pass."""
+    """Number of modules gathered ahead in the forward pass."""
     num_to_backward_prefetch: Natural = 0
-    """Modules gathered ahead in the backward pass."""
+    """Number of modules gathered ahead in the backward pass."""
     hook_modules: Names | None = None
-    """Wrapped modules that gather the wrapped modules inside them together with themselves, ahead of their turn too:
-    blocks of experts that are spread, e.g. `model.layers.{*}` under `expert_parallel_size`. A gather then runs beside
-    the attention instead of before the experts."""
+    """Patterns of wrapped modules that gather the wrapped modules inside them together with themselves, also when they
+    are prefetched: blocks whose experts are spread over ranks, e.g. `model.layers.{*}` under `expert_parallel_size`. A
+    gather then overlaps with the attention instead of delaying the experts."""
     pregather: Flag = False
-    """Begin to gather all parameters before the step's first micro-batch, beside whatever comes first. Costs room for
-    the whole model in `param_dtype`. A pipeline's stages stay gathered anyway: an error there."""
+    """Start to gather all parameters before the first micro-batch of a step, overlapping with whatever runs first.
+    Needs memory for the whole model in `param_dtype`. An error with pipeline parallelism, whose stages stay gathered
+    anyway."""
     cpu_offload: Flag = False
     """Keep parameters, gradients and optimizer state on the host."""
     pin_memory: Flag | None = None
-    """Pin the host memory of `cpu_offload`, so that copies run beside the computation; null: where there is an
-    accelerator. false where the host has too little memory that may be locked."""
+    """Pin the host memory of `cpu_offload`, so that copies overlap with the computation; null: where there is an
+    accelerator. Set false where the host has too little memory that may be locked."""
 
 
 class TpPlan(Section):
     """Tensor parallelism: which linear layers are split how. All empty: the model's own plan."""
 
     colwise_parallel: Names = ()
-    """Modules split by output features."""
+    """Patterns of the linear modules split by output features."""
     rowwise_parallel: Names = ()
-    """Modules split by input features."""
+    """Patterns of the linear modules split by input features."""
     sequence_parallel: Names = ()
-    """Modules that run on a slice of the sequence (norms)."""
+    """Patterns of the modules that run on a slice of the sequence, such as norms."""
 
 
 class PpPlan(Section):
     """Pipeline parallelism."""
 
     split_points: Names = ()
-    """First module of each further stage; what stands behind the layers (`model.norm`) makes a last stage without any.
-    Empty: stages of equal cost, by numbers of parameters."""
+    """Name of the first module of each further stage; a module behind the layers (`model.norm`) makes a last stage
+    without layers. Empty: stages of equal cost, by numbers of parameters."""
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zbv"] = "1f1b"
-    """Order of forward and backward passes. zbv has two chunks on a rank: stages go forth and back."""
+    """Order of forward and backward passes. zbv puts two chunks on a rank: the stages run forth through the ranks and
+    back again."""
     virtual_stages: Positive = 1
-    """Model chunks on a rank, with interleaved1f1b."""
+    """Number of model chunks on a rank, with interleaved1f1b."""
     micro_batches: Positive | None = None
-    """Micro-batches that go through the pipeline together; null: `gradient_accumulation_steps`, all of a step. A
-    divisor of it makes rounds: less memory under gpipe, more time in which ranks wait."""
+    """Number of micro-batches that go through the pipeline together; null: `gradient_accumulation_steps`, all of a
+    step. A divisor of that makes several rounds: less memory under gpipe, more idle time of ranks."""
 
 
 class EpPlan(Section):
     """Expert parallelism."""
 
     apply_modules: Names = ()
-    """Expert modules."""
+    """Patterns of the expert modules; empty: the model's own."""
     apply_efsdp_modules: Names = ()
-    """Modules sharded inside an expert group. Empty: the same."""
+    """Patterns of the modules that are sharded inside an expert group. Must name the same modules as `apply_modules`,
+    or none."""
     dispatcher: Annotated[
         Literal["alltoall", "allgather", "mc2", "deepep"], renamed(eager="alltoall", fused="alltoall")
     ] = "alltoall"
-    """How tokens travel to their experts. mc2 needs an NPU, deepep CUDA. The text suite's `eager` and `fused` are
-    `alltoall`."""
+    """How tokens are sent to their experts. mc2 needs an NPU, deepep CUDA. The text suite's `eager` and `fused` both
+    mean `alltoall`."""
     use_npu_fused_ops: Flag = True
-    """Accepted from files for NPUs: tokens are permuted by the same operations on every device."""
+    """Accepted from files for NPUs and ignored: tokens are permuted by the same operations on every device."""
 
 
 class EncoderPlan(Section):
@@ -107,17 +110,18 @@ class EncoderPlan(Section):
     team of ranks that share its patches."""
 
     balance: Flag = False
-    """Share media between data ranks by cost: who has fewer of its own encodes some of the others'. Pixels travel out
-    and features back; loss and gradients stay the same."""
+    """Distribute media over data ranks by cost: a rank with less encoding work encodes some of the others' media.
+    Pixels are sent out and features back; loss and gradients stay the same."""
     tensor_parallel_size: Positive | None = None
-    """Ranks that share one layer's matrices of a tower; null: as `tensor_parallel_size`. 1: towers stay whole, and the
-    ranks that split the decoder share its media instead. Other sizes are errors."""
+    """Number of ranks that share each weight matrix of a tower; null: as `tensor_parallel_size`. 1: towers stay whole,
+    and the ranks that split the decoder divide its media among them. Other sizes are errors."""
     ring_attention_size: Positive | None = None
-    """Ranks that share the patches of a tower's media by ring attention; null: as `ring_attention_size`. 1, with
-    `ulysses_parallel_size` 1: the ranks that share a sequence of the decoder share its media, each whole."""
+    """Number of ranks that share the patches of a tower's media by ring attention; null: as `ring_attention_size`. 1,
+    with `ulysses_parallel_size` 1: the ranks that share a sequence of the decoder divide its media among them, each
+    medium whole."""
     ulysses_parallel_size: Positive | None = None
-    """Ranks that share the patches of a tower's media by exchanging heads; null: as `ulysses_parallel_size`. With
-    `balance`, they may be ranks of different samples."""
+    """Number of ranks that share the patches of a tower's media by exchanging heads; null: as `ulysses_parallel_size`.
+    With `balance`, they may be ranks of different samples."""
 
 
 class ParallelArguments(Section):
@@ -127,34 +131,37 @@ class ParallelArguments(Section):
     """
 
     data_parallel_size: Positive | None = None
-    """Number of data ranks. Derived: world / (tensor · pipeline · ring · ulysses); another value is an error."""
+    """Number of data ranks; null: derived as world / (tensor · pipeline · ring · ulysses). Any other value is an
+    error."""
     fully_shard_parallel_size: Annotated[Literal["auto"] | int, BeforeValidator(_size_or_auto)] = "auto"
-    """Ranks in a sharding group, context-parallel ranks included. auto: all, world / (tensor · pipeline). Smaller:
-    hybrid sharding, groups hold copies. 1: every rank holds the whole model (master weights stay fp32)."""
+    """Number of ranks in a sharding group, context-parallel ranks included. auto: all of them, world / (tensor ·
+    pipeline). Smaller: hybrid sharding, where groups hold copies. 1: every rank holds the whole model (master weights
+    stay fp32)."""
     fsdp_plan: FsdpPlan = Field(default_factory=FsdpPlan)
-    """Sharding."""
+    """How parameters, gradients and optimizer state are sharded over ranks."""
     tensor_parallel_size: Positive = 1
-    """Ranks that share one layer's matrices."""
+    """Number of ranks that share each weight matrix of a layer."""
     tp_plan: TpPlan = Field(default_factory=TpPlan)
-    """Which matrices."""
+    """The modules that tensor parallelism splits."""
     pipeline_parallel_size: Positive = 1
-    """Ranks that share the layers."""
+    """Number of ranks over which the layers are distributed."""
     pp_plan: PpPlan = Field(default_factory=PpPlan)
-    """Where the layers are cut."""
+    """Where the layers are cut into pipeline stages, and in which order these run."""
     ring_attention_size: Positive = 1
-    """Ranks that share a sequence, passing keys and values round."""
+    """Number of ranks that share a sequence by passing keys and values around a ring."""
     ulysses_parallel_size: Positive = 1
-    """Ranks that share a sequence, exchanging heads. With ring above 1 as well: both nested."""
+    """Number of ranks that share a sequence by exchanging heads. With `ring_attention_size` above 1 the two are
+    nested."""
     expert_parallel_size: Positive = 1
-    """Ranks that share the experts of a layer."""
+    """Number of ranks over which the experts of a layer are distributed."""
     expert_fully_shard_parallel_size: Positive | None = None
-    """Ranks that shard one expert group's parameters; null: sharding group / `expert_parallel_size`. Without effect
-    where that is 1."""
+    """Number of ranks that shard the parameters of one expert group; null: sharding group / `expert_parallel_size`. Has
+    no effect where that is 1."""
     ep_plan: EpPlan = Field(default_factory=EpPlan)
-    """Which experts."""
+    """The modules that expert parallelism distributes, and how tokens reach them."""
     encoder_plan: EncoderPlan = Field(default_factory=EncoderPlan)
-    """Vision towers, where they are laid out otherwise than the decoder."""
+    """Layout of vision towers where it differs from the decoder's."""
     recompute: Flag | None = None
-    """Same as `features.recompute`; giving both differently is an error."""
+    """Same as `features.recompute`; it is an error if the two differ."""
     recompute_plan: RecomputePlan | None = None
-    """Same as `features.recompute_plan`."""
+    """Same as `features.recompute_plan`; it is an error if the two differ."""

@@ -13,28 +13,28 @@ class StaticProfile(Section):
     """A profile of steps chosen beforehand."""
 
     level: Level = 0
-    """0: time of operators, kernels and collectives; 1: shapes of inputs too; 2: Python stacks, allocations and modules
-    too. The three keys below add theirs to any level."""
+    """Amount of detail. 0: time of operators, kernels and collectives; 1: also shapes of inputs; 2: also Python stacks,
+    allocations and modules. The three keys below add theirs to any level."""
     with_stack: Flag = False
-    """Record Python stacks."""
+    """Record the Python stack of each operator."""
     with_memory: Flag = False
-    """Record allocations."""
+    """Record allocations and releases of memory."""
     record_shapes: Flag = False
-    """Record shapes of inputs."""
+    """Record the shapes of each operator's inputs."""
     with_cpu: Flag = True
     """Record the host as well as the accelerator."""
     save_path: PathText = "./profiling"
-    """Where traces go; a relative path stands in the run folder, where there is one."""
+    """Folder that traces are written to; a relative path is taken from the run folder, if there is one."""
     start_step: Natural = 10
     """First step recorded; the first of a run is 1."""
     end_step: Natural = 11
     """Step before which recording ends."""
     data_simplification: Flag = False
-    """NPU: keep only the summary. Means nothing elsewhere."""
+    """Keep only the summary of an NPU's profile. Has no effect on other devices."""
     aic_metrics_type: str | None = "PipeUtilization"
-    """NPU: which counters of the cores; null: none. Means nothing elsewhere."""
+    """Set of an NPU's core counters that is recorded; null: none. Has no effect on other devices."""
     analyse_flag: Flag = True
-    """Analyse the trace right away, and tell the result in the log."""
+    """Analyse the trace as soon as it is written, and report the result in the log."""
 
 
 class DynamicProfile(Section):
@@ -48,15 +48,16 @@ class Profile(Section):
     """Time: traces of some steps."""
 
     enable: Flag = False
-    """Profile this run."""
+    """Profile the time of this run."""
     profile_type: Literal["static", "dynamic"] = "static"
-    """Steps chosen beforehand, or switched on from outside."""
+    """How steps are chosen: `static` records steps fixed beforehand, `dynamic` those requested while the run goes
+    on."""
     ranks: tuple[Whole, ...] = (0,)
-    """Ranks that record; [-1]: all."""
+    """Ranks that record a profile; [-1]: all."""
     static_param: StaticProfile = Field(default_factory=StaticProfile)
-    """Settings of `static`."""
+    """Settings used when `profile_type` is `static`."""
     dynamic_param: DynamicProfile = Field(default_factory=DynamicProfile)
-    """Settings of `dynamic`."""
+    """Settings used when `profile_type` is `dynamic`."""
 
 
 class MemoryProfile(Section):
@@ -69,13 +70,14 @@ class MemoryProfile(Section):
     end_step: Natural = 2
     """Step before which recording ends."""
     save_path: PathText = "./memory_snapshot"
-    """Where reports and snapshots go; a relative path stands in the run folder, where there is one."""
+    """Folder that reports and snapshots are written to; a relative path is taken from the run folder, if there is
+    one."""
     dump_ranks: tuple[Whole, ...] = (0,)
-    """Ranks that record; [-1]: all."""
+    """Ranks that record allocations; [-1]: all."""
     stacks: Literal["python", "all"] = "all"
-    """Which stacks an accelerator's snapshot holds. Means nothing on a CPU."""
+    """Which stacks an accelerator's snapshot holds. Has no effect on a CPU."""
     max_entries: Positive | None = None
-    """Most events that an accelerator's snapshot holds; null: all. Means nothing on a CPU."""
+    """Maximum number of events in an accelerator's snapshot; null: all. Has no effect on a CPU."""
     mem_info: Flag = False
     """Report the peak of each module (older name `record_peak_memory`)."""
 
@@ -84,9 +86,9 @@ class ToolsArguments(Section):
     """Profilers, and what speed is measured by."""
 
     profile: Profile = Field(default_factory=Profile)
-    """Time (older name `profiler`)."""
+    """Settings of the time profiler (older name `profiler`)."""
     memory_profile: MemoryProfile = Field(default_factory=MemoryProfile)
-    """Memory."""
+    """Settings of the memory profiler."""
     peak_tflops: Annotated[Number, Field(gt=0)] | None = None
-    """TFLOP/s of one device that MFU in the log is a share of; null: the vendor's figure by the device's name, and no
-    MFU on a CPU."""
+    """Peak TFLOP/s of one device, which MFU in the log is relative to; null: the vendor's figure, looked up by the
+    device's name; on a CPU no MFU is logged."""

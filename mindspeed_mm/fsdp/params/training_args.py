@@ -39,35 +39,35 @@ class LrScaling(Section):
     """One entry of `lr_scaling_plan`."""
 
     match: str
-    """Regular expression searched in parameter names."""
+    """Regular expression that is searched in parameter names."""
     scale: NotNegative = 1.0
-    """Factor on the learning rate of the parameters that match."""
+    """Factor on the learning rate of the matching parameters."""
 
 
 class QuantizationPlan(Section):
     """Low-precision matrix products."""
 
     recipe_name: str | None = None
-    """Recipe, e.g. mxfp8."""
+    """Name of the recipe, e.g. mxfp8."""
     apply_modules: Names = ()
-    """Module patterns that are quantised."""
+    """Patterns of the modules that are quantised."""
     ignored_modules: Names = ()
-    """Module patterns that are not."""
+    """Patterns of the modules that are not quantised."""
     quant_converters: Names = ()
-    """Names of the converters."""
+    """Names of the converters that replace modules."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the recipe."""
+    """Additional settings that the recipe accepts."""
     enable_fsdp_low_precision_all_gather: Flag = True
-    """Gather parameters in the low precision."""
+    """Gather sharded parameters in the low precision."""
     fsdp_low_precision_all_gather_mode: Literal["on-demand", "all"] = "on-demand"
-    """When."""
+    """When parameters are gathered in the low precision: on demand, or all at once after the update."""
 
 
 class TrainingArguments(Section):
     """Optimizer, schedule, steps, saving and loading."""
 
     lr: NotNegative = 5e-5
-    """Highest learning rate. 0: steps are taken and measured, and the weights stay as they are."""
+    """Peak learning rate. With 0, steps are computed and measured, but the weights do not change."""
     lr_min: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     lr_start: NotNegative = 0.0
@@ -76,145 +76,149 @@ class TrainingArguments(Section):
         Literal["constant", "linear", "cosine", "wsd"],
         renamed(constant_with_warmup="constant", warmup_stable_decay="wsd"),
     ] = "constant"
-    """Shape of the decay. wsd: warm up, stay, decay."""
+    """Shape of the learning-rate schedule. wsd: warm up, stay constant, decay."""
     lr_decay_ratio: Annotated[Ratio, Field(gt=0)] = 1.0
-    """Share of the steps by which the decay has ended; wsd: share of the steps that decay."""
+    """Share of the steps after which the decay has ended; for wsd, the share of the steps that decay."""
     lr_warmup_ratio: Ratio = 0.0
-    """Share of the steps that warm up."""
+    """Share of the steps in which the learning rate warms up."""
     lr_scaling_plan: Annotated[tuple[LrScaling, ...], null_means(())] = ()
-    """Factors on the learning rate by parameter name; the first match counts."""
+    """Factors on the learning rate by parameter name; the first match applies."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay. Norms and biases are not decayed."""
     no_decay_modules: Names = ()
-    """Class or module names that are not decayed, besides norms."""
+    """Class or module names whose parameters are not decayed, in addition to norms."""
     no_decay_params: Names = ()
-    """Parameter names that are not decayed, besides biases."""
+    """Names of parameters that are not decayed, in addition to biases."""
     optimizer: Literal["adamw", "adamw_swap", "muon"] = "adamw"
-    """Optimizer. adamw_swap: AdamW with its moments on the host, from where they come and go in buckets during the
-    update. muon: orthogonal updates of the matrices of the model's blocks (also of each expert), AdamW for the rest."""
+    """Optimizer. adamw_swap: AdamW whose moments stay on the host and are copied to the device in buckets during the
+    update. muon: orthogonalised updates for the matrices of the model's blocks (also for those of each expert), AdamW
+    for the rest."""
     optimizer_state_dtype: Literal["bf16", "int8"] | None = None
-    """How AdamW keeps its moments between steps; null: as the weights that it updates, fp32 as a rule. bf16: the second
-    one rounded by chance, so that it is right in the mean. int8: in blocks, by torchao."""
+    """Type in which AdamW keeps its moments between steps; null: that of the weights it updates, normally fp32. bf16:
+    the second moment is stochastically rounded (unbiased). int8: in blocks, by torchao."""
     adam_fused: Flag = True
     """Use the fused kernel of AdamW."""
     adam_beta1: Beta = 0.9
-    """Decay of the first moment."""
+    """Decay rate of AdamW's first moment."""
     adam_beta2: Beta = 0.999
-    """Decay of the second moment."""
+    """Decay rate of AdamW's second moment."""
     adam_eps: Annotated[Number, Field(gt=0)] = 1e-8
-    """Term added to the denominator."""
+    """Term added to AdamW's denominator for numerical stability."""
     mem_fraction_static: Ratio = 0.8
-    """adamw_swap and gradient offload: share of the device's memory that may be in use while moments and gradients
-    come and go. Their buckets take what is free below it when the update begins, two at a time, each 128 MiB at most
-    and no less than 2 million numbers. On a CPU it is a share of the host's memory."""
+    """Share of the device's memory that may be in use while adamw_swap and gradient offload copy moments and gradients.
+    Their buckets take the memory that is free below it when the update begins, two at a time, each at most 128 MiB and
+    at least 2 million numbers. On a CPU it is a share of the host's memory."""
     matched_adamw_rms: NotNegative = 0.2
-    """muon: root mean square of an update at rate 1, to match AdamW's: the direction is multiplied by
-    matched_adamw_rms √max(rows, columns). 0: by √max(1, rows / columns) instead, as it was first published."""
+    """Root mean square of muon's updates at learning rate 1, to match AdamW's: the direction is multiplied by
+    matched_adamw_rms √max(rows, columns). 0: by √max(1, rows / columns) instead, as first published."""
     muon_momentum: Beta = 0.95
-    """muon: decay of the momentum (Nesterov's)."""
+    """Decay rate of muon's Nesterov momentum."""
     ns_steps: Positive = 5
-    """muon: Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations in each update of muon."""
     clip_grad: NotNegative = 1.0
-    """Largest gradient norm; 0 only reports it."""
+    """Maximum gradient norm; 0: the norm is reported and not clipped."""
     clip_grad_foreach: Flag = True
-    """Clip with multi-tensor kernels."""
+    """Clip gradients with multi-tensor kernels."""
     initial_loss_scale: Annotated[Number, Field(gt=0)] = 65536.0
-    """fp16: what the loss is multiplied by at first, so that small gradients are not lost. A step whose gradients
-    overflow is left out, and the scale halved. It is kept in checkpoints."""
+    """Initial loss scale of fp16 training: the loss is multiplied by it so that small gradients do not underflow. A
+    step whose gradients overflow is skipped, and the scale is halved. Checkpoints keep the scale."""
     loss_scale_window: Positive = 2000
-    """fp16: steps in a row without overflow after which the loss scale is doubled."""
+    """Number of consecutive fp16 steps without overflow after which the loss scale is doubled."""
     min_loss_scale: Annotated[Number, Field(gt=0)] = 1.0
-    """fp16: smallest loss scale; gradients that overflow with it are a step that is not finite (`on_nonfinite`)."""
+    """Smallest loss scale of fp16 training; a step whose gradients overflow with it counts as not finite
+    (`on_nonfinite`)."""
     micro_batch_size: Positive = 1
-    """Samples of one forward pass on one data rank."""
+    """Number of samples in one forward pass on one data rank."""
     gradient_accumulation_steps: Annotated[Positive, null_means(1)] = 1
-    """Forward and backward passes in one optimizer step."""
+    """Number of forward and backward passes in one optimizer step."""
     train_iters: Positive = 10000
-    """Optimizer steps."""
+    """Number of optimizer steps to train."""
     train_epochs: Positive | None = None
-    """Passes over the data; wins over `train_iters`."""
+    """Number of passes over the data; takes precedence over `train_iters`."""
     seed: Natural = 42
-    """Seed of everything random."""
+    """Seed of all random numbers of the run."""
     use_deter_comp: Flag = False
-    """Only deterministic kernels."""
+    """Use only kernels that are deterministic."""
     allow_hf32: Flag | None = None
-    """Let fp32 matrix products use the device's shortened format."""
+    """Let fp32 matrix products use the device's reduced-precision format (TF32, HF32); null: the device's default."""
     init_model_with_meta_device: Flag = False
-    """Accepted from older files: models are always built without storage first."""
+    """Accepted from older files and ignored: models are always built without storage first."""
     load: PathText | None = None
-    """Where to start from: a Hugging Face folder, a checkpoint or a run folder."""
+    """Where training starts from: a Hugging Face folder, a checkpoint or a run folder."""
     load_format: Literal["auto", "hf", "dcp"] = "auto"
-    """Layout of `load`; auto looks."""
+    """Layout of the weights in `load`; auto detects it."""
     load_strict: Flag = True
-    """Weight keys must fit exactly; false: missing ones are initialised, spare ones ignored, with a warning."""
+    """Require that weight keys match exactly. False: missing weights are initialised and surplus ones ignored, with a
+    warning."""
     load_rank0_and_broadcast: Flag = False
-    """Rank 0 alone reads the weights and sends them, one tensor at a time: for files that other hosts do not have, or
-    a shared disk that many readers would choke. The small files beside them (config.json, the tokenizer's) are needed
-    on every host."""
+    """Let rank 0 alone read the weights and send them to the others, one tensor at a time: for files that other hosts
+    do not have, or a shared disk that many readers would overload. The small files beside them (config.json, the
+    tokenizer's) are needed on every host."""
     no_load_optim: Flag = False
-    """Start with fresh optimizer state."""
+    """Start with a fresh optimizer state."""
     no_load_rng: Flag = False
-    """Start with fresh random states."""
+    """Start with fresh random-number states."""
     save: PathText | None = None
-    """The run folder."""
+    """Run folder that checkpoints, logs and reports are written to; null: nothing is saved."""
     save_format: Literal["auto", "hf", "dcp"] = "auto"
-    """Layout of checkpoints; auto is dcp, which can be resumed under any number of ranks. hf: a Hugging Face folder
-    beside each of them, in `hf/`."""
+    """Layout of checkpoints; auto is dcp, which can be resumed with any number of ranks. hf also writes a Hugging Face
+    folder into each checkpoint, in `hf/`."""
     save_interval: Natural = 500
-    """Steps between checkpoints; 0: only the last one."""
+    """Number of steps between checkpoints; 0: only the last one."""
     save_async: Flag = False
-    """Write checkpoints while training goes on."""
+    """Write checkpoints in the background while training goes on."""
     save_ckpt_dtype: Dtype | None = None
     """Type of the weights in checkpoints and Hugging Face folders; null: as trained, so that a resumed run is exact."""
     no_save_optim: Flag = False
-    """Leave the optimizer state out."""
+    """Leave the optimizer state out of checkpoints."""
     no_save_rng: Flag = False
-    """Leave the random states out."""
+    """Leave the random-number states out of checkpoints."""
     save_total_limit: Annotated[Whole, Field(ge=2)] | None = None
-    """Checkpoints kept; null: all. At least 2, so that a broken one never is the only one."""
+    """Number of checkpoints that are kept; null: all. At least 2, so that a damaged one is never the only one."""
     save_on_signal: Flag = True
-    """Save when the run is asked to stop."""
+    """Save a checkpoint when the run is asked to stop."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What a failed save does."""
+    """Whether the run stops or continues after a failed save."""
     verify_checkpoint: Literal["hash", "size", "none"] = "hash"
-    """What is compared with the manifest before a checkpoint is loaded."""
+    """What is compared with the manifest before a checkpoint is loaded: hashes, sizes or nothing."""
     allow_missing: Names = ()
-    """Patterns of weight keys that the folder need not have."""
+    """Patterns of weight keys that may be missing from the folder."""
     allow_unexpected: Names = ()
-    """Patterns of weight keys that the folder may have too many."""
+    """Patterns of weight keys that the folder may have in addition."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does; the weights are untouched either way."""
+    """Whether the run stops or skips the step when a loss or gradient is not finite; the weights do not change either
+    way."""
     max_skipped_steps: Natural = 3
-    """Steps that may be skipped in a row."""
+    """Maximum number of consecutive steps that may be skipped."""
     setup_timeout_s: Seconds = 600.0
-    """Longest wait for other ranks before the first step."""
+    """Longest wait for other ranks before the first step, in seconds."""
     step_timeout_s: Seconds = 1800.0
-    """Longest wait for other ranks in a step."""
+    """Longest wait for other ranks within a step, in seconds."""
     save_timeout_s: Seconds = 1800.0
-    """Longest wait for other ranks in a save."""
+    """Longest wait for other ranks within a save, in seconds."""
     log_interval: Positive = 1
-    """Steps between log lines."""
+    """Number of steps between log lines."""
     report_to: Annotated[
         tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"], ...], BeforeValidator(_listed)
     ] = ("tensorboard",)
-    """Where the logged numbers go beside `metrics.jsonl`; []: nowhere. All but tensorboard come with the extra `track`,
-    and each follows its own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI …). One that fails never
-    ends the run."""
+    """Trackers that receive the logged numbers in addition to `metrics.jsonl`; []: none. All but tensorboard come with
+    the extra `track`, and each follows its own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI …). A
+    tracker that fails never ends the run."""
     val_interval: Natural = 0
-    """Steps between validations; 0: none."""
+    """Number of steps between validations; 0: none."""
     val_micro_batch_size: Positive | None = None
-    """Samples of one validation pass; null: `micro_batch_size`."""
+    """Number of samples in one validation pass; null: `micro_batch_size`."""
     manual_gc_interval: Natural = 0
-    """Steps between garbage collections by hand; 0: Python decides."""
+    """Number of steps between explicit garbage collections; 0: Python decides."""
     plugin: Names = ()
-    """Packages to import first (`a/b` or `a.b`), which register models and datasets."""
+    """Packages that are imported before anything else (`a/b` or `a.b`) and register models and datasets."""
     quantization_plan: QuantizationPlan | None = None
-    """Low-precision matrix products."""
+    """Settings of low-precision matrix products; null: none."""
     lora: LoraArguments = Field(default_factory=LoraArguments)
-    """Adapters."""
+    """Settings of low-rank adapters (LoRA)."""
     diffusion: DiffusionArguments = Field(default_factory=DiffusionArguments)
-    """Noise levels and losses of generators."""
+    """Noise levels and losses with which generators are trained."""
     ema: EmaArguments = Field(default_factory=EmaArguments)
-    """Moving average of the weights."""
+    """Exponential moving average of the trained weights."""
     sampling: SamplingArguments = Field(default_factory=SamplingArguments)
-    """Samples of a generator while it is trained."""
+    """Samples that a generator makes while it is trained."""

@@ -40,7 +40,7 @@ class SampleOrder:
 
     prompt: Prompt
     number: int
-    """Of the samples of this prompt, from 0."""
+    """Number of the sample among those of its prompt, from 0."""
 
     def noise_seed(self, seed: int) -> int:
         """Seed of the starting noise, under the settings' seed."""

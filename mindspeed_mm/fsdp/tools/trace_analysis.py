@@ -60,10 +60,10 @@ class Times:
     """Length of the steps."""
     steps: int = 0
     shares: Seconds = field(default_factory=Seconds)
-    """Of `SHARES`; the sum is the window."""
+    """Seconds of each of `SHARES`; their sum is the window."""
     communication: float = 0.0
     hidden: float = 0.0
-    """Of the communication: while something was computed."""
+    """Seconds of communication during which something was computed."""
     operators: Seconds = field(default_factory=Seconds)
     """Operator on the host → time of its own, without what it called."""
     calls: Counter[str] = field(default_factory=Counter)

@@ -40,7 +40,7 @@ class TraceFile:
 
     path: Path
     rank: int | None = None
-    """Of the process that wrote it, where the trace says so; known once events are read."""
+    """Rank of the process that wrote the file, where the trace says so; known once events are read."""
     _buffer: str = field(default="", repr=False)
     _at: int = field(default=0, repr=False)
     _is_read: bool = field(default=False, repr=False)

@@ -46,7 +46,7 @@ class RowLoss:
     """The loss of one row."""
 
     index: int
-    """Of the row in its data set."""
+    """Index of the row in its data set."""
     total: float
     """Σ w · (−log p(token | before)) over its trained tokens; w is 1 where the row gives messages no weights."""
     weight: float

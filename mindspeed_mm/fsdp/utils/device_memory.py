@@ -14,7 +14,7 @@ class PeakMemory(NamedTuple):
     """Bytes."""
 
     allocated: int
-    """Of tensors; on a CPU, of the whole process since it began, which the kernel does not forget."""
+    """Bytes held by tensors; on a CPU, by the whole process since it began, because the kernel does not reset it."""
     reserved: int | None
     """Held by the accelerator's allocator for tensors to come; None on a CPU."""
 

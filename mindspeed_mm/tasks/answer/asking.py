@@ -31,7 +31,7 @@ class RowsView:
     """How rows are read and shown to a model."""
 
     param: DatasetParam
-    """Of the run, of a configuration that is named, or of nothing but the model's folder."""
+    """Settings of the run, of a configuration that is named, or of the model's folder alone."""
 
     @property
     def mark(self) -> str:

@@ -35,7 +35,7 @@ class DataCheck:
 
     path: Path
     rows: int = 0
-    """Of the data set."""
+    """Number of rows in the data set."""
     read: int = 0
     usable: int = 0
     shrunk: int = 0

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, MMError, Problem
 from mindspeed_mm.core.media_geometry import MediaSize
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
@@ -59,7 +59,7 @@ class RowFault:
     key: str = ""
     way_out: str = ""
     tokens: int | None = None
-    """Of a row that is too long: its length before truncation."""
+    """Length before truncation of a row that is too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,17 @@ class DenoisedFacts:
     frames: int
     height: int
     width: int
-    """Of the bucket."""
+    """Width of the bucket in pixels."""
     source_frames: int = 0
     fps: float = 0.0
-    """Of the medium; 0: a still picture, or not known."""
+    """Frame rate of the medium; 0: a still image, or not known."""
     enlarged: float = 0.0
     cut: float = 0.0
     """See `SizeChange`."""
     captions: int = 1
     has_empty_caption: bool = False
     caption_tokens: int = 0
-    """Of the longest caption."""
+    """Length of the longest caption."""
     most_tokens: int = 0
     """Tokens of a caption that are read; 0: nobody knows."""
     contradiction: str = ""
@@ -124,7 +124,7 @@ class RowFacts:
     special: str = ""
     """A special token that the row's own text holds."""
     denoised: DenoisedFacts | None = None
-    """Of a generator's sample."""
+    """Facts of a generator's sample."""
 
 
 class DenoisedLook:
@@ -274,7 +274,7 @@ def trained_tokens(labels: Any, weights: Any = None) -> int:
     """Labels that the loss counts: the first token has nothing before it to be told from."""
     if labels is None:
         return 0
-    counted = np.asarray(labels)[1:] != IGNORED
+    counted = np.asarray(labels)[1:] != IGNORED_LABEL
     return int((counted & (np.asarray(weights)[1:] != 0)).sum() if weights is not None else counted.sum())
 
 

@@ -56,7 +56,7 @@ class Terms:
     dataloader: DataloaderParam
     global_batch: int
     rows: int
-    """Of the whole data set."""
+    """Number of rows in the whole data set."""
 
 
 def find_all(

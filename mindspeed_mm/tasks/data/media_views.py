@@ -20,7 +20,7 @@ PICTURE_PIXELS, FRAME_PIXELS = 320, 128
 """Longest sides shown."""
 MOST_FRAMES = 12
 MOST_SECONDS = 20.0
-"""Of a sound that can be played from a page."""
+"""Longest audio that can be played from a page."""
 WAVE_POINTS = 200
 _THUMBNAIL = (32, 20)
 
@@ -34,11 +34,11 @@ class MediumView:
     images: list[Image.Image] = field(default_factory=list)
     """The picture, or frames of the video in order."""
     times_s: list[float] = field(default_factory=list)
-    """Of the frames."""
+    """Times of the frames in seconds."""
     sound: np.ndarray | None = None
     """Mono, -1 to 1."""
     rate: int = 0
-    """Of the sound, samples a second."""
+    """Sampling rate of the audio in Hz."""
     trouble: str = ""
 
 

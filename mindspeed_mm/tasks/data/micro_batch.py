@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def _packed(batch: Batch, borders: list[int]) -> Iterator[PackedDocument]:
     names, labels = batch["sample_ids"], _labels(batch)
     for number, (first, end) in enumerate(pairwise(borders)):
         name = str(names[number]) if number < len(names) else ""
-        yield PackedDocument(0, first, end, name, int((labels[0, first:end] != IGNORED).sum()))
+        yield PackedDocument(0, first, end, name, int((labels[0, first:end] != IGNORED_LABEL).sum()))
 
 
 def _padded(batch: Batch) -> Iterator[PackedDocument]:
@@ -79,7 +78,7 @@ def _padded(batch: Batch) -> Iterator[PackedDocument]:
     length = batch["input_ids"].shape[1]
     for row, name in enumerate(batch["sample_ids"]):
         end = int(mask[row].sum()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else length
-        yield PackedDocument(row, 0, end, str(name), int((labels[row] != IGNORED).sum()))
+        yield PackedDocument(row, 0, end, str(name), int((labels[row] != IGNORED_LABEL).sum()))
         if end < length:
             yield PackedDocument(row, end, length, "", 0)
 
@@ -87,7 +86,7 @@ def _padded(batch: Batch) -> Iterator[PackedDocument]:
 def _labels(batch: Batch) -> torch.Tensor:
     """What the loss counts."""
     found = batch.get("shift_labels")
-    return found if isinstance(found, torch.Tensor) else torch.full_like(batch["input_ids"], IGNORED)
+    return found if isinstance(found, torch.Tensor) else torch.full_like(batch["input_ids"], IGNORED_LABEL)
 
 
 def _shape(value: Any) -> str:

@@ -22,7 +22,7 @@ class SourceShare:
     of_rows: float
     of_tokens: float
     weight: float | None
-    """Its share by the configured weights; None without weights."""
+    """Share by the configured weights; None without weights."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""

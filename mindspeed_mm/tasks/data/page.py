@@ -24,7 +24,7 @@ from mindspeed_mm.tasks.data.stats import DataStats
 
 TEMPLATE = "page.html.j2"
 _MOST_TOKENS = 4096
-"""Of a row, each in an element of its own."""
+"""Maximum number of tokens shown of a row, each in an element of its own."""
 
 
 def check_page(result: DataCheck) -> str:

@@ -70,7 +70,7 @@ class ShownRow:
     fault: str = ""
     """Why the row cannot be used."""
     notes: list[str] = field(default_factory=list)
-    """Of a generator's sample: its size, what is done to the medium, its captions."""
+    """Notes on a generator's sample: its size, what is done to the medium, its captions."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
@@ -101,7 +101,7 @@ class Preview:
 
     path: Path
     rows: int
-    """Of the data set."""
+    """Number of rows in the data set."""
     cutoff_len: int
     shown: list[ShownRow]
     batch: MicroBatchView | None = None

@@ -26,7 +26,7 @@ _KEPT_SHARE = 0.99
 _ROUND_TO = 64
 _BATCH_FACTORS = (0.5, 1, 2, 4)
 _LEAST_PACKS = 8
-"""Of fewer, the last one, which is left half empty, says more than all others."""
+"""Minimum number of packs: with fewer, the last one, which is left half empty, dominates the estimate."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PackingEstimate:
     """How full packed micro-batches of some size become."""
 
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     rows_kept: float
     """Share of the rows that fit."""
     packs: int
@@ -86,7 +86,7 @@ class DataStats:
     packing: list[PackingEstimate] = field(default_factory=list)
     suggestions: list[str] = field(default_factory=list)
     denoised: dict[str, Any] = field(default_factory=dict)
-    """Of a generator's samples: see `denoised_stats`."""
+    """Statistics of a generator's samples: see `denoised_stats`."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""

@@ -59,7 +59,7 @@ class RowStatistics:
     special: list[tuple[str, str]] = field(default_factory=list)
     """Place and token of rows whose own text holds a special token."""
     contents: array[int] = field(default_factory=lambda: array("Q"))
-    """Of every row that converts."""
+    """Hash of the content of every row that converts."""
     ids: array[int] = field(default_factory=lambda: array("q"))
     """Hash of every row's id."""
     content_index: array[int] = field(default_factory=lambda: array("q"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
+from mindspeed_mm.core.batch import IGNORED_LABEL
 
 _MOST_BYTES = 8
 """Tokens that a character may be spread over."""
@@ -35,7 +35,7 @@ class TokenSpan:
 
     pieces: tuple[TokenPiece, ...]
     repeated: int = 0
-    """Of a special token that is only repeated: how often."""
+    """How often a special token is repeated; 0 for other spans."""
 
     @property
     def text(self) -> str:
@@ -150,5 +150,5 @@ def _weights(length: int, labels: Sequence[int] | None, weights: Any) -> list[fl
     if labels is None:
         return [0.0] * length
     counted = np.ones(length) if weights is None else np.asarray(weights, dtype=np.float64)
-    found: list[float] = np.where(np.asarray(labels) == IGNORED, 0.0, counted).tolist()
+    found: list[float] = np.where(np.asarray(labels) == IGNORED_LABEL, 0.0, counted).tolist()
     return found

@@ -6,10 +6,9 @@ there already, so the files do not either.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time
 from mindspeed_mm.core.errors import DataError, StoppedAfterSave, UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, resolve_launch, shutdown_distributed
+from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -33,7 +32,7 @@ from mindspeed_mm.fsdp.sampling.sampler import (
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
-from mindspeed_mm.fsdp.utils.device import current_device, set_local_device
+from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.draw.loading import load_sampler
@@ -105,7 +104,7 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     check_request(adapter, prompts, sampling, "--size")
     batches = plan_batches(prompts, sampling)
     folder = SampleFolder(out, source.fingerprint(), sampling)
-    with _joined() as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
+    with joined_ranks(_WAIT_S) as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
         orders = [order for batch in batches for order in batch]
         done = ranks.first("reading the folder", lambda: folder.begin(orders, overwrite=overwrite))
         lacking = [batch for batch in batches if missing_of(batch, done)]
@@ -255,18 +254,3 @@ def _stopped(out: Path) -> StoppedAfterSave:
     return StoppedAfterSave(
         "stopped; what was made is kept", where=str(out), way_out="Run the same command again to continue."
     )
-
-
-@contextmanager
-def _joined() -> Iterator[Ranks]:
-    """Bound to this rank's device; several ranks form a group."""
-    info = resolve_launch(os.environ)
-    if info.world_size == 1:
-        set_local_device(info.local_rank)
-        yield Ranks()
-        return
-    initialize_distributed(_WAIT_S)
-    try:
-        yield Ranks(_WAIT_S)
-    finally:
-        shutdown_distributed(wait=False)

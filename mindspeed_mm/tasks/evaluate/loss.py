@@ -85,7 +85,7 @@ class LossEvaluation:
     overall: MeanLoss
     facts: dict[str, Any]
     samples: list[dict[str, Any]]
-    """Of each row that was counted: `id`, `task`, `loss` (its mean), `tokens`."""
+    """Result of each row that was counted: `id`, `task`, `loss` (its mean) and `tokens`."""
     left_out: list[dict[str, str]]
     """Rows without a loss: `id`, `reason`."""
 

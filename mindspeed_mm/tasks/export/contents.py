@@ -47,9 +47,9 @@ class ExportContents:
     kind: ContentKind
     tensors: int
     size_bytes: int
-    """Of the weights."""
+    """Size of the weights."""
     other_bytes: int
-    """Of components that are copied; small files do not count."""
+    """Size of components that are copied; small files do not count."""
     write: Callable[[Path], object]
     """Writes everything into a folder that exists."""
 

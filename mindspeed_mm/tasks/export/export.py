@@ -26,7 +26,7 @@ class Exported:
     step: int | None
     tensors: int
     size_bytes: int
-    """Of the weights."""
+    """Size of the weights."""
     notes: tuple[str, ...]
     weights: Weights = "model"
     """Whether they are the average (`ema`) or as they were trained."""

@@ -37,7 +37,7 @@ class Merged:
     """Adapters, or the checkpoint that holds them."""
     tensors: int
     size_bytes: int
-    """Of the weights."""
+    """Size of the weights."""
 
 
 def run(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
-from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, resolve_launch, shutdown_distributed
+from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
@@ -24,9 +23,9 @@ from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
-from mindspeed_mm.fsdp.utils.device import current_device, set_local_device
+from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.register import data_register
-from mindspeed_mm.tasks.extract.feature_set import Encoders, ExtractOptions, ExtractOutcome, Ranks, SetExtraction
+from mindspeed_mm.tasks.extract.feature_set import Encoders, ExtractOptions, ExtractOutcome, SetExtraction
 from mindspeed_mm.tasks.extract.limits import FEATURES_KEY
 from mindspeed_mm.tasks.launch.launcher import launch
 
@@ -66,7 +65,7 @@ def run(
     adapter, sets = configured_adapter(config), configured_sets(config, out)
     options = {"threads": _threads(config), **{name: value for name, value in options.items() if value is not None}}
     stream = sys.stderr if progress_to_stderr else sys.stdout
-    with _joined() as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
+    with joined_ranks(_WAIT_S) as ranks, StopSignal(LaunchFolder.of_this_rank()) as stop:
         settings = ExtractOptions(**options)
         encoders = Encoders(adapter, current_device(), settings.dtype)
         preprocess = config.arguments.data.dataset_param.preprocess_parameters
@@ -164,18 +163,3 @@ def _threads(config: ResolvedConfig) -> int:
         return max(1, loader.num_workers)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MOST_THREADS, max(2, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-@contextmanager
-def _joined() -> Iterator[Ranks]:
-    """Bound to this rank's device; several ranks form a group."""
-    info = resolve_launch(os.environ)
-    if info.world_size == 1:
-        set_local_device(info.local_rank)
-        yield Ranks(0, 1)
-        return
-    rank, _, world_size = initialize_distributed(_WAIT_S)
-    try:
-        yield Ranks(rank, world_size)
-    finally:
-        shutdown_distributed(wait=False)

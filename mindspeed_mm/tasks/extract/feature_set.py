@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError, StoppedAfterSave
@@ -37,6 +36,7 @@ from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.extract.batches import BatchEncoder, WorkBatch, decoded_ahead, plan_batches, rows_fingerprint
 from mindspeed_mm.tasks.extract.limits import FEATURES_KEY, BadRows, check_room, room_warning
@@ -97,19 +97,6 @@ class ExtractOutcome:
             if count
         ]
         return f"{self.out}: {self.samples} samples{kept}{rate}{skipped}{''.join(captions)}"
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Those that work on one set."""
-
-    rank: int
-    world_size: int
-
-    def wait(self) -> None:
-        """For all others."""
-        if self.world_size > 1:
-            dist.all_reduce(torch.zeros(1))  # on the host, whatever the accelerator
 
 
 class Encoders:
@@ -178,7 +165,7 @@ class SetExtraction:
             self._begin()
             damaged = self._drop_damaged()
             missing = self._find_missing()
-            self._ranks.wait()  # all have looked before the first one writes
+            self._ranks.gather(None)  # all have looked before the first one writes
             encoding_s = self._encode(missing)
             if not self._is_first:
                 return None
@@ -212,7 +199,7 @@ class SetExtraction:
             self.folder.prepare()
             self._settle().write(self.folder.description)
             self.folder.open_work()
-        self._ranks.wait()
+        self._ranks.gather(None)
         self._description = read_description(self.folder.description)
         if self._description.rows_fingerprint != rows_fingerprint(self._source):
             raise DataError("this rank sees other rows than rank 0", where=str(self.folder.path))
@@ -251,7 +238,7 @@ class SetExtraction:
         problems = [error.problems[0] for error in damaged]
         for problem in problems:
             self._progress.note(f"{problem.where}  {problem.what}: it is made again")
-        self._ranks.wait()
+        self._ranks.gather(None)
         return tuple(problem.where for problem in problems)
 
     def _find_missing(self) -> list[WorkBatch]:

@@ -13,7 +13,7 @@ from mindspeed_mm.tasks.report.media import Shown, show
 
 MOST_ROUNDS, MOST_PROMPTS, MOST_OF_EACH = 6, 20, 4
 MOST_BYTES = 8_000_000
-"""Of all samples of a run on the page; earlier rounds are left out first."""
+"""Maximum size of all samples of a run on the page; earlier rounds are left out first."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ SMALLEST_AXIS = 2
 MOST_PROCESSES = 8
 """Axes above two are kept as long as so many processes are enough."""
 LEAST_ROWS = 4
-"""Of an optimizer step."""
+"""Minimum number of rows in an optimizer step."""
 LEAST_ADAM_EPS = 1e-8
 """Below it AdamW turns rounding noise of gradients that are zero into whole steps."""
 _AXES = ("pipeline_parallel_size", "tensor_parallel_size", "ring_attention_size", "ulysses_parallel_size")
@@ -42,7 +42,7 @@ class Setup:
     accumulation: int
     """Micro-batches of a rank in a step, in the run as planned; twice as many in the accumulated one."""
     rows: int
-    """Of a step, over all ranks."""
+    """Rows of a step, over all ranks."""
     changes: tuple[str, ...]
     """What is not as configured, a line each."""
 
@@ -54,7 +54,7 @@ class Case:
     alone: bool = False
     """By one process, without any plan."""
     micro_batches: int = 1
-    """Of a rank in a step."""
+    """Micro-batches of a rank in a step."""
     save: Path | None = None
     """Run folder."""
     stops: bool = False

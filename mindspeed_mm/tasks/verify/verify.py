@@ -25,7 +25,7 @@ from mindspeed_mm.tasks.verify.setup import Job, set_up
 from mindspeed_mm.tasks.verify.table import Verification, worst_rows
 
 RUNS = 6
-"""Of the trainer: one process, planned, accumulated, saved, resumed, packed."""
+"""Runs of the trainer: one process, planned, accumulated, saved, resumed, packed."""
 _IN_RANKS = "mindspeed_mm.tasks.verify.run"
 """Imported there, not here: this process does without torch."""
 

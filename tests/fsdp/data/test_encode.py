@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
@@ -35,7 +35,7 @@ def build(tmp_path: Path, param: Callable[..., DatasetParam]) -> Build:
 
 def trained_text(tokenizer: Any, sample: Any) -> list[str]:
     """What is trained, in runs."""
-    at = np.flatnonzero(sample["labels"] != IGNORED)
+    at = np.flatnonzero(sample["labels"] != IGNORED_LABEL)
     runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
     assert np.array_equal(sample["labels"][at], sample["input_ids"][at])
     return [tokenizer.decode(sample["input_ids"][run]) for run in runs]
@@ -90,7 +90,7 @@ def test_mask_options(build: Build, processor: Any) -> None:
     left_out = {**LONG, "messages": [*LONG["messages"][:3], {**LONG["messages"][3], "train": False}]}
     assert trained_text(spoken, build(left_out)[0]) == ["seven<|im_end|>"]
     everything = build(LONG, train_on_prompt=True)[0]
-    untrained = everything["input_ids"][everything["labels"] == IGNORED]
+    untrained = everything["input_ids"][everything["labels"] == IGNORED_LABEL]
     assert set(untrained.tolist()) == {processor.image_token_id}
     assert len(untrained) == sum(len(image.token_ids) for image in everything["media"])
 
@@ -183,7 +183,7 @@ class TestWeights:
         sample = build(self.ROW)[0]
         weights = sample["loss_weights"]
         assert weights.dtype == np.float32
-        assert np.array_equal(weights != 0, sample["labels"] != IGNORED)
+        assert np.array_equal(weights != 0, sample["labels"] != IGNORED_LABEL)
         said = {w: processor.tokenizer.decode(sample["input_ids"][weights == np.float32(w)]) for w in (1, 0.25)}
         assert said == {1: "two<|im_end|>", 0.25: "four<|im_end|>"}
 
@@ -204,7 +204,7 @@ class TestWeights:
         answered = turns("one?", "two", "three?", "four", "five?", "six")
         answered[3] |= taken_out
         sample = build({"messages": answered}, train_on_prompt=True)[0]
-        untrained = sample["input_ids"][sample["labels"] == IGNORED]
+        untrained = sample["input_ids"][sample["labels"] == IGNORED_LABEL]
         assert processor.tokenizer.decode(untrained) == "four<|im_end|>"
 
     @pytest.mark.edge("N2")
@@ -216,7 +216,7 @@ class TestWeights:
         said[0] |= taken_out
         said[3] |= taken_out
         sample = build({"messages": said, "images": ["a.png"]}, train_on_prompt=True)[0]
-        untrained = processor.tokenizer.decode(sample["input_ids"][sample["labels"] == IGNORED])
+        untrained = processor.tokenizer.decode(sample["input_ids"][sample["labels"] == IGNORED_LABEL])
         words = untrained.replace("<|image_pad|>", "")
         assert words == "Be brief.<|im_end|><|vision_start|><|vision_end|>three?<|im_end|>"
 
@@ -308,7 +308,7 @@ class TestPairs:
         chosen, rejected = pair["chosen"], pair["rejected"]
         assert trained_text(processor.tokenizer, chosen) == ["seven<|im_end|>"]
         assert trained_text(processor.tokenizer, rejected) == ["a letter, I think<|im_end|>"]
-        start = int(np.flatnonzero(chosen["labels"] != IGNORED)[0])
+        start = int(np.flatnonzero(chosen["labels"] != IGNORED_LABEL)[0])
         assert np.array_equal(chosen["input_ids"][:start], rejected["input_ids"][:start])
         assert chosen["media"] is rejected["media"]
         assert pair["sample_id"] == "rows.jsonl:1"

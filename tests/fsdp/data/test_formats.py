@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data import build_mm_dataset
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import find_part
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.fsdp.utils.processor import load_processor
@@ -170,7 +170,7 @@ def test_the_same_conversation_in_every_format(
         assert sample["input_ids"].tolist() == expected["input_ids"][0].tolist()
         pixels = dataset.plugin.collate(sample["media"])["pixel_values"].numpy()
         assert np.array_equal(pixels, np.asarray(expected["pixel_values"]))
-        trained = sample["input_ids"][sample["labels"] != IGNORED]
+        trained = sample["input_ids"][sample["labels"] != IGNORED_LABEL]
         assert processor.decode(trained) == "".join(f"{text}<|im_end|>" for text in said[1::2])
 
 
@@ -221,7 +221,7 @@ def test_the_same_tools_in_every_format(
     sample = open_folder(write(tmp_path), model)[0]
     assert tokenizer.decode(sample["input_ids"]) == text
     assert sample["input_ids"].tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
-    trained = tokenizer.decode(sample["input_ids"][sample["labels"] != IGNORED])
+    trained = tokenizer.decode(sample["input_ids"][sample["labels"] != IGNORED_LABEL])
     for word in ("add", "three"):
         assert word in trained
     for word in ("or so", "1 + 2?", "Be brief", "a + b"):

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, ModelFolderError
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.rendering.placement import MediaPlaces
 from mindspeed_mm.fsdp.data.data_utils.rendering.spans import TurnFinder
 from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
@@ -218,7 +218,7 @@ def loaded(dataset: Qwen2VLDataset, part: dict[str, Any], media: Any, options: d
 
 def trained(tokenizer: Any, sample: Any) -> list[str]:
     """What is trained, in runs."""
-    at = np.flatnonzero(sample["labels"] != IGNORED)
+    at = np.flatnonzero(sample["labels"] != IGNORED_LABEL)
     assert np.array_equal(sample["labels"][at], sample["input_ids"][at])
     runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
     return [tokenizer.decode(sample["input_ids"][run]) for run in runs]

@@ -139,4 +139,4 @@ _FOLLOWERS = {
     "call": ("tool", "user"),
     "tool": ("assistant", "tool"),
 }
-"""Whose turn may come after whose; consecutive results of tools are one turn."""
+"""Kind of turn → the kinds that may follow it; consecutive results of tools are one turn."""

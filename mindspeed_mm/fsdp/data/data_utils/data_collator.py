@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from mindspeed_mm.core.batch import PAIR_SIDES, Batch, check_batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, PAIR_SIDES, Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.data_utils.packing import packed_row
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
@@ -161,7 +160,7 @@ class GenericCollator:
         documents = []
         for sample in samples:
             ids, labels = (np.asarray(sample[name], dtype=np.int64) for name in ("input_ids", "labels"))  # type: ignore[literal-required]
-            document = {"input_ids": ids, "labels": labels, "shift_labels": shifted(labels, IGNORED)}
+            document = {"input_ids": ids, "labels": labels, "shift_labels": shifted(labels, IGNORED_LABEL)}
             if is_weighted:
                 document["loss_weights"] = _weights_of(sample)
             documents.append(document | self._plugin.token_marks(ids))
@@ -248,10 +247,10 @@ def _names(samples: Sequence[Any]) -> Batch:
 
 def _weights_of(sample: EncodedSample) -> np.ndarray:
     """(L,) float32 of the token behind each one; 0 where it is not trained."""
-    shift_labels = shifted(np.asarray(sample["labels"]), IGNORED)
+    shift_labels = shifted(np.asarray(sample["labels"]), IGNORED_LABEL)
     own = sample.get("loss_weights")
     weights = np.ones(len(shift_labels)) if own is None else shifted(np.asarray(own), 0.0)
-    return np.where(shift_labels == IGNORED, 0.0, weights).astype(np.float32)
+    return np.where(shift_labels == IGNORED_LABEL, 0.0, weights).astype(np.float32)
 
 
 def _further_arrays(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
@@ -265,4 +264,4 @@ def _further_arrays(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]
 
 
 _SAMPLE_KEYS = EncodedSample.__annotations__.keys()
-_FILLS = {"labels": IGNORED, "shift_labels": IGNORED}
+_FILLS = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}

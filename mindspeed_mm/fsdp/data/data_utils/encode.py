@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import encode_media, measure_media
@@ -30,7 +31,6 @@ from mindspeed_mm.fsdp.data.data_utils.sample import (
 )
 from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
 
-IGNORED = -100
 _CUTOFF_KEY = "data.dataset_param.basic_parameters.cutoff_len"
 
 
@@ -83,7 +83,7 @@ class Outline(NamedTuple):
     media_spans: list[Span]
     """The tokens of each item, in order of place."""
     media_sizes: list[ItemSize]
-    """Of each item, in order of the sample's media."""
+    """Size of each item, in the order of the sample's media."""
     size: SampleSize
     full_tokens: int
     """Before whole turns were left out."""
@@ -314,7 +314,7 @@ class SampleEncoder:
             counts[first:last] = weight
         ids = np.array(encoding.ids, dtype=np.int64)
         ids, counts, media_spans = _with_media(ids, counts, self._places.token_places(placed, encoding))
-        return Turns(placed.text, ids, np.where(counts != 0, ids, IGNORED), counts, media_spans)
+        return Turns(placed.text, ids, np.where(counts != 0, ids, IGNORED_LABEL), counts, media_spans)
 
     def _is_told_apart(self, message: dict[str, Any], weight: float | None) -> bool:
         """Whether a turn counts otherwise than what stands around it."""
@@ -339,7 +339,7 @@ class SampleEncoder:
 
     def _check_mask(self, turns: Turns, sample: Sample, end: int) -> None:
         """Raise when nothing is trained (the shift leaves the first token out), or everything although a prompt is."""
-        trained = int((turns.labels[1:] != IGNORED).sum())
+        trained = int((turns.labels[1:] != IGNORED_LABEL).sum())
         has_prompt = any(message["role"] != "assistant" for message in sample.messages[:end])
         of_media = sum(last - first for first, last in turns.media_spans)
         if not trained:

@@ -37,9 +37,9 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
 
 DEFAULT_SAMPLING_RATE = 16000
-"""Of sounds, where neither the configuration nor the processor says."""
+"""Sampling rate of audio in Hz, where neither the configuration nor the processor says."""
 MAX_FILE_BYTES = 256 * 2**20
-"""Of pictures and sounds that are read as a whole."""
+"""Maximum size of image and audio files, which are read as a whole."""
 
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -50,7 +50,7 @@ class MediaLimits:
 
     clip: ClipRule = field(default_factory=ClipRule)
     video_max_pixels: int | None = None
-    """Of a frame, for models whose processor has no such limit of its own; None: frames stay as large as they are."""
+    """Maximum area of a video frame, for models whose processor has no such limit; None: frames keep their size."""
     video_min_pixels: int = 0
     audio_sampling_rate: int = DEFAULT_SAMPLING_RATE
     allow_remote: bool = False

@@ -43,7 +43,7 @@ class Override(NamedTuple):
     value: Any
     before: Any
     key: str
-    """Of `preprocess_parameters`."""
+    """Key in `preprocess_parameters`."""
 
 
 def with_view(dataset_param: DatasetParam, folder: str | Path | None) -> DatasetParam:

@@ -33,7 +33,7 @@ class Bucket:
 
     size: MediaSize
     tokens: int
-    """Of a sample."""
+    """Tokens of one sample of this size."""
     rows: int
     """Samples of a micro-batch."""
 

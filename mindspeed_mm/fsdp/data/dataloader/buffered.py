@@ -34,7 +34,7 @@ EXACT_ROWS = 2048
 EXACT_KNOWN_ROWS = 50_000
 """One whose sizes are all known is only planned, which takes some seconds for so many samples."""
 PROBE_ROWS = 512
-"""Of a larger one so many samples are, at least."""
+"""Minimum number of samples that a larger data set is probed with."""
 _FEWEST_STEPS = 4
 
 

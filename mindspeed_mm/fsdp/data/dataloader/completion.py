@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_mm.core.batch import TRAINED_KEYS, Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, TRAINED_KEYS, Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 
 _KEY = "data.dataset_param.dataset_type"
 
@@ -46,14 +45,14 @@ def shift_by_document(labels_BL: torch.Tensor, batch: Batch) -> torch.Tensor:
 
     Documents of one row end where `cu_seq_lens_q` says; without it, where a row of `position_ids` begins anew.
     """
-    shifted_BL = torch.full_like(labels_BL, IGNORED)
+    shifted_BL = torch.full_like(labels_BL, IGNORED_LABEL)
     shifted_BL[:, :-1] = labels_BL[:, 1:]
     borders, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
     if isinstance(borders, torch.Tensor):
         ends = borders[(borders > 0) & (borders <= labels_BL.shape[1])].long() - 1
-        shifted_BL[:, ends] = IGNORED
+        shifted_BL[:, ends] = IGNORED_LABEL
     elif isinstance(positions, torch.Tensor) and positions.shape == labels_BL.shape:
-        shifted_BL[:, :-1].masked_fill_(positions[:, 1:] == 0, IGNORED)
+        shifted_BL[:, :-1].masked_fill_(positions[:, 1:] == 0, IGNORED_LABEL)
     return shifted_BL
 
 

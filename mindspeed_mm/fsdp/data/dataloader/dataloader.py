@@ -276,7 +276,7 @@ class _Plans:
     def __init__(self, steps: Iterator[Planned], ahead: int) -> None:
         self._steps = steps
         self.made: deque[Planned] = deque()
-        """Those that were not handed out yet."""
+        """Planned batches that have not been handed out yet."""
         self._waiting: deque[Step] = deque()
         for _ in range(ahead):
             self.plan()

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
 from mindspeed_mm.fsdp.data.dataloader.completion import completed
 from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault, name_of
 from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
@@ -253,8 +252,8 @@ def _blank(batch: Batch, samples: int) -> None:
     borders = batch.get("cu_seq_lens_q")
     for name in labels:
         if borders is None:
-            batch[name][-samples:] = IGNORED
+            batch[name][-samples:] = IGNORED_LABEL
         else:  # samples one after the other in a single row
-            batch[name][..., int(borders[len(batch["sample_ids"]) - samples]) :] = IGNORED
+            batch[name][..., int(borders[len(batch["sample_ids"]) - samples]) :] = IGNORED_LABEL
     if not labels:
         batch["blank_rows"] = samples

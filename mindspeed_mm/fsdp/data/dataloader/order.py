@@ -26,7 +26,7 @@ class DataPosition:
     index: int
     """Samples of this epoch's order that are drawn, over all ranks."""
     pending: tuple[Pick, ...] = ()
-    """Of those drawn, the ones that wait for a step to fit into, the oldest first."""
+    """Samples drawn that wait for a step to fit into, the oldest first."""
     carried: tuple[int, ...] = ()
     """Rows that the epoch before left over: they go first in this epoch, and their own turn in it is still to be passed
     over."""

@@ -40,7 +40,7 @@ class Description:
     """Class of the transformer that the features are for."""
     task: str
     geometry: Mapping[str, Any]
-    """Of the VAE and the transformer, see `MediaGeometry`."""
+    """Geometry of the VAE and the transformer, see `MediaGeometry`."""
     model_folder: str
     """Where the encoders were."""
     components: Components
@@ -52,7 +52,7 @@ class Description:
     """Samples encoded at a time; None: by their pixels."""
     rows: int
     rows_fingerprint: str
-    """Of media, captions, further columns and sizes, in their order."""
+    """Fingerprint of media, captions, further columns and sizes, in their order."""
     versions: Mapping[str, str] = field(default_factory=dict)
     component_configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """What sizes follow from, for folders that lack the component: `vae` → its config.json."""

@@ -17,13 +17,13 @@ class FeatureRecord:
     """A row that was encoded."""
 
     row: int
-    """Its number among the rows of the data, from 0."""
+    """Number of the row in the data, from 0."""
     key: str
     """`content_key` of the row: the tensors' prefix, and the sample's id in training."""
     place: str
     """Where the row stands, `rows.jsonl:3`."""
     path: str
-    """Of its medium, as the row has it."""
+    """Path of the medium, as the row has it."""
     captions: tuple[str, ...]
     size: MediaSize
     """In pixels, as encoded."""
@@ -34,7 +34,7 @@ class FeatureRecord:
     said: str = ""
     """`GenerationRow.digest` of the row; empty in sets of versions that did not note it."""
     cut_captions: int = 0
-    """Of how many captions the text encoder did not read the end."""
+    """Number of captions that are longer than what the text encoder reads."""
 
     def to_json(self) -> dict[str, Any]:
         """A line of the index."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindspeed_mm.fsdp.data.data_utils.encode import IGNORED
+from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
 
 _HEAD = struct.Struct("<I")
@@ -188,7 +188,7 @@ def _trained_spans(input_ids: Any, labels: Any) -> np.ndarray | None:
     """(2n,) first and end of each run of trained tokens; None where labels are something else."""
     if not (_is_row_of_tokens(input_ids) and _is_row_of_tokens(labels) and len(input_ids) == len(labels)):
         return None
-    is_trained = labels != IGNORED
+    is_trained = labels != IGNORED_LABEL
     if not np.array_equal(labels[is_trained], input_ids[is_trained]):
         return None
     return np.flatnonzero(np.diff(is_trained.astype(np.int8), prepend=0, append=0)).astype(np.int64)
@@ -199,7 +199,7 @@ def _is_row_of_tokens(value: Any) -> bool:
 
 
 def _labels(input_ids: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    labels = np.full(len(input_ids), IGNORED, dtype=np.int64)
+    labels = np.full(len(input_ids), IGNORED_LABEL, dtype=np.int64)
     for first, end in spans.reshape(-1, 2).tolist():
         labels[first:end] = input_ids[first:end]
     return labels

@@ -27,7 +27,7 @@ from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam
 KEY_BYTES = 16
 _FORMAT = 1
 _PACKAGES = ("transformers", "tokenizers", "torch", "torchvision", "numpy", "pillow", "av", "soundfile", "jinja2")
-"""Those that decode, size, render or tokenise."""
+"""Packages that decode, resize, render or tokenise."""
 _CHOOSE_ROWS_ONLY = frozenset(
     {
         "dataset",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError, Problem
 from mindspeed_mm.fsdp.distributed.context.generators import apply_to_generator
 from mindspeed_mm.fsdp.distributed.context.towers import apply_to_tower
@@ -29,7 +29,8 @@ from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextSh
 
 _KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Of a packed row. The layout knows them; a tower that was handed them would cut its own tokens by them."""
+"""Arguments that mark the documents of a packed row. The layout knows them; a tower that received them would cut its
+own tokens by them."""
 _BY_ROW = ("_targets", "_weights")
 """What an objective prepares for each of its `_rows`."""
 _WHOLE = ("_labelled_samples", "_weight_sum")
@@ -37,8 +38,8 @@ _WHOLE = ("_labelled_samples", "_weight_sum")
 _FILLS = {
     "input_ids": 0,
     "attention_mask": 0,
-    "labels": -100,
-    "shift_labels": -100,
+    "labels": IGNORED_LABEL,
+    "shift_labels": IGNORED_LABEL,
     "position_ids": 0,
     "mm_token_type_ids": 0,
     "token_type_ids": 0,

@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mindspeed_mm.fsdp.distributed.collectives import AxisRanks
-
-# Renamed in torch 2.13, where the older names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from mindspeed_mm.fsdp.distributed.collectives import AxisRanks, all_gather_single, reduce_scatter_single, with_gradient
 
 
 class ExpertRanks(AxisRanks):
@@ -41,12 +37,12 @@ def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ra
 
 def gather_rows(rows_R: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
     """(R, …) → (ranks × R, …), the same R on every rank; each uses them for its own experts: gradients are summed."""
-    return _Crossing.apply(rows_R, ranks, gather, _sum_of_own)  # type: ignore[no-untyped-call]
+    return with_gradient(rows_R, ranks, gather, _sum_of_own)
 
 
 def sum_of_own_rows(rows_RR: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
     """(ranks × R, …) → (R, …): the sum over ranks, of this rank's rows."""
-    return _Crossing.apply(rows_RR, ranks, _sum_of_own, gather)  # type: ignore[no-untyped-call]
+    return with_gradient(rows_RR, ranks, _sum_of_own, gather)
 
 
 def exchange_counts(counts_RL: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
@@ -59,7 +55,7 @@ def exchange_counts(counts_RL: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor
 def gather(rows: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
     """(R, …) → (ranks × R, …), without a gradient."""
     whole = rows.new_empty(ranks.size * rows.shape[0], *rows.shape[1:])
-    _all_gather(whole, rows.contiguous(), group=ranks.group)
+    all_gather_single(whole, rows.contiguous(), group=ranks.group)
     return whole
 
 
@@ -70,7 +66,7 @@ def fill_up(rows: torch.Tensor, length: int, value: float = 0) -> torch.Tensor:
 
 def _sum_of_own(rows: torch.Tensor, ranks: ExpertRanks) -> torch.Tensor:
     own = rows.new_empty(rows.shape[0] // ranks.size, *rows.shape[1:])
-    _reduce_scatter(own, rows.contiguous(), group=ranks.group)
+    reduce_scatter_single(own, rows.contiguous(), group=ranks.group)
     return own
 
 

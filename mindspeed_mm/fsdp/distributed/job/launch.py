@@ -6,7 +6,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.distributed.job.interfaces import interface_to
 from mindspeed_mm.fsdp.distributed.job.launcher_life import follow_launcher
 from mindspeed_mm.fsdp.utils.device import device_to_bind, distributed_backend, get_device_type, set_local_device
+from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 DEFAULT_MASTER_PORT = 29500
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -77,6 +79,25 @@ def shutdown_distributed(*, wait: bool = True) -> None:
     dist.destroy_process_group()
     if _hooks_before:
         sys.excepthook = _hooks_before.pop()
+
+
+@contextmanager
+def joined_ranks(timeout_s: float) -> Iterator[Ranks]:
+    """The ranks of a job that shares out work without training: bound to their devices, and in one group if several.
+
+    Args:
+        timeout_s: Limit on each wait for the other ranks.
+    """
+    info = resolve_launch(os.environ)
+    if info.world_size == 1:
+        set_local_device(info.local_rank)
+        yield Ranks()
+        return
+    initialize_distributed(timeout_s)
+    try:
+        yield Ranks(timeout_s)
+    finally:
+        shutdown_distributed(wait=False)
 
 
 def resolve_launch(environment: Mapping[str, str]) -> LaunchInfo:

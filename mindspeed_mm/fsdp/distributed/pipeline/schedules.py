@@ -26,7 +26,7 @@ from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 
 Shapes = Sequence[tuple[int, ...]]
-"""Of the tensors that pass between two stages."""
+"""Shapes of the tensors that pass between two stages."""
 Tensors = tuple[Tensor, ...]
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -9,17 +9,12 @@ arXiv:1909.08053; with the sequence: Korthikanti et al. 2022, arXiv:2205.05198).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mindspeed_mm.fsdp.distributed.collectives import AxisRanks
-
-# Renamed in torch 2.13, where the older names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from mindspeed_mm.fsdp.distributed.collectives import AxisRanks, all_gather_single, reduce_scatter_single, with_gradient
 
 
 class TensorRanks(AxisRanks):
@@ -28,69 +23,55 @@ class TensorRanks(AxisRanks):
 
 def copy_to_ranks(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """Into a split layer: the tensor as it is; gradients of all ranks are summed."""
-    return _Crossing.apply(tensor, ranks, _same, all_reduce)  # type: ignore[no-untyped-call]
+    return with_gradient(tensor, ranks, _same, all_reduce)
 
 
 def sum_over_ranks(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """Out of a split layer: the sum over ranks; the gradient as it is."""
-    return _Crossing.apply(tensor, ranks, all_reduce, _same)  # type: ignore[no-untyped-call]
+    return with_gradient(tensor, ranks, all_reduce, _same)
 
 
 def sum_of_all(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """The sum over ranks, inside of a split layer: each uses it for its own features, so gradients are summed too."""
-    return _Crossing.apply(tensor, ranks, all_reduce, all_reduce)  # type: ignore[no-untyped-call]
+    return with_gradient(tensor, ranks, all_reduce, all_reduce)
 
 
 def sum_gradient(parameter: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """A replicated parameter that each rank uses on its own tokens or heads: gradients are summed, in fp32 at least."""
-    return _Crossing.apply(parameter, ranks, _same, _all_reduce_precisely)  # type: ignore[no-untyped-call]
+    return with_gradient(parameter, ranks, _same, _all_reduce_precisely)
 
 
 def gather_features(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """(…, F / ranks) → (…, F), for whom all ranks do the same with; each gets back its own part of the gradient."""
-    return _Crossing.apply(tensor, ranks, _gather_last, _own_last)  # type: ignore[no-untyped-call]
+    return with_gradient(tensor, ranks, _gather_last, _own_last)
 
 
 def split_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """(…, L, H) → (…, ceil(L / ranks), H): this rank's tokens, the last ones filled up with zeros."""
-    return _Crossing.apply(pad_tokens(tensor, ranks), ranks, _own_tokens, _gather_tokens)  # type: ignore[no-untyped-call]
+    return with_gradient(pad_tokens(tensor, ranks), ranks, _own_tokens, _gather_tokens)
 
 
 def join_tokens(tensor: torch.Tensor, ranks: TensorRanks, length: int) -> torch.Tensor:
     """The inverse of `split_tokens`: all `length` tokens, for whom all ranks do the same with."""
-    joined = _Crossing.apply(tensor, ranks, _gather_tokens, _own_tokens)  # type: ignore[no-untyped-call]
+    joined = with_gradient(tensor, ranks, _gather_tokens, _own_tokens)
     return joined if joined.shape[-2] == length else joined.narrow(-2, 0, length).clone()
 
 
 def gather_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """Into a split layer with sequence parallelism: all tokens; gradients of all ranks are summed and cut again."""
-    return _Crossing.apply(tensor, ranks, _gather_tokens, _reduce_scatter_tokens)  # type: ignore[no-untyped-call]
+    return with_gradient(tensor, ranks, _gather_tokens, _reduce_scatter_tokens)
 
 
 def sum_to_own_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """Out of a split layer with sequence parallelism: the sum over ranks, of this rank's tokens."""
     padded = pad_tokens(tensor, ranks)
-    return _Crossing.apply(padded, ranks, _reduce_scatter_tokens, _gather_tokens)  # type: ignore[no-untyped-call]
+    return with_gradient(padded, ranks, _reduce_scatter_tokens, _gather_tokens)
 
 
 def pad_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     """(…, L, H) with zeros behind, until the ranks divide the number of tokens."""
     missing = -tensor.shape[-2] % ranks.size
     return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
-
-
-class _Crossing(torch.autograd.Function):
-    """A collective and the one that its gradient takes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorRanks, forward: Any, backward: Any) -> torch.Tensor:
-        ctx.ranks, ctx.backward_collective = ranks, backward
-        return forward(tensor, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        return ctx.backward_collective(gradient, ctx.ranks), None, None, None
 
 
 def all_reduce(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
@@ -114,7 +95,9 @@ def _gather_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     *rows, tokens, width = tensor.shape
     whole = tensor.new_empty(*rows, ranks.size * tokens, width)
     parts = whole if math.prod(rows) == 1 else torch.empty_like(whole)
-    _all_gather(parts.view(ranks.size * tokens * math.prod(rows), width), tensor.reshape(-1, width), group=ranks.group)
+    all_gather_single(
+        parts.view(ranks.size * tokens * math.prod(rows), width), tensor.reshape(-1, width), group=ranks.group
+    )
     if parts is not whole:
         torch.cat(parts.view(ranks.size, *tensor.shape).unbind(0), dim=-2, out=whole)
     return whole
@@ -124,7 +107,7 @@ def _reduce_scatter_tokens(tensor: torch.Tensor, ranks: TensorRanks) -> torch.Te
     width = tensor.shape[-1]
     parts = torch.stack(tensor.chunk(ranks.size, dim=-2))
     own = tensor.new_empty(parts.shape[1:])
-    _reduce_scatter(own.view(-1, width), parts.view(-1, width), group=ranks.group)
+    reduce_scatter_single(own.view(-1, width), parts.view(-1, width), group=ranks.group)
     return own
 
 

@@ -76,7 +76,7 @@ class Imbalance:
 
     busiest: int = 0
     at_home: int = 0
-    """Of the busiest, had nothing travelled."""
+    """Work of the busiest rank, had nothing travelled."""
     total: int = 0
     teams: int = 1
 

@@ -145,7 +145,7 @@ class SharedMedia:
         self._widths = widths_of(config)
         self._way_back: tuple[Trip, Trip] | None = None
         self.imbalance = Imbalance()
-        """Of the calls since it was last replaced."""
+        """Imbalance of the calls since it was last replaced."""
         tower.register_forward_pre_hook(self._before, with_kwargs=True)
         tower.register_forward_hook(self._after)
 

@@ -91,7 +91,7 @@ class Trip:
     """Where the rows that arrive belong, by sender."""
     received_counts: list[int]
     rows: int
-    """Of the tensor that they make; rows that nothing arrives for are zero, and what arrives twice adds up."""
+    """Rows of the tensor that they make; rows that nothing arrives for are zero, and what arrives twice adds up."""
 
 
 def build_trip(

@@ -25,7 +25,7 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 
 SMALLEST_BYTES = 16 * 1024
-"""Of a storage that is worth a copy."""
+"""Smallest storage that is worth a copy."""
 
 
 def offload_activations(model: nn.Module, names: Iterable[str]) -> None:

@@ -35,11 +35,11 @@ class Recipe:
     capability: tuple[int, int]
     """Lowest compute capability of CUDA devices that have the instructions."""
     multiple: int
-    """Of what both sides of a weight must be a multiple."""
+    """Number that both sides of a weight must be a multiple of."""
     gathers_low: bool
     """Whether weights can be gathered in 8 bits."""
     settings: tuple[str, ...]
-    """Of `extra_args`."""
+    """Keys of `extra_args` that the recipe takes."""
 
 
 _FLOAT8 = ("pad_inner_dim", "round_scales_to_power_of_2", EMULATE)

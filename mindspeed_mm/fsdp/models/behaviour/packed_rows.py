@@ -30,7 +30,7 @@ _KEPT_APART = frozenset(
 _IMAGE_BLOCKS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "gemma4_unified": "mm_token_type_ids"}
 """Model type → the batch key that marks images, whose tokens see each other both ways."""
 MOST_MASKED_TOKENS = 16_384
-"""Of a row that needs a mask of T² entries."""
+"""Maximum length of a row that needs a mask of T² entries."""
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -50,7 +50,7 @@ class DiffusionAdapter(ABC):
     """
 
     transformer_class: ClassVar[str]
-    """Its class in diffusers."""
+    """Name of the transformer's class in diffusers."""
     pipelines: ClassVar[Mapping[str, str]]
     """Task (t2i, t2v, i2v …) → diffusers' pipeline class, which `model_index.json` names."""
     blocks: ClassVar[tuple[str, ...]]
@@ -66,7 +66,7 @@ class DiffusionAdapter(ABC):
     `picture`, `samples` (one row each), or two of them joined by `+`. The first that fits counts. Empty: nobody knows,
     and the log has no MFU."""
     memory_streams: ClassVar[tuple[str, ...]] = ()
-    """Those that blocks read and never change."""
+    """Arguments that blocks read and never change."""
     tokenizer: ClassVar[str]
     """The tokenizer whose tokens the transformer reads one by one."""
     encoders: ClassVar[tuple[str, ...]] = ("vae",)

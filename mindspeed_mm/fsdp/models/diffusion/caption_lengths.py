@@ -16,7 +16,7 @@ class CaptionLength(NamedTuple):
     tokens: int
     """Special ones included."""
     limit: int
-    """Those behind it are not read."""
+    """Number of tokens that are read; those behind it are not."""
 
     @property
     def is_cut(self) -> bool:

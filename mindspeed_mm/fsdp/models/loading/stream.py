@@ -41,7 +41,7 @@ class LoadReport:
     tensors: int = 0
     """Stored tensors read."""
     size_bytes: int = 0
-    """Their bytes as stored, of the whole model."""
+    """Size of the tensors as stored, for the whole model."""
     seconds: float = 0.0
     initialized: tuple[str, ...] = ()
     """Parameters that were initialised instead."""

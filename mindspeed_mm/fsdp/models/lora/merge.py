@@ -37,7 +37,7 @@ class Delta:
     scale: float
     magnitude: LazyTensor | None = None
     experts: int = 0
-    """Of a fused parameter; 0 for a linear layer."""
+    """Number of experts in a fused parameter; 0 for a linear layer."""
     is_transposed: bool = False
     """Fused parameters lie as (experts, inputs, outputs)."""
 

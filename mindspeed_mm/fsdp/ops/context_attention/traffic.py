@@ -17,11 +17,11 @@ class AttentionSizes:
     heads: int
     key_heads: int
     width: int
-    """Of a head."""
+    """Width of one head."""
     value_bytes: int
-    """Of a number of queries, keys and values: 2 in bf16."""
+    """Bytes of one element of queries, keys and values: 2 in bf16."""
     sum_bytes: int
-    """Of a number of a travelling gradient: 4, in fp64 8."""
+    """Bytes of one element of a travelling gradient: 4, in fp64 8."""
 
 
 @dataclass(frozen=True)

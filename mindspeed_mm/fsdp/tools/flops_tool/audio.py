@@ -20,9 +20,9 @@ class SoundLengths:
     """An audio encoder: convolutions over frames of a spectrum, then layers."""
 
     strides: tuple[int, ...]
-    """Of its convolutions along time, in order."""
+    """Strides of the convolutions along time, in order."""
     names: tuple[str, ...]
-    """Of its convolutions."""
+    """Names of the convolutions' modules."""
     bins: tuple[int, ...]
     """Rows of a spectrum that are left behind each convolution; 1 for those that go over time alone."""
     chunk: int

@@ -20,14 +20,14 @@ class ModuleFlops(NamedTuple):
     """One kind of product of one module."""
 
     module: str
-    """Its name; those of a step's table have `*` for the number of a block."""
+    """Name of the module; in a step's table `*` stands for the number of a block."""
     kind: str
     """linear, convolution, experts, attention, linear attention."""
     unit: WorkUnit
     forward: float
     """FLOPs for each unit."""
     gradients: float
-    """Of the size of the forward product: up to 2 where inputs and weights have a gradient."""
+    """Backward FLOPs as a multiple of the forward product: up to 2 where inputs and weights have a gradient."""
     again: bool = False
     """Whether the forward product is done again in the backward pass."""
 

@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.tools.flops_tool.units import MEDIA, SOUND_TOKENS, Lengths
 
 FRAMES_PER_S = 100
-"""Of a spectrum: one every 10 ms, as Whisper's and its descendants'."""
+"""Frames of a spectrum per second: one every 10 ms, as in Whisper and its descendants."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SampleShape:
     height: int = 0
     width: int = 0
     frames: int = 1
-    """Of each image; more make it a video."""
+    """Frames of each image; more than one make it a video."""
     sound_s: float = 0.0
 
 

@@ -38,7 +38,7 @@ class Product:
     """One product and whatever decides which of its gradients are formed."""
 
     module: str
-    """Its name, without what PEFT puts behind it."""
+    """Name of the module, without what PEFT appends to it."""
     kind: str
     unit: WorkUnit
     flops: float
@@ -48,9 +48,9 @@ class Product:
     adapter: str = ""
     """A or B of a low-rank adapter."""
     attends: tuple[tuple[str, ...], ...] = ()
-    """Of attention: names of the layers that make its queries, keys and values."""
+    """Names of the layers that make the queries, keys and values of an attention."""
     value_share: float = 0.5
-    """Of attention: the part of its FLOPs that takes the weighted mean of values."""
+    """Share of an attention's FLOPs that takes the weighted mean of values."""
 
 
 class Reader:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.models.behaviour.multi_token import NAME as FURTHER_TOKENS
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -21,7 +21,6 @@ from mindspeed_mm.fsdp.tools.flops_tool import units
 from mindspeed_mm.fsdp.tools.flops_tool.audio import SoundLengths
 from mindspeed_mm.fsdp.tools.flops_tool.vision import vision_lengths
 
-IGNORED_LABEL = -100
 _AUDIO = re.compile(r"(^|[._])(audio|speech|sound)")
 _BRIDGE = re.compile(
     r"projector|connector|aligner|adapter|merger|embed_(vision|audio)|mlp1|bridge|resampler", re.IGNORECASE

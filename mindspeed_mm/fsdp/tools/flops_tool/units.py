@@ -22,7 +22,7 @@ SAMPLES = "samples"
 PASSES = "passes"
 """One for each micro-batch: work that does not depend on what is in it."""
 PATCHES = "patches"
-"""Of each image, or of each frame of a video."""
+"""Patches of each image, or of each frame of a video."""
 CUTS = "cut patches"
 """The same, without the token that some towers put in front."""
 WINDOWS = "patch windows"
@@ -61,7 +61,7 @@ class WorkUnit(NamedTuple):
     mask: Mask = "none"
     """`causal` without keys: rows whose work a triangular mask halves (chunks of linear attention)."""
     window: int = 0
-    """Of a sliding or chunked mask, in tokens."""
+    """Window of a sliding or chunked mask, in tokens."""
 
     def amount(self, lengths: Lengths) -> Amount:
         """Of a batch; 0 where it lacks the sequence."""

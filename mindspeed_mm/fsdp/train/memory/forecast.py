@@ -33,9 +33,9 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
 _TEXT_WIDTH = 4096
-"""Of the text features of both families, where the folder does not say."""
+"""Width of the text features of both families, where the folder does not say."""
 _IMAGE_TOKENS = 257
-"""Of CLIP's vision encoder, which i2v models see their first frame through."""
+"""Tokens of CLIP's vision encoder, through which i2v models see their first frame."""
 
 
 def forecast(

@@ -34,7 +34,7 @@ class Utilisation:
     """None where nobody knows how the model's modules are fed."""
     devices: int
     peak_tflops: float | None
-    """Of one device; None where nobody knows."""
+    """Peak TFLOP/s of one device; None where it is not known."""
     peak_source: str
     """What the peak is of, in words."""
 

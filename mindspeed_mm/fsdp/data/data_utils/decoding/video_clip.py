@@ -47,7 +47,7 @@ class ClipHeader:
     """A clip without its pixels. T frames."""
 
     height: int
-    """Of the file, upright."""
+    """Height of the file's frames in pixels, upright."""
     width: int
     indices: tuple[int, ...]
     """Numbers of the T frames in the file, at its mean rate."""
@@ -116,7 +116,8 @@ class FramePicker:
 _NO_SAMPLING = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
 """Settings of a video processor that its `preprocess` does not hand to `sample_frames`."""
 DEFAULT_FPS, DEFAULT_FRAMES = 2.0, 128
-"""Of videos, where neither the configuration nor the processor says: a processor that does not sample takes all."""
+"""Sampling of videos where neither the configuration nor the processor says: a processor that does not sample takes
+all."""
 
 
 @dataclass(frozen=True, slots=True)

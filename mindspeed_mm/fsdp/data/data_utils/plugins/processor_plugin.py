@@ -39,10 +39,10 @@ _COUNTS = frozenset({"num_patches", "num_crops", "num_audio_tokens", "num_chunks
 _PADDED = frozenset(
     {"pixel_values", "pixel_attention_mask", "input_features", "feature_attention_mask", "input_features_mask"}
 )
-"""Of items of different size or with other numbers of tiles, these are filled up with zeros, as the processors do; a
-mask or a size tells where, or a tile of zeros is none to the model."""
+"""Names of the tensors that are padded with zeros where items differ in size or number of tiles, as the processors do.
+A mask or a size says where, or the model ignores a tile of zeros."""
 _PICTURES_OF_ROWS = "batch_num_images"
-"""Of models that cut a picture into tiles only where it is alone in its row (LLaVA-OneVision)."""
+"""Models that cut an image into tiles only where it is alone in its row (LLaVA-OneVision)."""
 
 
 class ProcessorPlugin:

@@ -46,7 +46,7 @@ class StreamTable:
             for path in source.files
         ]
         self._starts = [0]
-        """Of each file that has been reached."""
+        """First row of each file that has been reached."""
 
     def has(self, index: int) -> bool:
         """Whether there is a row `index`; reads on until it is found or the last file has ended."""

@@ -245,7 +245,7 @@ class Contradiction:
 
     what: str
     header: MediaHeader
-    """Of the file."""
+    """What the file itself says of the medium."""
 
 
 def scaling_notes(headers: Sequence[MediaHeader], sizes: Sequence[MediaSize], place: Callable[[int], Any]) -> list[str]:

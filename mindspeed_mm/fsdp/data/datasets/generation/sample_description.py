@@ -20,7 +20,7 @@ class SampleDescription:
     size: MediaSize
     """That it is trained in: its bucket."""
     header: MediaHeader | None = None
-    """Of the medium as it is; None of features."""
+    """Header of the medium as stored; None for features."""
     is_video: bool = False
     contradiction: str = ""
     """What the row declares falsely of its medium, where that does not change its size."""
