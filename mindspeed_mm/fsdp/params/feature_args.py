@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.params.value_types import (
     Names,
     Natural,
     Number,
+    Patterns,
     Positive,
     Section,
     Whole,
@@ -22,7 +23,7 @@ from mindspeed_mm.fsdp.params.value_types import (
 class RecomputePlan(Section):
     """Which modules are recomputed in the backward pass."""
 
-    apply_modules: Names = ()
+    apply_modules: Patterns = ()
     """Patterns of the modules that are recomputed; empty: the model's own plan."""
     use_reentrant: Flag = False
     """Use autograd's re-entrant implementation of checkpointing."""
@@ -71,14 +72,14 @@ class ChunkLossPlan(Section):
 class ActivationOffloadPlan(Section):
     """Activations moved to the host between forward and backward."""
 
-    apply_modules: Names = ()
+    apply_modules: Patterns = ()
     """Patterns of the modules whose activations are moved; empty: the model's repeated blocks."""
 
 
 class ChunkMbsPlan(Section):
     """Modules that run a micro-batch in smaller slices, gathered once for all of them."""
 
-    apply_modules: Names = ()
+    apply_modules: Patterns = ()
     """Patterns of the modules that run in slices; empty: the model's repeated blocks, except those of encoder
     towers."""
     chunk_mbs: Positive = 1
@@ -103,7 +104,7 @@ class EpBalancePlan(Section):
 class CompilePlan(Section):
     """Modules whose forward passes torch.compile turns into fused kernels."""
 
-    apply_modules: Names = ()
+    apply_modules: Patterns = ()
     """Patterns of the modules that are compiled; empty: the model's repeated blocks."""
     backend: str = "inductor"
     """Compiler backend: `inductor` generates kernels; `aot_eager` only traces, which shows what cannot be traced."""

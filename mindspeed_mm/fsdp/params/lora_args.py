@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mindspeed_mm.fsdp.params.value_types import Flag, Names, Number, PathText, Positive, Section, fault, show
+from mindspeed_mm.fsdp.params.value_types import Flag, Names, Number, PathText, Patterns, Positive, Section, fault, show
 
 _INITIALISATIONS = ("gaussian", "eva", "olora", "pissa", "corda", "loftq", "orthogonal")
 
@@ -29,7 +29,7 @@ class LoraArguments(Section):
     """Rank of the adapter matrices."""
     alpha: Annotated[Number, Field(gt=0)] = 16
     """Numerator of the adapters' scale, which is alpha / rank."""
-    target_modules: Names = ("q_proj", "k_proj", "v_proj")
+    target_modules: Patterns = ("q_proj", "k_proj", "v_proj")
     """Patterns of the modules that get adapters; the last part of a name is enough. For a generator the default means
     the attention layers of its family."""
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
@@ -46,7 +46,7 @@ class LoraArguments(Section):
     """Read the names in `target_modules` as the model's own: fused experts are `experts.gate_up_proj`,
     `experts.down_proj`, or `experts` for both. False: names of the layers of single experts (`gate_proj`, `up_proj`,
     `down_proj`) also stand for the fused ones, as PEFT reads them: gate and up together, with twice the rank."""
-    modules_to_save: Names = ()
+    modules_to_save: Patterns = ()
     """Patterns of the modules that are fully trained beside the adapters."""
     use_dora: Flag = False
     """Use weight-decomposed adapters (DoRA), which also train the norm of each row of the weight."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mindspeed_mm.fsdp.params.value_types import Flag, Names, Natural, Number, OpenSection, PathText, renamed
+from mindspeed_mm.fsdp.params.value_types import Flag, Natural, Number, OpenSection, PathText, Patterns, renamed
 
 Kernel = Literal["eager", "triton", "ascendc"]
 
@@ -38,7 +38,7 @@ class ModelArguments(OpenSection):
         | None
     ) = None
     """Attention kernel; null: the best one available on this machine, which is printed."""
-    freeze: Names = ()
+    freeze: Patterns = ()
     """Patterns of the modules whose parameters are not trained, e.g. `model.visual`."""
     mtp_num_layers: Natural = 0
     """Number of multi-token prediction layers to train; 0 switches it off."""

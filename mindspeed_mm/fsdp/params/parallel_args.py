@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mindspeed_mm.fsdp.params.feature_args import RecomputePlan
-from mindspeed_mm.fsdp.params.value_types import Dtype, Flag, Names, Natural, Positive, Section, fault, renamed, show
+from mindspeed_mm.fsdp.params.value_types import (
+    Dtype,
+    Flag,
+    Names,
+    Natural,
+    Patterns,
+    Positive,
+    Section,
+    fault,
+    renamed,
+    show,
+)
 
 
 def _size_or_auto(value: Any) -> Any:
@@ -27,9 +38,9 @@ def _reshard(value: Any) -> Any:
 class FsdpPlan(Section):
     """Sharding of parameters, gradients and optimizer state (FSDP2)."""
 
-    apply_modules: Names = ()
+    apply_modules: Patterns = ()
     """Patterns of the modules that are wrapped one by one before the root. Empty: the model's own plan."""
-    ignored_modules: Names = ()
+    ignored_modules: Patterns = ()
     """Patterns of the modules that are left out of sharding and stay whole on every rank."""
     param_dtype: Dtype | None = None
     """Type of the parameters in the forward and backward pass; null: fp32. Master weights stay fp32."""
@@ -46,7 +57,7 @@ class FsdpPlan(Section):
     """Number of modules gathered ahead in the forward pass."""
     num_to_backward_prefetch: Natural = 0
     """Number of modules gathered ahead in the backward pass."""
-    hook_modules: Names | None = None
+    hook_modules: Patterns | None = None
     """Patterns of wrapped modules that gather the wrapped modules inside them together with themselves, also when they
     are prefetched: blocks whose experts are spread over ranks, e.g. `model.layers.{*}` under `expert_parallel_size`. A
     gather then overlaps with the attention instead of delaying the experts."""
@@ -64,11 +75,11 @@ class FsdpPlan(Section):
 class TpPlan(Section):
     """Tensor parallelism: which linear layers are split how. All empty: the model's own plan."""
 
-    colwise_parallel: Names = ()
+    colwise_parallel: Patterns = ()
     """Patterns of the linear modules split by output features."""
-    rowwise_parallel: Names = ()
+    rowwise_parallel: Patterns = ()
     """Patterns of the linear modules split by input features."""
-    sequence_parallel: Names = ()
+    sequence_parallel: Patterns = ()
     """Patterns of the modules that run on a slice of the sequence, such as norms."""
 
 
@@ -91,9 +102,9 @@ class PpPlan(Section):
 class EpPlan(Section):
     """Expert parallelism."""
 
-    apply_modules: Names = ()
+    apply_modules: Patterns = ()
     """Patterns of the expert modules; empty: the model's own."""
-    apply_efsdp_modules: Names = ()
+    apply_efsdp_modules: Patterns = ()
     """Patterns of the modules that are sharded inside an expert group. Must name the same modules as `apply_modules`,
     or none."""
     dispatcher: Annotated[

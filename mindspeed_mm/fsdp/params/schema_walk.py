@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.value_types import OpenSection, Section
+from mindspeed_mm.fsdp.params.value_types import PATTERNS, OpenSection, Section
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -45,3 +45,14 @@ def places_of_name() -> dict[str, list[str]]:
         if not key.startswith("data.val_dataset_param."):
             places.setdefault(key.rpartition(".")[2], []).append(key)
     return places
+
+
+@cache
+def pattern_keys() -> tuple[str, ...]:
+    """The dotted keys that hold patterns of module or parameter names."""
+    return tuple(key for key, info in walk_fields() if PATTERNS in info.metadata or _is_patterns(info.annotation))
+
+
+def _is_patterns(annotation: Any) -> bool:
+    """Whether a type, or a part of a union, is `Patterns`."""
+    return PATTERNS in get_args(annotation) or any(_is_patterns(part) for part in get_args(annotation))

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.params.value_types import (
     Natural,
     Number,
     PathText,
+    Patterns,
     Positive,
     Ratio,
     Seconds,
@@ -49,9 +50,9 @@ class QuantizationPlan(Section):
 
     recipe_name: str | None = None
     """Name of the recipe, e.g. mxfp8."""
-    apply_modules: Names = ()
+    apply_modules: Patterns = ()
     """Patterns of the modules that are quantised."""
-    ignored_modules: Names = ()
+    ignored_modules: Patterns = ()
     """Patterns of the modules that are not quantised."""
     quant_converters: Names = ()
     """Names of the converters that replace modules."""
@@ -85,10 +86,10 @@ class TrainingArguments(Section):
     """Factors on the learning rate by parameter name; the first match applies."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay. Norms and biases are not decayed."""
-    no_decay_modules: Names = ()
-    """Class or module names whose parameters are not decayed, in addition to norms."""
-    no_decay_params: Names = ()
-    """Names of parameters that are not decayed, in addition to biases."""
+    no_decay_modules: Patterns = ()
+    """Class names, module names or patterns of modules whose parameters are not decayed, in addition to norms."""
+    no_decay_params: Patterns = ()
+    """Names or patterns of parameters that are not decayed, in addition to biases."""
     optimizer: Literal["adamw", "adamw_swap", "muon"] = "adamw"
     """Optimizer. adamw_swap: AdamW whose moments stay on the host and are copied to the device in buckets during the
     update. muon: orthogonalised updates for the matrices of the model's blocks (also for those of each expert), AdamW
@@ -181,9 +182,9 @@ class TrainingArguments(Section):
     """Whether the run stops or continues after a failed save."""
     verify_checkpoint: Literal["hash", "size", "none"] = "hash"
     """What is compared with the manifest before a checkpoint is loaded: hashes, sizes or nothing."""
-    allow_missing: Names = ()
+    allow_missing: Patterns = ()
     """Patterns of weight keys that may be missing from the folder."""
-    allow_unexpected: Names = ()
+    allow_unexpected: Patterns = ()
     """Patterns of weight keys that the folder may have in addition."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Whether the run stops or skips the step when a loss or gradient is not finite; the weights do not change either

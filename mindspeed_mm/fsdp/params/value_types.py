@@ -191,7 +191,11 @@ Seconds = Annotated[Number, Field(gt=0)]
 PathText = Annotated[str, BeforeValidator(_path)]
 """A path; relative ones are tried against the working directory, then against the YAML's folder."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-"""A list of names or module patterns; one alone may stand without brackets."""
+"""A list of names; one alone may stand without brackets."""
+PATTERNS = "patterns"
+"""Marks the type of a key whose texts are patterns of module or parameter names."""
+Patterns = Annotated[Names, PATTERNS]
+"""A list of patterns of module or parameter names (`core/patterns.py`); one alone may stand without brackets."""
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 """A floating-point type."""
 Level = Annotated[int, BeforeValidator(_level)]

@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 
 from mindspeed_mm.core.artifacts import atomic_write_text
+from mindspeed_mm.core.config_path import value_at, with_value
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.adapter import read_json
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.all import PATTERN_KEYS
+from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.check.check import check_plans
@@ -164,9 +165,9 @@ def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
 
 def fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
     """Without the patterns that name only layers which the small model does not have."""
-    numbered = {key: [p for p in _value(arguments, key) if _NUMBERED.search(p)] for key in PATTERN_KEYS}
+    numbered = {key: [p for p in value_at(arguments, key) or () if _NUMBERED.search(p)] for key in pattern_keys()}
     if arguments.parallel.pp_plan.split_points:
-        arguments = _replaced(arguments, "parallel.pp_plan.split_points", ())
+        arguments = with_value(arguments, "parallel.pp_plan.split_points", ())
         lines += ("parallel.pp_plan.split_points: left out, stages of equal cost",)
     if not any(numbered.values()):
         return arguments, lines
@@ -178,8 +179,8 @@ def fitting(arguments: Arguments, lines: tuple[str, ...]) -> Candidate:
     for key, patterns in numbered.items():
         gone = [pattern for pattern in patterns if not _matches(pattern, names)]
         if gone:
-            kept = tuple(pattern for pattern in _value(arguments, key) if pattern not in gone)
-            arguments = _replaced(arguments, key, kept)
+            kept = tuple(pattern for pattern in value_at(arguments, key) if pattern not in gone)
+            arguments = with_value(arguments, key, kept)
             lines += (f"{key}: without {', '.join(gone)}, layers that the small model does not have",)
     return arguments, lines
 
@@ -193,16 +194,3 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
         return bool(resolve_patterns([pattern], names, key="", allow_suffix=True))
     except ConfigError:
         return False
-
-
-def _value(arguments: Arguments, key: str) -> tuple[str, ...]:
-    value: Any = arguments
-    for name in key.split("."):
-        value = getattr(value, name)
-    return tuple(value or ())
-
-
-def _replaced(section: Any, key: str, value: Any) -> Any:
-    """The tree with another value at a dotted key."""
-    name, _, rest = key.partition(".")
-    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})

@@ -4,11 +4,12 @@ would make two runs of it differ, or write somewhere. Pure: no file, no torch.""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DataArguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -262,7 +263,7 @@ _TOLD = (
 
 def _told_changes(before: Arguments, now: Arguments) -> Iterator[str]:
     for key in _TOLD:
-        old, new = (_value_at(arguments, key) for arguments in (before, now))
+        old, new = (value_at(arguments, key) for arguments in (before, now))
         if old != new:
             yield change_line(key, old, new)
 
@@ -275,10 +276,3 @@ def change_line(key: str, old: Any, new: Any) -> str:
 def _short(value: Any) -> str:
     text = "null" if value is None else str(value)
     return text if len(text) <= 32 else f"{text[:29]}…"
-
-
-def _value_at(arguments: Arguments, key: str) -> Any:
-    value: Any = arguments
-    for name in key.split("."):
-        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
-    return value

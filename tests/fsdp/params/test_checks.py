@@ -6,6 +6,7 @@ import pytest
 
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section, unbuilt_features
+from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -128,3 +129,9 @@ def test_using_a_feature_that_is_not_built_is_one_error_that_names_the_key(key: 
     (problem,) = unbuilt_features(arguments({key: value}))
     assert problem.key == key
     assert "This version takes" in problem.way_out
+
+
+def test_a_malformed_pattern_is_named_under_every_key_that_holds_patterns() -> None:
+    for key in pattern_keys():
+        problems = check_cross_section(arguments({key: ["layers.{3-1}"]}))
+        assert [p.key for p in problems if "{3-1}" in p.what] == [key]

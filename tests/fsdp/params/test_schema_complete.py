@@ -1,13 +1,15 @@
 """Every key that files may hold is in the schema, with its default, and with help."""
 
+import re
 from typing import Any
 
 import pytest
 
+from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES, value_at
+from mindspeed_mm.fsdp.params.rules.unbuilt import BUILT_VALUES
 from mindspeed_mm.fsdp.params.schema import json_schema, reference
-from mindspeed_mm.fsdp.params.schema_walk import walk_fields
+from mindspeed_mm.fsdp.params.schema_walk import pattern_keys, walk_fields
 
 DEFAULTS: dict[str, Any] = {
     "data_parallel_size": None,
@@ -216,6 +218,13 @@ def test_sections_are_the_documented_ones() -> None:
 
 def test_every_key_has_help() -> None:
     assert [entry.key for entry in reference() if not entry.help] == []
+
+
+def test_every_key_whose_help_speaks_of_patterns_has_its_patterns_checked() -> None:
+    speaking = [key for key, info in walk_fields() if re.search(r"[Pp]atterns of ", info.description or "")]
+    assert "features.compile_plan.apply_modules" in speaking
+    assert "training.quantization_plan.ignored_modules" in speaking
+    assert set(speaking) == set(pattern_keys())
 
 
 def test_json_schema_carries_the_help() -> None:

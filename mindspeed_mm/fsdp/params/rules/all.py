@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -18,32 +19,10 @@ from mindspeed_mm.fsdp.params.rules.optimizer import optimizer_problems
 from mindspeed_mm.fsdp.params.rules.pipeline import pipeline_problems
 from mindspeed_mm.fsdp.params.rules.speed import speed_problems
 from mindspeed_mm.fsdp.params.rules.tools import tools_problems
-from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features, value_at
+from mindspeed_mm.fsdp.params.rules.unbuilt import unbuilt_features
+from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
 
 __all__ = ["check_cross_section", "unbuilt_features"]
-
-PATTERN_KEYS = (
-    "model.freeze",
-    "parallel.fsdp_plan.apply_modules",
-    "parallel.fsdp_plan.ignored_modules",
-    "parallel.fsdp_plan.hook_modules",
-    "parallel.tp_plan.colwise_parallel",
-    "parallel.tp_plan.rowwise_parallel",
-    "parallel.tp_plan.sequence_parallel",
-    "parallel.ep_plan.apply_modules",
-    "parallel.ep_plan.apply_efsdp_modules",
-    "features.recompute_plan.apply_modules",
-    "features.activation_offload_plan.apply_modules",
-    "features.chunkmbs_plan.apply_modules",
-    "features.compile_plan.apply_modules",
-    "training.lora.target_modules",
-    "training.lora.modules_to_save",
-    "training.no_decay_modules",
-    "training.no_decay_params",
-    "training.allow_missing",
-    "training.allow_unexpected",
-)
-"""Keys that hold patterns."""
 
 
 def check_cross_section(arguments: Arguments) -> list[Problem]:
@@ -52,7 +31,7 @@ def check_cross_section(arguments: Arguments) -> list[Problem]:
 
 
 def _patterns_are_well_formed(arguments: Arguments) -> Iterator[Problem]:
-    for key in PATTERN_KEYS:
+    for key in pattern_keys():
         for pattern in value_at(arguments, key) or ():
             try:
                 compile_pattern(pattern, key=key)

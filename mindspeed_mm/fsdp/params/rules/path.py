@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError, MachineError, MMError, ModelFolderError
 from mindspeed_mm.core.run_ownership import check_run_folder
 from mindspeed_mm.core.suggest import near_path
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.rules.unbuilt import value_at
 
 _INPUTS: dict[str, type[MMError]] = {
     "model.model_name_or_path": ModelFolderError,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
+from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import Problem
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import dataset_cards
@@ -43,6 +43,8 @@ _INFERENCE: dict[str, str] = {
 """Keys of `inference` that nothing reads yet → what counts instead. Their defaults are accepted."""
 
 _DEFAULTS = InferenceArguments()
+_ABSENT = object()
+"""What a key has whose section is not given."""
 
 INSTEAD: dict[str, str] = {f"inference.{key}": words for key, words in _INFERENCE.items()}
 """Key → what to do instead, where that is more than to leave it out."""
@@ -54,7 +56,7 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     **{f"data.val_dataset_param.{key}": values for key, values in _DATASET.items()},
     "data.dataloader_param.dataloader_mode": ("sampler", "base", "variable"),
     "features.loss_cfg.loss_type": (None, "raw", "default", "per_sample_loss", "per_token_loss"),
-    **{f"inference.{key}": (reduce(getattr, key.split("."), _DEFAULTS),) for key in _INFERENCE},
+    **{f"inference.{key}": (value_at(_DEFAULTS, key),) for key in _INFERENCE},
 }
 """Key → values that this version can act on. Keys that are not listed are built."""
 
@@ -63,7 +65,7 @@ def unbuilt_features(arguments: Arguments) -> list[Problem]:
     """One problem for each key that asks for a feature this version does not have."""
     problems = []
     for key, built in BUILT_VALUES.items():
-        value = value_at(arguments, key)
+        value = value_at(arguments, key, _ABSENT)
         is_built = any(value == known and type(value) is type(known) for known in built)
         if value is not _ABSENT and not is_built and not _is_idle(arguments, key):
             problems.append(
@@ -90,16 +92,3 @@ def _is_of_a_plugin(arguments: Arguments, key: str) -> bool:
         return True
     is_described = section == "data" and name != "dataloader_param"
     return is_described and getattr(arguments.data, name).dataset_type not in dataset_cards()
-
-
-_ABSENT = object()
-
-
-def value_at(arguments: Arguments, key: str) -> Any:
-    """The value at a dotted key; a marker that equals nothing when a section on the way is not given."""
-    value: Any = arguments
-    for name in key.split("."):
-        if value is None:
-            return _ABSENT
-        value = getattr(value, name)
-    return value

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.config_path import with_value
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
@@ -124,14 +125,8 @@ def _peak_with(
 def with_settings(arguments: Arguments, settings: Mapping[str, Any]) -> Arguments:
     """The configuration with dotted keys changed."""
     for key, value in settings.items():
-        arguments = _with(arguments, key.split("."), value)
+        arguments = with_value(arguments, key, value)
     return arguments
-
-
-def _with(section: Any, names: Sequence[str], value: Any) -> Any:
-    first, *rest = names
-    new = _with(getattr(section, first), rest, value) if rest else value
-    return section.model_copy(update={first: new})
 
 
 def memory_report(arguments: Arguments, world_size: int, device_type: str, batch: Batch) -> tuple[list[str], list[str]]:
