@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register
 
 IGNORED = -100
 
 
-class Sums:
-    """`2 + 3 = 5`, of which the answer is trained.
+class Sums(MMDataset):
+    """`2 + 3 = 5`, of which the answer is trained. It need not derive from `MMDataset`, which has all that a data
+    set may tell.
 
     Args:
         tokenizer: Of the model.
@@ -26,6 +28,8 @@ class Sums:
         count: How many samples.
         seed: Sample i is a function of (seed, i): every worker and every restart sees the same.
     """
+
+    is_deterministic = True
 
     def __init__(self, tokenizer: Any, numbers: int, count: int, seed: int) -> None:
         self._tokenizer, self._numbers, self._count, self._seed = tokenizer, numbers, count, seed
@@ -40,10 +44,13 @@ class Sums:
         question = self._tokenizer(f"{a} + {b} = ", add_special_tokens=False)["input_ids"]
         answer = self._tokenizer(str(a + b), add_special_tokens=False)["input_ids"] + [self._tokenizer.eos_token_id]
         return {
-            "sample_id": f"sums-{self._seed}:{index}",
             "input_ids": question + answer,
             "labels": [IGNORED] * len(question) + answer,
         }
+
+    def place(self, index: int) -> str:
+        """The name of a sample, in messages and in the batch."""
+        return f"sums-{self._seed}:{index}"
 
     def collate_fn(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Samples → batch. It wins over `collate_param.model_name`; without it a built-in collator is taken."""
@@ -62,7 +69,6 @@ class Sums:
             "labels": labels,
             # What each token is to predict: the labels moved once to the left. The loss is taken from this.
             "shift_labels": torch.cat([labels[:, 1:], torch.full((len(samples), 1), IGNORED)], dim=1),
-            "sample_ids": [sample["sample_id"] for sample in samples],
         }
 
 

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.data.data_utils.template import register_template
     from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
     from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
+    from mindspeed_mm.fsdp.data.dataset import MMDataset
 
 _HOMES = {
     "build_mm_dataset": "build",
     "build_mm_dataloader": "build",
+    "MMDataset": "dataset",
     "MMDataLoader": "dataloader.dataloader",
     "DataPosition": "dataloader.order",
     "DATA_COLLATOR": "data_utils.data_collator",
@@ -27,6 +29,7 @@ _HOMES = {
 __all__ = [
     "build_mm_dataset",
     "build_mm_dataloader",
+    "MMDataset",
     "MMDataLoader",
     "DataPosition",
     "DATA_COLLATOR",

@@ -16,15 +16,11 @@ from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, Order
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import SLOT_BYTES
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions
+from mindspeed_mm.fsdp.data.dataset import MMDataset, as_mm_dataset
 from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
 from mindspeed_mm.fsdp.data.split import split_dataset
 from mindspeed_mm.fsdp.params.cards import dataset_cards
-from mindspeed_mm.fsdp.params.data_args import (
-    BasicParameters,
-    DataloaderParam,
-    DatasetParam,
-    PreprocessParameters,
-)
+from mindspeed_mm.fsdp.params.data_args import DataloaderParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
 from mindspeed_mm.fsdp.utils.processor import load_processor
@@ -42,7 +38,7 @@ def build_mm_dataset(
     seed: int = 42,
     val_dataset_param: DatasetParam | None = None,
     encode_ahead: bool = True,
-) -> tuple[Any, Any | None]:
+) -> tuple[MMDataset, MMDataset | None]:
     """The training data set and, where the configuration asks for one, the validation data set.
 
     Args:
@@ -56,7 +52,7 @@ def build_mm_dataset(
         DataError: Files are missing or broken.
     """
     basic = dataset_param.basic_parameters
-    own_rows = basic.val_dataset if basic.val_dataset is not None else _features_of(basic, "val_features_dir")
+    own_rows = basic.val_dataset if basic.val_dataset is not None else basic.get("val_features_dir")
     own_rows, rate = (None, None) if basic.val_max_samples == 0 else (own_rows, basic.val_rate or None)
     asked = {"data.val_dataset_param": val_dataset_param, f"{_BASIC}.val_dataset": own_rows, f"{_BASIC}.val_rate": rate}
     ways = [key for key, value in asked.items() if value is not None]
@@ -79,6 +75,7 @@ def build_mm_dataloader(
     dataset: Any,
     dataloader_param: DataloaderParam,
     *,
+    packs: bool | None = None,
     micro_batch_size: int,
     gradient_accumulation_steps: int,
     dp_rank: int,
@@ -94,8 +91,9 @@ def build_mm_dataloader(
     """The loader of one data rank.
 
     Args:
-        dataset: Of `build_mm_dataset`.
+        dataset: Of `build_mm_dataset`, or of the caller's own.
         dataloader_param: The `dataloader_param` section.
+        packs: Put all samples of a micro-batch into one row, or each into its own; None: as configured.
         micro_batch_size: Rows of a micro-batch.
         gradient_accumulation_steps: Micro-batches of a step.
         dp_rank: This rank among those that hold different samples.
@@ -112,7 +110,7 @@ def build_mm_dataloader(
         ConfigError: A sampler, a mode, a limit or a collator is unknown, or does not go with the data set.
         DataError: The data set is smaller than one global batch and `drop_last` is set.
     """
-    pin = dataloader_param.pin_memory
+    dataset, pin = as_mm_dataset(dataset), dataloader_param.pin_memory
     timeout_s = dataloader_param.timeout if timeout_s is None else timeout_s
     deal = Deal(micro_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
     order, mix = build_order(
@@ -120,7 +118,7 @@ def build_mm_dataloader(
     )
     return MMDataLoader(
         dataset,
-        _collator(dataset, dataloader_param, processor, dataset_param),
+        collator_of(dataset, dataloader_param, packs=packs, processor=processor, dataset_param=dataset_param),
         order,
         deal,
         seed=seed,
@@ -136,33 +134,36 @@ def build_mm_dataloader(
     )
 
 
-def _processes(dataset: Any, dataloader_param: DataloaderParam, micro_batch_size: int) -> tuple[int, int]:
+def _processes(dataset: MMDataset, dataloader_param: DataloaderParam, micro_batch_size: int) -> tuple[int, int]:
     """Worker processes, and micro-batches that each holds ready. `async_preprocess` asks for one at least, and for so
     many samples."""
     workers, ahead = dataloader_param.num_workers, dataloader_param.prefetch_factor or 2
-    basic = getattr(dataset, "basic_parameters", None)
-    if basic is None or not basic.async_preprocess:
+    basic = dataset.basic_parameters
+    if not basic.async_preprocess:
         return workers, ahead
     workers = max(1, workers)
     return workers, max(ahead, math.ceil((basic.async_preprocess_buffer_size or 0) / (workers * micro_batch_size)))
 
 
-def _slot_bytes(dataset: Any, order: Order) -> int:
+def _slot_bytes(dataset: MMDataset, order: Order) -> int:
     """Room for a micro-batch: pixels of clips are larger than anything else that is sent."""
-    if isinstance(order, BucketOrder) and getattr(dataset, "is_raw", False):
+    if isinstance(order, BucketOrder) and dataset.is_raw:
         return max(SLOT_BYTES, _PIXEL_BYTES * order.most_pixels + 2**20)
     return SLOT_BYTES
 
 
-def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[Any, Any | None]:
+def _build(dataset_param: DatasetParam, encode_ahead: bool, seed: int) -> tuple[MMDataset, MMDataset | None]:
     made = _make(dataset_param)
-    train, validation = made if isinstance(made, tuple) else (made, None)
-    for each in (train, validation):
-        if hasattr(each, "draw_captions"):
-            each.draw_captions(seed)
+    own_train, own_validation = made if isinstance(made, tuple) else (made, None)
+    train = as_mm_dataset(own_train)
+    validation = None if own_validation is None else as_mm_dataset(own_validation)
+    train.draw_captions(seed)
+    if validation is not None:
+        validation.draw_captions(seed)
     if dataset_param.basic_parameters.preprocess_on_fly or not encode_ahead:
         return train, validation
-    return encoded_up_front(train, dataset_param), validation and encoded_up_front(validation, dataset_param)
+    encoded = None if validation is None else encoded_up_front(validation, dataset_param)
+    return encoded_up_front(train, dataset_param), encoded
 
 
 def _make(dataset_param: DatasetParam) -> Any:
@@ -190,8 +191,8 @@ def _read_whole(dataset_param: DatasetParam) -> DatasetParam:
 def _for_validation(dataset_param: DatasetParam) -> DatasetParam:
     basic = dataset_param.basic_parameters
     own: dict[str, Any] = {"dataset": basic.val_dataset, "max_samples": basic.val_max_samples}
-    if _features_of(basic, "features_dir") is not None:
-        own["features_dir"] = _features_of(basic, "val_features_dir")
+    if basic.get("features_dir") is not None:
+        own["features_dir"] = basic.get("val_features_dir")
         if own["features_dir"] is None:
             raise ConfigError(
                 f"'{basic.val_dataset}' has no features, and the training data have",
@@ -210,26 +211,29 @@ def _of_own_section(problem: Problem) -> Problem:
     return replace(problem, key=re.sub(r"^data\.dataset_param\b", "data.val_dataset_param", problem.key))
 
 
-def _features_of(basic: BasicParameters, key: str) -> Any:
-    """A folder of features; only data sets of generators have the key."""
-    return getattr(basic, key, None)
-
-
-def _collator(
-    dataset: Any, dataloader_param: DataloaderParam, processor: Any, dataset_param: DatasetParam | None
+def collator_of(
+    dataset: MMDataset,
+    dataloader_param: DataloaderParam,
+    *,
+    packs: bool | None = None,
+    processor: Any = None,
+    dataset_param: DatasetParam | None = None,
 ) -> Collator:
-    """The data set's own `collate_fn` comes first, then what its samples need, then what the configuration names."""
-    own = getattr(dataset, "collate_fn", None)
+    """What joins the samples of a data set: its own `collate_fn` comes first, then what its samples need, then what the
+    configuration names. Arguments as of `build_mm_dataloader`.
+
+    Raises:
+        ConfigError: The data set has no collator, and there is no processor for a built-in one.
+    """
+    own = dataset.collate_fn or dataset.build_collator(dataloader_param.collate_param, packs=packs)
     if own is not None:
         return own
-    if hasattr(dataset, "build_collator"):
-        return dataset.build_collator(dataloader_param.collate_param)
     preprocess = dataset_param.preprocess_parameters if dataset_param is not None else PreprocessParameters()
     if processor is None and preprocess.model_name_or_path is not None:
         processor = load_processor(preprocess.model_name_or_path, trust_remote_code=preprocess.trust_remote_code)
     if processor is None:
         raise ConfigError(
-            f"{type(dataset).__name__} has no collate_fn",
+            f"{type(dataset.origin).__name__} has no collate_fn",
             key=_TYPE,
             way_out="Give the data set a `collate_fn(samples) -> batch`, or name a model folder with a tokenizer, with "
             "which a built-in collator joins samples that have `input_ids` and `labels`.",

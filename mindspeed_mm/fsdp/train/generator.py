@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -47,7 +48,7 @@ class GeneratorParts:
         """What the transformer computes in."""
         return torch_dtype(self._arguments.parallel.fsdp_plan.param_dtype) or torch.float32
 
-    def build_objective(self, *datasets: Any) -> FlowMatching:
+    def build_objective(self, *datasets: MMDataset | None) -> FlowMatching:
         """The objective for data sets of features, or of raw media.
 
         Raises:
@@ -56,14 +57,14 @@ class GeneratorParts:
         check_loss(self._arguments.features.loss_cfg)
         sets = [dataset for dataset in datasets if dataset is not None]
         for dataset in sets:
-            self.adapter.note_components(getattr(dataset, "noted_components", {}))
-        self._encodes = any(getattr(dataset, "is_raw", False) for dataset in sets)
+            self.adapter.note_components(dataset.noted_components)
+        self._encodes = any(dataset.is_raw for dataset in sets)
         return FlowMatching(
             self.adapter,
             self._arguments.training.diffusion,
             seed=self._arguments.training.seed,
             compute_dtype=self.compute_dtype,
-            null_text=next((getattr(each, "null_text", None) for each in sets), None),
+            null_text=sets[0].null_text() if sets else None,
             encode=LiveEncoder(self.adapter, self.encoders) if self._encodes else None,
         )
 

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError, UsageError
+from mindspeed_mm.core.errors import DataError, ModelFolderError, UsageError
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
 from mindspeed_mm.fsdp.data.data_utils.sample import NothingTrainedError
 from mindspeed_mm.fsdp.data.dataloader.completion import completed
-from mindspeed_mm.fsdp.data.dataloader.faults import Policy, name_of
+from mindspeed_mm.fsdp.data.dataloader.faults import Policy
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, resolve_launch
 from mindspeed_mm.fsdp.distributed.parallel_state import init_parallel_state
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
@@ -88,7 +89,7 @@ class LossModel:
 
 @torch.no_grad()
 def row_losses(
-    measured: LossModel, dataset: Any, collate: Callable[[Sequence[Any]], Batch], batch_size: int
+    measured: LossModel, dataset: MMDataset, collate: Callable[[Sequence[Any]], Batch], batch_size: int
 ) -> Iterator[list[RowLoss | RowLeftOut]]:
     """The loss of every row in order, batch by batch.
 
@@ -113,13 +114,13 @@ def row_losses(
                 samples[index] = dataset[index]
             except DataError as error:
                 if not isinstance(error, NothingTrainedError):
-                    policy.judge(error, name_of(dataset, index))
+                    policy.judge(error, str(dataset.place(index)))
                 found.append(RowLeftOut(index, error.problems[0].what))
         if samples:
-            batch = completed(collate(list(samples.values())), [name_of(dataset, index) for index in samples])
+            batch = completed(collate(list(samples.values())), [str(dataset.place(index)) for index in samples])
             totals, weights, tokens = measured.of_batch(batch)
             for index, total, weight, count in zip(samples, totals, weights, tokens, strict=True):
-                _check_is_number(total, name_of(dataset, index))
+                _check_is_number(total, str(dataset.place(index)))
                 row = RowLoss(index, total, weight, count)
                 found.append(row if row.weight else RowLeftOut(index, "no token of it is trained"))
         yield sorted(found, key=lambda each: each.index)
@@ -133,19 +134,6 @@ def _check_is_number(total: float, row: str) -> None:
             way_out="Try --batch-size 1, for a model that cannot do with padding, or weights of a type with a larger "
             "range (bf16, fp32). If it stays, look at the row and at the weights.",
         )
-
-
-def collator_of(dataset: Any, arguments: Arguments) -> Callable[[Sequence[Any]], Batch]:
-    """What joins the samples of a data set, one to a row.
-
-    Raises:
-        ConfigError: A plugin's data set brings nothing that does.
-    """
-    if (own := getattr(dataset, "collate_fn", None)) is not None:
-        return own
-    if not hasattr(dataset, "build_collator"):
-        raise ConfigError(f"{type(dataset).__name__} has no collate_fn", key="data.dataset_param.dataset_type")
-    return dataset.build_collator(arguments.data.dataloader_param.collate_param, packs=False)
 
 
 def loss_of_model(model: nn.Module, device: torch.device) -> LossModel:

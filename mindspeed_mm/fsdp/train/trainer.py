@@ -25,8 +25,9 @@ from mindspeed_mm.core.artifacts import RunFolder, make_writable_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.run_ownership import mark_run_folder
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
-from mindspeed_mm.fsdp.data import DataPosition, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_writer
+from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.distributed.job.launch import (
     gather_hosts,
     initialize_distributed,
@@ -211,7 +212,7 @@ class Trainer:
                 load_weights=resume.checkpoint is None,
                 packs=bool(self.options.packs),
                 given=self.given.model,
-                processor=getattr(train_set, "processor", None),
+                processor=train_set.processor,
             )
             optimizer = build_optimizer(assembled.model, self.arguments.training, self.arguments.features)
             ema = Ema(assembled.model, self.arguments.training.ema) if self.arguments.training.ema.enable else None
@@ -325,27 +326,26 @@ class Trainer:
             finally:
                 self.progress.close()
 
-    def _build_data(self) -> tuple[Any, Any]:
+    def _build_data(self) -> tuple[MMDataset, MMDataset | None]:
         """The data sets. Encoding samples up front may take hours: one process does it, those that wait for it wait in
         no collective, and nothing limits them."""
         if self.given.train_set is not None:
-            return self.given.train_set, self.given.validation_set
+            own = self.given.validation_set
+            return as_mm_dataset(self.given.train_set), None if own is None else as_mm_dataset(own)
         data = self.arguments.data
         sections = [section for section in (data.dataset_param, data.val_dataset_param) if section is not None]
         is_short = all(section.basic_parameters.preprocess_on_fly for section in sections)
         with self._setup("reading the data") if is_short else nullcontext():
-            train, validation = build_mm_dataset(
+            return build_mm_dataset(
                 data.dataset_param, seed=self.arguments.training.seed, val_dataset_param=data.val_dataset_param
             )
-        if self.options.packs is not None:
-            train.build_collator = partial(train.build_collator, packs=self.options.packs)
-        return train, validation
 
-    def _build_loader(self, dataset: Any) -> Any:
+    def _build_loader(self, dataset: MMDataset) -> MMDataLoader:
         training = self.arguments.training
         return build_mm_dataloader(
             dataset,
             self.arguments.data.dataloader_param,
+            packs=self.options.packs,
             micro_batch_size=training.micro_batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
             dp_rank=self.state.data_rank,
@@ -355,18 +355,18 @@ class Trainer:
             group=self.data_group,
         )
 
-    def _take_up_data(self, loader: Any, resume: ResumePoint, position: DataPosition) -> None:
+    def _take_up_data(self, loader: MMDataLoader, resume: ResumePoint, position: DataPosition) -> None:
         before = resume.checkpoint.context.get("batching") if resume.checkpoint is not None else None
         if note := loader.go_on(position, before, may_skip=self.options.accept_data_change):
             self.progress.note(note)
 
-    def _total_steps(self, loader: Any) -> int:
+    def _total_steps(self, loader: MMDataLoader) -> int:
         training = self.arguments.training
         if training.train_epochs is None:
             return training.train_iters
         return max(1, loader.steps_for(training.train_epochs))
 
-    def _build_objective(self, assembled: Assembled, *datasets: Any) -> Objective:
+    def _build_objective(self, assembled: Assembled, *datasets: MMDataset | None) -> Objective:
         if assembled.adapter is not None:
             self.generator = GeneratorParts(assembled.adapter, self.arguments, self.device)
             return self.generator.build_objective(*datasets)
@@ -423,7 +423,12 @@ class Trainer:
         return PipelineForwardBackward(assembled.pipeline, objective, pp_plan, self.device)
 
     def _build_hooks(
-        self, assembled: Assembled, record: RunRecord, resume: ResumePoint, loader: Any, validation_set: Any
+        self,
+        assembled: Assembled,
+        record: RunRecord,
+        resume: ResumePoint,
+        loader: MMDataLoader,
+        validation_set: MMDataset | None,
     ) -> list[Hook]:
         """In the order in which they come to their turn after a step."""
         training = self.arguments.training
@@ -454,7 +459,7 @@ class Trainer:
         write_view = view_writer(self.arguments.data.dataset_param, Path(model_folder))
         return HuggingFaceSaves(Path(training.save), Path(model_folder), dtype, training.save_timeout_s, write_view)
 
-    def _validation_loader(self, dataset: Any) -> Any:
+    def _validation_loader(self, dataset: MMDataset) -> MMDataLoader:
         training, param = self.arguments.training, self.arguments.data.dataloader_param
         return build_mm_dataloader(
             dataset,
@@ -472,7 +477,7 @@ class Trainer:
 
     # --- what is said and written ------------------------------------------------------------------------------------
 
-    def _context(self, dataset: Any) -> dict[str, Any]:
+    def _context(self, dataset: MMDataset) -> dict[str, Any]:
         """What a checkpoint's manifest records and a resume compares."""
         samples = global_batch(self.arguments.training, self.state.data_size)
         mesh = self.state.describe()

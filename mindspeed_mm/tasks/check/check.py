@@ -279,7 +279,7 @@ class _Check:
             dataset_param=arguments.data.dataset_param,
         )
         self.dataset, self.batching = dataset, loader.batching
-        self.batch, self.processor = next(iter(loader))[0], getattr(dataset, "processor", None)
+        self.batch, self.processor = next(iter(loader))[0], dataset.processor
         if validation is not None:
             validation[0]
 

@@ -15,6 +15,7 @@ from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
 from mindspeed_mm.core.errors import ConfigError, DataError, ExitCode, MMError
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.tasks.data.denoised import denoised_findings, is_denoised, lengths_of
 from mindspeed_mm.tasks.data.facts import DenoisedLook, RowLook
 from mindspeed_mm.tasks.data.findings import DataFinding, Terms, find_all, to_dict
@@ -148,12 +149,12 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
         global_batch = data.global_batch(ranks)
     except ConfigError:
         global_batch = data.global_batch(_smallest(data))
-    name, rows = _namer(dataset), data.rows
+    rows = data.rows
     terms = Terms(basic, data.arguments.data.dataloader_param, 0 if data.is_validation else global_batch, rows)
     result.rows, result.read, result.usable = rows, tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
     elsewhere = None if is_denoised(dataset) else partial(search_media, dataset, basic)
-    result.findings = find_all(tally, terms, name, elsewhere) + _of_template(data, tally)
+    result.findings = find_all(tally, terms, lambda row: str(dataset.place(row)), elsewhere) + _of_template(data, tally)
     if is_denoised(dataset):
         found = [*result.findings, *denoised_findings(dataset, tally)]
         result.findings = sorted(found, key=lambda finding: not finding.is_error)
@@ -170,10 +171,6 @@ def _of_first_batch(data: OpenedData) -> list[DataFinding]:
     except MMError as error:
         return [DataFinding("error", "first micro-batch", f"it cannot be made: {error}", 0)]
     return []
-
-
-def _namer(dataset: Any) -> Any:
-    return (lambda row: str(dataset.place(row))) if hasattr(dataset, "place") else str
 
 
 def _smallest(data: OpenedData) -> int:
@@ -193,14 +190,14 @@ def _ranks(nproc: int | None) -> int:
 
 def _of_template(data: OpenedData, tally: RowStatistics) -> list[DataFinding]:
     """What is off about the chat template, if the rows are conversations."""
-    template = getattr(data.dataset, "template", None)
+    template = data.dataset.template
     if template is None:
         return []
     first = [_sample(data.dataset, row) for row in tally.index[:_COMPARED_ROWS]]
     return list(template_findings(template, data.processor(), [sample for sample in first if sample is not None]))
 
 
-def _sample(dataset: Any, row: int) -> Sample | None:
+def _sample(dataset: MMDataset, row: int) -> Sample | None:
     try:
         return dataset.sample(row)
     except MMError:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
@@ -24,12 +25,12 @@ _MOST_BUCKETS = 12
 Told = tuple[str, DenoisedFacts]
 
 
-def is_denoised(dataset: Any) -> bool:
+def is_denoised(dataset: MMDataset) -> bool:
     """Whether a data set is a generator's."""
-    return hasattr(dataset, "describe") and hasattr(dataset, "sizes")
+    return dataset.sizes is not None
 
 
-def lengths_of(dataset: Any) -> CaptionLengths | None:
+def lengths_of(dataset: MMDataset) -> CaptionLengths | None:
     """What measures captions; None where the model's folder lacks the tokenizers, as a run on features allows."""
     try:
         return dataset.caption_lengths()
@@ -40,7 +41,7 @@ def lengths_of(dataset: Any) -> CaptionLengths | None:
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
-def denoised_findings(dataset: Any, tally: RowStatistics) -> list[DataFinding]:
+def denoised_findings(dataset: MMDataset, tally: RowStatistics) -> list[DataFinding]:
     """What a person should know of captions, declarations, scaling, and of features whose rows have changed."""
     told = tally.denoised
     found = [
@@ -93,7 +94,7 @@ def _finding(
     return DataFinding("warning", kind, f"{count} {what}", len(rows), examples, (Fix(fix, 0),))
 
 
-def _of_changed_rows(dataset: Any) -> Iterator[DataFinding]:
+def _of_changed_rows(dataset: MMDataset) -> Iterator[DataFinding]:
     problems = dataset.row_changes()
     if problems:
         yield DataFinding(

@@ -15,8 +15,8 @@ from mindspeed_mm.core.batch import IGNORED_LABEL
 from mindspeed_mm.core.errors import DataError, MMError, Problem
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, Sample, TooLongError
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
-from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeChange
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 
@@ -136,14 +136,14 @@ class DenoisedLook:
         lengths: Measures captions; None: the model's folder has no tokenizer.
     """
 
-    def __init__(self, dataset: Any, *, decode: bool, lengths: CaptionLengths | None) -> None:
+    def __init__(self, dataset: MMDataset, *, decode: bool, lengths: CaptionLengths | None) -> None:
         self.dataset, self._decode, self._lengths = dataset, decode, lengths
 
     def __call__(self, index: int) -> RowFacts:
         """The facts of a sample; what is wrong with it is one of them."""
         facts = RowFacts(index, str(self.dataset.place(index)))
         try:
-            found: SampleDescription = self.dataset.describe(index)
+            found = self.dataset.describe(index)
             if self._decode:
                 self.dataset.item(index, 0)
         except MMError as error:
@@ -189,13 +189,13 @@ class RowLook:
         specials: Special tokens of the tokenizer, which a text should not hold.
     """
 
-    def __init__(self, dataset: Any, *, decode: bool, specials: tuple[str, ...] = ()) -> None:
+    def __init__(self, dataset: MMDataset, *, decode: bool, specials: tuple[str, ...] = ()) -> None:
         self.dataset, self._decode = dataset, decode
         self._specials = re.compile("|".join(map(re.escape, specials))) if specials else None
 
     def __call__(self, index: int) -> RowFacts:
         """The facts of a row; what is wrong with it is one of them."""
-        facts = RowFacts(index, self._place(index))
+        facts = RowFacts(index, str(self.dataset.place(index)))
         try:
             sample = self._describe(facts, index)
             self._measure(facts, index, sample)
@@ -209,17 +209,13 @@ class RowLook:
             facts.fault = RowFault("the data set failed", f"{type(error).__name__}: {error}")
         return facts
 
-    def _place(self, index: int) -> str:
-        return str(self.dataset.place(index)) if hasattr(self.dataset, "place") else str(index)
-
     def _describe(self, facts: RowFacts, index: int) -> Sample | None:
         """What the raw row and the converted one tell."""
-        if hasattr(self.dataset, "row"):
-            found = self.dataset.row(index).get("id")
-            facts.row_id = str(found) if isinstance(found, str | int) else None
-        if not hasattr(self.dataset, "sample"):
+        row_id = self.dataset.row(index).get("id")
+        facts.row_id = str(row_id) if isinstance(row_id, str | int) else None
+        if not self.dataset.has_rows:
             return None
-        sample: Sample = self.dataset.sample(index)
+        sample = self.dataset.sample(index)
         facts.roles = tuple(message["role"] for message in sample.messages)
         texts = [text for part in both(sample) for text in texts_of(part)]
         facts.content = content_hash(sample)
@@ -229,19 +225,18 @@ class RowLook:
 
     def _measure(self, facts: RowFacts, index: int, row: Sample | None) -> None:
         """Sizes and the label mask."""
-        if hasattr(self.dataset, "outline"):
-            outlines = as_pair(self.dataset.outline(index))
-            for outline in outlines:
+        if row is not None:
+            for outline in as_pair(self.dataset.outline(index)):
                 facts.tokens += outline.size.tokens
                 facts.patches += outline.size.patches
                 facts.full_tokens += outline.full_tokens
                 facts.trained += trained_tokens(outline.labels, outline.weights)
                 facts.shrunk |= outline.shrunk
-            facts.media = tuple(self._header(item) for item in row.media) if row is not None else ()
+            facts.media = tuple(self._header(item) for item in row.media)
             if self._decode and facts.media:
                 _ = self.dataset[index]
             return
-        for sample in as_pair(self._item(index)):
+        for sample in as_pair(self.dataset.item(index, 0)):
             if isinstance(sample, dict) and "input_ids" in sample:
                 length = len(sample["input_ids"])
                 facts.tokens, facts.full_tokens = facts.tokens + length, facts.full_tokens + length
@@ -250,12 +245,8 @@ class RowLook:
                 facts.media += tuple(MediumFacts(getattr(item, "kind", "medium")) for item in sample.get("media") or ())
 
     def _header(self, item: MediaItem) -> MediumFacts:
-        media = getattr(self.dataset, "media", None)
+        media = self.dataset.media
         return medium_facts(item.kind, media.probe(item.kind, item.source) if media is not None else None)
-
-    def _item(self, index: int) -> Any:
-        """A sample; those of generators differ by epoch."""
-        return self.dataset.item(index, 0) if hasattr(self.dataset, "item") else self.dataset[index]
 
 
 def as_pair(sample: Any) -> list[Any]:

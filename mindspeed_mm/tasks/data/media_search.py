@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.tasks.data.findings import BASIC, Fix
 from mindspeed_mm.tasks.data.tally import BadRow
@@ -15,12 +15,12 @@ _MOST_TRIED = 200
 _SUBFOLDERS = ("images", "image", "media", "videos", "audios", "data")
 
 
-def search_media(dataset: Any, basic: BasicParameters, rows: Sequence[BadRow]) -> list[Fix]:
+def search_media(dataset: MMDataset, basic: BasicParameters, rows: Sequence[BadRow]) -> list[Fix]:
     """Settings of `dataset_dir` under which the media of rows would be found: the best; none when nothing helps."""
     tried = rows[:_MOST_TRIED]
-    names = [_paths(dataset.sample(row.index)) for row in tried] if hasattr(dataset, "sample") else []
+    names = [_paths(dataset.sample(row.index)) for row in tried] if dataset.has_rows else []
     found = []
-    for folder in _candidates(dataset, basic):
+    for folder in _candidates(basic):
         saved = sum(bool(paths) and all((folder / path).is_file() for path in paths) for paths in names)
         if saved:
             found.append(Fix(f"{BASIC}.dataset_dir={folder}", round(saved * len(rows) / len(tried))))
@@ -33,9 +33,9 @@ def _paths(sample: Sample) -> list[str]:
     return [name for name in flat if isinstance(name, str)]
 
 
-def _candidates(dataset: Any, basic: BasicParameters) -> list[Path]:
+def _candidates(basic: BasicParameters) -> list[Path]:
     """The folders of the files of rows, those around them, and their usual sub-folders."""
-    files = getattr(dataset, "files", None) or _named_files(basic)
+    files = _named_files(basic)
     bases = list(dict.fromkeys([*(file.parent for file in files), *(file.parent.parent for file in files)]))
     bases.append(Path(basic.dataset_dir))
     tried = [*bases, *(base / name for base in bases for name in _SUBFOLDERS)]

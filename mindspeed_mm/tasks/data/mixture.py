@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_mm.fsdp.data.data_utils.rows.row_table import find_part
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, find_part
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 from mindspeed_mm.tasks.data.tally import RowStatistics
 
@@ -36,12 +37,11 @@ class SourceShare:
         }
 
 
-def shares(dataset: Any, basic: BasicParameters, tally: RowStatistics) -> list[SourceShare]:
+def shares(dataset: MMDataset, basic: BasicParameters, tally: RowStatistics) -> list[SourceShare]:
     """Rows and tokens of each entry of `dataset:`; empty where the data set does not tell its parts."""
-    ranges = getattr(dataset, "parts", None) or []
-    counts = tally.parts(ranges)
+    counts = tally.parts(dataset.parts)
     rows, tokens = sum(each.rows for each in counts) or 1, sum(each.tokens for each in counts) or 1
-    weights = _weights(ranges, basic)
+    weights = _weights(dataset.parts, basic)
     total = sum(weights.values())
     return [
         SourceShare(
@@ -56,7 +56,7 @@ def shares(dataset: Any, basic: BasicParameters, tally: RowStatistics) -> list[S
     ]
 
 
-def _weights(parts: Sequence[Any], basic: BasicParameters) -> dict[int, float]:
+def _weights(parts: Sequence[Part], basic: BasicParameters) -> dict[int, float]:
     """Number of each source that has a weight → its weight."""
     if basic.mix is None or not parts:
         return {}

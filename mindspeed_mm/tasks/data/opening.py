@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
-from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
+from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
@@ -23,7 +22,7 @@ class OpenedData:
     """The rows of a configuration."""
 
     config: ResolvedConfig
-    dataset: Any
+    dataset: MMDataset
     """The training rows, or those for validation where they were asked for."""
     is_validation: bool = False
 
@@ -42,14 +41,14 @@ class OpenedData:
     @property
     def rows(self) -> int:
         """How many there are, with those of a generator's that were left out when they were opened."""
-        return len(self.dataset) + (len(self.dataset.left_out) if hasattr(self.dataset, "sizes") else 0)
+        return len(self.dataset) + len(self.dataset.left_out)
 
     def processor(self) -> Any:
         """The processor or tokenizer that renders the rows; None where no folder is named, and for generators, whose
         samples have sizes instead of tokens."""
-        found = getattr(self.dataset, "processor", None)
+        found = self.dataset.processor
         folder = self.param.preprocess_parameters.model_name_or_path
-        if found is None and folder is not None and not hasattr(self.dataset, "sizes"):
+        if found is None and folder is not None and self.dataset.sizes is None:
             found = load_processor(folder, trust_remote_code=self.param.preprocess_parameters.trust_remote_code)
         return found
 
@@ -128,7 +127,7 @@ def open_data(
 def _looked_at(param: DatasetParam, patient: bool) -> DatasetParam:
     """The same rows, to be looked at: indexed where training streams them."""
     update: dict[str, Any] = {"streaming": False} | ({"on_bad_sample": "skip"} if patient else {})
-    if patient and hasattr(param.basic_parameters, "features_dir"):  # of a generator: its rows are read at the start
+    if patient and "features_dir" in param.basic_parameters:  # of a generator: its rows are read at the start
         update["max_bad_fraction"] = 1.0
     basic = before_extraction(param).basic_parameters.model_copy(update=update)
     return param.model_copy(update={"basic_parameters": basic})
@@ -137,7 +136,7 @@ def _looked_at(param: DatasetParam, patient: bool) -> DatasetParam:
 def before_extraction(param: DatasetParam) -> DatasetParam:
     """The section; where features are still to be made, with the media that they will be made of instead."""
     basic = param.basic_parameters
-    folder = getattr(basic, "features_dir", None)
+    folder = basic.get("features_dir")
     if folder is None or basic.dataset is None or Path(folder).exists():
         return param
     update = {"features_dir": None} | ({"val_features_dir": None} if basic.val_dataset is not None else {})

@@ -12,7 +12,7 @@ from mindspeed_mm.core.errors import DataError, MMError, UsageError
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
-from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.tasks.data.denoised import is_denoised, lengths_of, sample_notes
 from mindspeed_mm.tasks.data.facts import as_pair, both, trained_tokens
@@ -155,7 +155,7 @@ def run(
         chosen = first_rows(loader, len(data.dataset), count or DEFAULT_COUNT)
     shown = show_rows(data, chosen)
     found = Preview(config_path, len(data.dataset), data.param.basic_parameters.cutoff_len, shown)
-    found.media, found.batch_trouble = getattr(data.dataset, "media", None), trouble
+    found.media, found.batch_trouble = data.dataset.media, trouble
     if loader is not None:
         for row, when in places_in_epoch(loader, chosen).items():
             next(each for each in shown if each.index == row).when = when
@@ -175,11 +175,11 @@ def show_rows(data: OpenedData, chosen: Sequence[int]) -> list[ShownRow]:
     return [_show_row(data.dataset, index, reader) for index in chosen]
 
 
-def _show_row(dataset: Any, index: int, reader: TokenReader) -> ShownRow:
-    row = ShownRow(index, str(dataset.place(index)) if hasattr(dataset, "place") else str(index))
+def _show_row(dataset: MMDataset, index: int, reader: TokenReader) -> ShownRow:
+    row = ShownRow(index, str(dataset.place(index)))
     try:
         row.row_id = _row_id(dataset, index)
-        sample = dataset.item(index, 0) if hasattr(dataset, "item") else dataset[index]
+        sample = dataset.item(index, 0)
         encoded = as_pair(sample)
         names = ("chosen", "rejected") if len(encoded) > 1 else ("",)
         row.answers = [
@@ -191,11 +191,11 @@ def _show_row(dataset: Any, index: int, reader: TokenReader) -> ShownRow:
     return row
 
 
-def _show_denoised(dataset: Any, index: int, lengths: CaptionLengths | None) -> ShownRow:
+def _show_denoised(dataset: MMDataset, index: int, lengths: CaptionLengths | None) -> ShownRow:
     """A generator's sample with its medium; what is wrong with it is told in its place."""
     row = ShownRow(index, str(dataset.place(index)))
     try:
-        found: SampleDescription = dataset.describe(index)
+        found = dataset.describe(index)
         row.notes = sample_notes(found, lengths)
         if dataset.is_raw:
             row.media = [(MediaItem("video" if found.is_video else "image", found.source), 0)]
@@ -223,8 +223,8 @@ def _answer(name: str, sample: dict[str, Any], reader: TokenReader) -> Tokenized
     )
 
 
-def _media(dataset: Any, index: int, encoded: list[Any]) -> list[tuple[MediaItem, int]]:
-    if not hasattr(dataset, "sample"):
+def _media(dataset: MMDataset, index: int, encoded: list[Any]) -> list[tuple[MediaItem, int]]:
+    if not dataset.has_rows:
         return []
     counts = [len(features.token_ids) for each in encoded for features in each.get("media") or ()]
     items = [item for part in both(dataset.sample(index)) for item in part.media]
@@ -243,7 +243,7 @@ def media_name(source: Any) -> str:
     return text if len(text) <= 120 else f"{text[:40]}… ({len(text):,} characters)"
 
 
-def find_rows(dataset: Any, names: Sequence[str]) -> list[int]:
+def find_rows(dataset: MMDataset, names: Sequence[str]) -> list[int]:
     """Indices of rows by their place or id, in the order of the names.
 
     Raises:
@@ -252,7 +252,7 @@ def find_rows(dataset: Any, names: Sequence[str]) -> list[int]:
     found: dict[str, int] = {}
     missing = set(names)
     for index in range(len(dataset)) if missing else ():
-        told = {str(dataset.place(index)) if hasattr(dataset, "place") else str(index), _row_id(dataset, index)}
+        told = {str(dataset.place(index)), _row_id(dataset, index)}
         for name in missing & told:
             found[name] = index
         missing -= found.keys()
@@ -267,9 +267,7 @@ def find_rows(dataset: Any, names: Sequence[str]) -> list[int]:
     return [found[name] for name in names]
 
 
-def _row_id(dataset: Any, index: int) -> str | None:
-    if not hasattr(dataset, "row"):
-        return None
+def _row_id(dataset: MMDataset, index: int) -> str | None:
     try:
         found = dataset.row(index).get("id")
     except DataError:

@@ -17,8 +17,9 @@ from mindspeed_mm.core.errors import ConfigError, DataError, UsageError, told_as
 from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.build import collator_of
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.dataloader.faults import name_of
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetAttr, DatasetParam
 from mindspeed_mm.fsdp.params.loader import load_config
@@ -26,7 +27,6 @@ from mindspeed_mm.fsdp.train.row_losses import (
     LossModel,
     RowLeftOut,
     RowLoss,
-    collator_of,
     loss_of_model,
     loss_of_run,
     row_losses,
@@ -162,7 +162,9 @@ def run(request: LossRequest, out: Path | None = None) -> LossEvaluation:
     make_writable_folder(out)
     began = time.monotonic()
     with _opened(request, run_folder) as (measured, dataset, arguments, facts):
-        batches = row_losses(measured, dataset, collator_of(dataset, arguments), request.batch_size)
+        data = arguments.data
+        collate = collator_of(dataset, data.dataloader_param, packs=False, dataset_param=data.dataset_param)
+        batches = row_losses(measured, dataset, collate, request.batch_size)
         found = list(_with_progress(batches, len(dataset)))
     facts |= {"seconds": round(time.monotonic() - began, 3)}
     evaluation = _evaluation(found, dataset, facts)
@@ -172,7 +174,7 @@ def run(request: LossRequest, out: Path | None = None) -> LossEvaluation:
 
 # --- what is measured -------------------------------------------------------------------------------------------------
 
-_Opened = tuple[LossModel, Any, Arguments, dict[str, Any]]
+_Opened = tuple[LossModel, MMDataset, Arguments, dict[str, Any]]
 """The model, the rows, the configuration, and what the results say of them."""
 
 
@@ -187,7 +189,7 @@ def _opened(request: LossRequest, run_folder: Path | None) -> Iterator[_Opened]:
         param = _shown_by(request.config, arguments)
         arguments = arguments.model_copy(update={"data": arguments.data.model_copy(update={"dataset_param": param})})
     dataset = _rows(request, arguments)
-    with loss_of_run(arguments, request.model, getattr(dataset, "processor", None)) as (measured, weights):
+    with loss_of_run(arguments, request.model, dataset.processor) as (measured, weights):
         yield measured, dataset, arguments, _facts(request, request.model, None) | {"weights": weights}
 
 
@@ -218,7 +220,7 @@ def _shown_by(config: Path, arguments: Arguments) -> DatasetParam:
     return param.model_copy(update={"preprocess_parameters": preprocess})
 
 
-def _rows(request: LossRequest, arguments: Arguments) -> Any:
+def _rows(request: LossRequest, arguments: Arguments) -> MMDataset:
     """The rows that are asked for, encoded as training does.
 
     Raises:
@@ -283,13 +285,13 @@ def _with_progress(batches: Iterable[Sequence[RowLoss | RowLeftOut]], total: int
     progress.close()
 
 
-def _evaluation(found: Sequence[RowLoss | RowLeftOut], dataset: Any, facts: dict[str, Any]) -> LossEvaluation:
+def _evaluation(found: Sequence[RowLoss | RowLeftOut], dataset: MMDataset, facts: dict[str, Any]) -> LossEvaluation:
     """Raises `DataError` where no row has a loss."""
     by_task: dict[str, list[RowLoss]] = defaultdict(list)
     samples, left_out = [], []
     for each in found:
-        row = dataset.row(each.index) if hasattr(dataset, "row") else {}
-        name = text_field(row, "id", name_of(dataset, each.index))
+        row = dataset.row(each.index)
+        name = text_field(row, "id", str(dataset.place(each.index)))
         if isinstance(each, RowLeftOut):
             left_out.append({"id": name, "reason": each.reason})
             continue

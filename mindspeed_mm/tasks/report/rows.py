@@ -46,4 +46,4 @@ def _read(resolved: Path) -> list[dict[str, Any]]:
 
     data = open_data(resolved, _UNTRUSTED, patient=True)
     chosen = first_rows(data.loader(), len(data.dataset), MOST_ROWS)
-    return [shown_row(row, getattr(data.dataset, "media", None)) for row in show_rows(data, chosen)]
+    return [shown_row(row, data.dataset.media) for row in show_rows(data, chosen)]

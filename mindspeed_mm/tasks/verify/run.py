@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.core.errors import ConfigError, DivergedError, MMError, ModelFolderError
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import check_packed_rows
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -68,17 +69,20 @@ def run_reference(job: Job, tell: Tell) -> Reference:
     return Reference(chosen, _describe(engine, job.full))
 
 
-def has_one_size(dataset: Any, arguments: Arguments) -> bool:
+def has_one_size(dataset: MMDataset, arguments: Arguments) -> bool:
     """Whether any samples can share a micro-batch."""
-    return not packs_rows(arguments) and len(set(getattr(dataset, "sizes", ()))) <= 1
+    return not packs_rows(arguments) and len(set(dataset.sizes or ())) <= 1
 
 
-def why_unpackable(dataset: Any, arguments: Arguments) -> str:
+def why_unpackable(dataset: MMDataset, arguments: Arguments) -> str:
     """Why samples of this data set cannot share a row of this model; empty when they can."""
-    if not hasattr(dataset, "build_collator") or hasattr(dataset, "collate_fn") or hasattr(dataset, "sizes"):
-        return "the data set makes its own batches"
+    makes_own_batches = dataset.collate_fn is not None or dataset.sizes is not None
     try:
-        dataset.build_collator(arguments.data.dataloader_param.collate_param, packs=True)
+        if (
+            makes_own_batches
+            or dataset.build_collator(arguments.data.dataloader_param.collate_param, packs=True) is None
+        ):
+            return "the data set makes its own batches"
         check_packed_rows(
             ModelHub.build(arguments.model, feature_args=arguments.features),
             attention=arguments.model.attn_implementation,

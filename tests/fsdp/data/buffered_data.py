@@ -11,13 +11,13 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, build_mm_dataloader
+from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, MMDataset, build_mm_dataloader
 from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
 
 
-class Texts:
+class Texts(MMDataset):
     """Sample i has `lengths[i]` tokens, all of them the number i.
 
     Args:

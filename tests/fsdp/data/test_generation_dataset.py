@@ -102,7 +102,7 @@ class TestRaw:
         dataset, _ = build_mm_dataset(param(pictures))
         assert isinstance(dataset, GenerationDataset)
         assert dataset.is_raw
-        assert dataset.null_text is None
+        assert dataset.null_text() is None
         assert dataset.sizes == [MediaSize(1, *PLANES[n % 3]) for n in range(23)]
         sample = dataset[1]
         assert sample["pixels"].shape == (3, 1, 16, 32)
@@ -418,8 +418,8 @@ class TestFeatures:
         dataset, _ = build_mm_dataset(param(None, sizes={}, features_dir="features"))
         assert not dataset.is_raw
         assert dataset.sizes == [record.size for record in store.records]
-        assert set(dataset.null_text) == {"prompt_embeds", "pooled_prompt_embeds"}
-        assert dataset.null_text["prompt_embeds"].shape == (16, 32)
+        assert set(dataset.null_text()) == {"prompt_embeds", "pooled_prompt_embeds"}
+        assert dataset.null_text()["prompt_embeds"].shape == (16, 32)
         assert dataset.place(2) == "features:2.png"
         batches = epoch_of(loader(dataset, num_workers=workers))
         assert sorted(ids(batches)) == [record.key for record in store.records]
@@ -450,7 +450,7 @@ class TestFeatures:
         (batch,) = epoch_of(loader(dataset))
         lengths = (batch["prompt_embeds"].abs().sum(-1) > 0).sum(1).tolist()
         assert sorted(lengths) == [2, 3]
-        assert batch["prompt_embeds"].shape[1:] == dataset.null_text["prompt_embeds"].shape
+        assert batch["prompt_embeds"].shape[1:] == dataset.null_text()["prompt_embeds"].shape
         assert batch["condition_latents"].shape == (2, 16, 2, 2, 2)
 
     def test_sizes_that_the_yaml_asks_for_must_be_there(self, store: Store, param: Callable[..., DatasetParam]) -> None:

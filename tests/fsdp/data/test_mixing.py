@@ -137,4 +137,4 @@ def test_real_files_of_different_formats(tmp_path: Path, param: Callable[..., Da
     assert sum(part.end - part.first for part in train.parts) == len(train) == 9
     for part in train.parts:
         found = {dataset.place(0).file if part.name.startswith("chats") else "tasks.jsonl"}
-        assert {train.place(i).rpartition(":")[0] for i in range(part.first, part.end)} == found
+        assert {train.place(i).file for i in range(part.first, part.end)} == found

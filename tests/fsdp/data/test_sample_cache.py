@@ -20,6 +20,7 @@ import torch
 from mindspeed_mm.core.errors import ConfigError, DataError, MachineError
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaFeatures
+from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.data.sample_cache import CachedSamples, codec, encoding
 from mindspeed_mm.fsdp.data.sample_cache.folder import CacheFolder
 from mindspeed_mm.fsdp.data.sample_cache.identity import digest_of, settings_of
@@ -252,8 +253,8 @@ class TestReuse:
         from mindspeed_mm.fsdp.data.sample_cache import encoded_up_front
 
         with pytest.raises(ConfigError, match=r"list cannot be encoded up front"):
-            encoded_up_front([1, 2], param("x"))
-        stream = type("Stream", (), {"streams": True})()
+            encoded_up_front(as_mm_dataset([1, 2]), param("x"))
+        stream = as_mm_dataset(type("Stream", (), {"streams": True})())
         with pytest.raises(ConfigError, match=r"streamed are not known before.*streaming: false"):
             encoded_up_front(stream, param("x"))
 

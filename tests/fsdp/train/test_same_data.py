@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.train.run.start_checks import check_same_data
 from tests.helpers.distributed import run_ranks
 
@@ -32,7 +33,8 @@ def compare() -> list[str]:
 
 def said(trial: dict[str, Any]) -> str:
     try:
-        check_same_data(trial, dist.get_world_size())
+        sets = {name: None if rows is None else as_mm_dataset(rows) for name, rows in trial.items()}
+        check_same_data(sets, dist.get_world_size())
     except DataError as error:
         return str(error)
     return ""
@@ -51,4 +53,4 @@ def test_ranks_compare_their_rows():
 
 
 def test_one_process_has_nobody_to_compare_with():
-    check_same_data({"data": Rows("abc")}, 1)
+    check_same_data({"data": as_mm_dataset(Rows("abc"))}, 1)

@@ -20,7 +20,7 @@ import numpy as np
 from mindspeed_mm.core.errors import CheckpointError, ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Planned, Step, too_few
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step, too_few
 from mindspeed_mm.fsdp.data.dataloader.planning import ATTENTION_TOKENS, divided
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick, permutation
 
@@ -42,7 +42,7 @@ class Bucket:
         return rows * self.tokens * (1 + self.tokens / ATTENTION_TOKENS)
 
 
-class BucketOrder:
+class BucketOrder(Order):
     """Steps over samples of different sizes.
 
     Args:
@@ -72,7 +72,13 @@ class BucketOrder:
         max_tokens: int | None = None,
     ) -> None:
         self._deal, self._seed, self._shuffle, self._drop_last = deal, seed, shuffle, drop_last
-        self._max_tokens, self._geometry = max_tokens, geometry
+        self.most_tokens, self._geometry = max_tokens, geometry
+        self.batching = {
+            "micro_batches_per_step": deal.micro_batches,
+            "micro_batch_size": deal.micro_batch_size,
+            "max_tokens_per_batch": max_tokens,
+            "shuffle": shuffle,
+        }
         numbers = {size: n for n, size in enumerate(dict.fromkeys(sizes))}
         self._bucket_of = np.array([numbers[size] for size in sizes], dtype=np.int64)
         self.buckets = [_bucket(size, geometry, deal.micro_batch_size, max_tokens) for size in numbers]
@@ -84,20 +90,9 @@ class BucketOrder:
         self._steps_per_epoch = whole + (rest > 0 and not drop_last)
 
     @property
-    def most_tokens(self) -> int | None:
-        """Of a micro-batch, where they are limited."""
-        return self._max_tokens
-
-    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch, the same for all epochs."""
         return self._steps_per_epoch
-
-    @property
-    def batching(self) -> dict[str, Any]:
-        """What decides how the micro-batches of a step are cut."""
-        rows = {"micro_batch_size": self._deal.micro_batch_size, "max_tokens_per_batch": self._max_tokens}
-        return {"micro_batches_per_step": self._deal.micro_batches, **rows, "shuffle": self._shuffle}
 
     @property
     def most_pixels(self) -> int:
@@ -133,20 +128,8 @@ class BucketOrder:
     def go_on(
         self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
     ) -> tuple[DataPosition, str]:
-        """Where a resumed run goes on. Steps of other micro-batches are other steps: the place in the epoch is kept
-        when one of today's begins there and those before it take the same samples as the ones that were done.
-
-        Args:
-            position: As saved.
-            before: `batching` of the run that saved, whose steps have as many samples; None: as today's.
-            may_skip: Go on with the next epoch where the place cannot be kept.
-
-        Returns:
-            The position, and what to say of it; empty when nothing changes.
-
-        Raises:
-            CheckpointError: The place cannot be kept, and nothing may be skipped.
-        """
+        """As `Order.go_on`. Steps of other micro-batches are other steps: the place in the epoch is kept when one of
+        today's begins there and those before it take the same samples as the ones that were done."""
         done = self._before(before)._layout(position.epoch)
         if position.index == 0 or position.index >= done.samples:
             return (position if position.index == 0 else DataPosition(position.epoch + 1, 0)), ""
@@ -169,7 +152,7 @@ class BucketOrder:
 
     def _before(self, batching: Mapping[str, Any] | None) -> BucketOrder:
         """The order of the same samples with the micro-batches of then."""
-        if batching is None or batching == self.batching or self._max_tokens is not None:
+        if batching is None or batching == self.batching or self.most_tokens is not None:
             return self
         deal = Deal(batching["micro_batch_size"], batching["micro_batches_per_step"], dp_rank=0, dp_size=1)
         sizes = [self.buckets[bucket].size for bucket in self._bucket_of.tolist()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize, TooLongError
@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.data.dataloader.order import (
     DataPosition,
     Deal,
     MicroBatch,
+    Order,
     Planned,
     no_epochs,
     rows_as_they_stand,
@@ -38,7 +39,7 @@ PROBE_ROWS = 512
 _FEWEST_STEPS = 4
 
 
-class BufferedOrder:
+class BufferedOrder(Order):
     """Steps over samples whose sizes are found out when they come near.
 
     Args:
@@ -56,21 +57,15 @@ class BufferedOrder:
     def __init__(
         self, sampler: EpochSampler, sizes: SizeBook, shape: BatchShape, deal: Deal, *, drop_last: bool
     ) -> None:
-        self._sampler, self.sizes, self.shape, self._drop_last = sampler, sizes, shape, drop_last
+        self._sampler, self._drop_last = sampler, drop_last
+        self.sizes: SizeBook = sizes
+        self.shape: BatchShape = shape
         self._count, self._window = deal.micro_batches, SHARE_ROWS * deal.dp_size
+        limits = {"patches": shape.patches, "rows": shape.rows or None, "tokens": shape.tokens}
+        self.batching = {"kind": shape.kind, "micro_batches_per_step": self._count, **limits}
+        self.most_tokens = None if shape.kind == "rows" else shape.tokens
         if not sampler.draw(0, 0, 1):
             raise too_few(0, "not one to begin with")
-
-    @property
-    def batching(self) -> dict[str, Any]:
-        """What decides how samples share micro-batches."""
-        limits = {"patches": self.shape.patches, "rows": self.shape.rows or None, "tokens": self.shape.tokens}
-        return {"kind": self.shape.kind, "micro_batches_per_step": self._count, **limits}
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Of a micro-batch, where they are limited."""
-        return None if self.shape.kind == "rows" else self.shape.tokens
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -78,7 +73,7 @@ class BufferedOrder:
         return None if self._sampler.size is None else self.steps_for(1)
 
     @cached_property
-    def is_exact(self) -> bool:
+    def is_exact(self) -> bool:  # type: ignore[override]
         """Whether `steps_for` counts; otherwise it goes by the beginning of the first epoch."""
         size = self._sampler.size
         return size is not None and size <= (EXACT_KNOWN_ROWS if self.sizes.knows(size) else EXACT_ROWS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ConfigError, DataError
@@ -25,6 +23,7 @@ from mindspeed_mm.fsdp.data.dataloader.sampler import (
 )
 from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 from mindspeed_mm.fsdp.data.dataloader.streaming import StreamSampler
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DataloaderParam
 
 _PATCHES_KEY = "data.dataloader_param.max_patches_per_batch"
@@ -35,7 +34,7 @@ PROBED_ROWS = 256
 
 
 def build_order(
-    dataset: Any,
+    dataset: MMDataset,
     dataloader_param: DataloaderParam,
     deal: Deal,
     seed: int,
@@ -47,7 +46,7 @@ def build_order(
     """The order of the samples, and what counts the shares of a mix.
 
     Args:
-        dataset: Knows its rows, and what it can of their sizes.
+        dataset: The samples.
         dataloader_param: The section.
         deal: Micro-batches of a step.
         seed: Of the order.
@@ -62,12 +61,13 @@ def build_order(
     check_sampler_name(dataloader_param.sampler_type)
     if dataloader_param.dataloader_mode == "custom":
         raise ConfigError("'custom' is not built yet", key=_MODE_KEY)
-    if hasattr(dataset, "sizes"):
+    if dataset.sizes is not None:
         return _by_media_size(dataset, dataloader_param, deal, seed), None
-    basic = getattr(dataset, "basic_parameters", None) or BasicParameters()
+    basic = dataset.basic_parameters
     sizes = SizeBook(Measurer(dataset, seed), deal.dp_rank, deal.dp_size, group, timeout_s)
-    if hasattr(dataset, "known_sizes"):
-        sizes.learn(dataset.known_sizes())
+    known = dataset.known_sizes()
+    if known is not None:
+        sizes.learn(known)
     if for_passes:
         basic = basic.model_copy(update={"mix": None})
     sampler, mix = _sampler(dataset, basic, dataloader_param, sizes, seed)
@@ -77,7 +77,7 @@ def build_order(
     return BufferedOrder(sampler, sizes, shape, deal, drop_last=dataloader_param.drop_last), mix
 
 
-def _by_media_size(dataset: Any, dataloader_param: DataloaderParam, deal: Deal, seed: int) -> BucketOrder:
+def _by_media_size(dataset: MMDataset, dataloader_param: DataloaderParam, deal: Deal, seed: int) -> BucketOrder:
     """Micro-batches of one size each, for generators."""
     if dataloader_param.sampler_type == BUDGET_SAMPLER and dataloader_param.max_tokens_per_batch is None:
         raise ConfigError(
@@ -88,6 +88,7 @@ def _by_media_size(dataset: Any, dataloader_param: DataloaderParam, deal: Deal, 
     if dataloader_param.max_patches_per_batch is not None:
         raise ConfigError("generators have no patches", key=_PATCHES_KEY, way_out=f"Set {TOKENS_KEY} instead.")
     is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
+    assert dataset.sizes is not None and dataset.geometry is not None
     return BucketOrder(
         dataset.sizes,
         dataset.geometry,
@@ -121,21 +122,20 @@ def _shape(dataloader_param: DataloaderParam, deal: Deal, basic: BasicParameters
 
 
 def _sampler(
-    dataset: Any, basic: BasicParameters, dataloader_param: DataloaderParam, sizes: SizeBook, seed: int
+    dataset: MMDataset, basic: BasicParameters, dataloader_param: DataloaderParam, sizes: SizeBook, seed: int
 ) -> tuple[EpochSampler, MixShares | None]:
-    streams = getattr(dataset, "streams", False)
-    if basic.mix is not None and streams:
+    if basic.mix is not None and dataset.streams:
         raise ConfigError(
             "shares of data sets that are streamed are not kept", key=f"{_BASIC}.mix", way_out="Set streaming: false."
         )
     is_sequential = dataloader_param.sampler_type == "SequentialSampler" or keeps_order(dataloader_param)
-    if streams:
+    if dataset.streams:
         return StreamSampler(dataset.has, 1 if is_sequential else dataloader_param.shuffle_window, seed), None
     if basic.mix is None:
         return build_sampler(dataloader_param, len(dataset), seed), None
-    if not hasattr(dataset, "parts"):
+    if not dataset.parts:
         raise ConfigError(
-            f"{type(dataset).__name__} does not tell its parts", key=f"{_BASIC}.mix", way_out="Leave mix out."
+            f"{type(dataset.origin).__name__} does not tell its parts", key=f"{_BASIC}.mix", way_out="Leave mix out."
         )
     parts, weights = weighted_parts(dataset.parts, basic.mix.weights)
     if basic.mix.by == "samples":

@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault, name_of
+from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault
 from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker, Delivery, Request
 from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition, Deal, MicroBatch, Order, Planned, Step, steps_from
@@ -22,8 +22,8 @@ from mindspeed_mm.fsdp.data.dataloader.planning import imbalance
 from mindspeed_mm.fsdp.data.dataloader.preload import preloaded
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
-from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 from mindspeed_mm.fsdp.data.dataloader.worker_pool import WorkerOptions, WorkerPool
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 
 
 @dataclass
@@ -56,7 +56,7 @@ class MMDataLoader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: MMDataset,
         collate: Callable[[Sequence[Any]], Batch],
         order: Order,
         deal: Deal,
@@ -70,7 +70,7 @@ class MMDataLoader:
         self.dataset, self.order, self.deal, self.mix = dataset, order, deal, mix
         self.position = position
         """Where the data stand after the last step that was yielded."""
-        self.counts = DataCounts(bad=dict(getattr(dataset, "left_out", {})))
+        self.counts = DataCounts(bad=dict(dataset.left_out))
         self._collate, self._seed, self._workers, self._preload = collate, seed, workers, preload
         self._policy, self._imbalances = Policy(dataset), list[float]()
         self._told_bad_samples = len(self.counts.bad)
@@ -88,12 +88,12 @@ class MMDataLoader:
     @property
     def most_tokens(self) -> int | None:
         """Of a micro-batch, where they are limited."""
-        return getattr(self.order, "most_tokens", None)
+        return self.order.most_tokens
 
     @property
     def estimate_note(self) -> str:
         """How steps were counted where they could not be; else empty."""
-        if self.steps_per_epoch is None or getattr(self.order, "is_exact", True):
+        if self.steps_per_epoch is None or self.order.is_exact:
             return ""
         return "steps of an epoch are estimated from its beginning: not all samples were measured"
 
@@ -119,9 +119,7 @@ class MMDataLoader:
         Raises:
             CheckpointError: It cannot be kept, and nothing may be skipped.
         """
-        self.position, note = position, ""
-        if hasattr(self.order, "go_on"):
-            self.position, note = self.order.go_on(position, before, may_skip=may_skip)
+        self.position, note = self.order.go_on(position, before, may_skip=may_skip)
         return note
 
     @property
@@ -179,7 +177,7 @@ class MMDataLoader:
     def _run(self, steps: Iterator[Planned], *, replaces: bool = True) -> Iterator[tuple[Planned, list[Batch]]]:
         """Steps with this rank's batches. What a step met on its way is told when its turn comes, not when it is
         planned, which is earlier the more workers there are."""
-        sizes: SizeBook | None = getattr(self.order, "sizes", None)
+        sizes = self.order.sizes
         with sizes.ahead() if sizes is not None and self._workers.num_workers else nullcontext():
             plans = _Plans(steps, self._steps_ahead)
             # Closed here: an error keeps what it went through alive, workers too, until somebody collects it.
@@ -205,8 +203,7 @@ class MMDataLoader:
 
     def _batches(self, mine: Iterator[MicroBatch], replaces: bool) -> Generator[Batch, None, None]:
         requests = (Request(number, each.picks, each.blank_rows) for number, each in enumerate(mine))
-        shape = getattr(self.order, "shape", None)
-        maker = BatchMaker(self.dataset, self._collate, self._seed, shape=shape, replaces=replaces)
+        maker = BatchMaker(self.dataset, self._collate, self._seed, shape=self.order.shape, replaces=replaces)
         if self._workers.num_workers == 0:
             yield from (self._accept(maker[request], None) for request in requests)
             return
@@ -235,7 +232,7 @@ class MMDataLoader:
 
     def _leave_out(self, pick: Pick, error: DataError) -> None:
         """All ranks know of it: each counts the name, one of them the sample."""
-        fault = self._policy.judge(error, name_of(self.dataset, pick.row))
+        fault = self._policy.judge(error, str(self.dataset.place(pick.row)))
         if fault.kind == "bad" or pick.row % self.deal.dp_size == self.deal.dp_rank:
             self._note(fault)
 
@@ -249,10 +246,9 @@ class MMDataLoader:
             self._check_bad_fraction()
 
     def _check_bad_fraction(self) -> None:
-        fraction, bad = getattr(self.dataset, "max_bad_fraction", 0.0), self.counts.bad
-        streams = getattr(self.dataset, "streams", False)
+        fraction, bad = self.dataset.max_bad_fraction, self.counts.bad
         # of rows that are streamed, those met so far, and a thousand to begin with
-        total = max(1000, self.position.index) if streams else len(self.dataset)
+        total = max(1000, self.position.index) if self.dataset.streams else len(self.dataset)
         if len(bad) > math.ceil(fraction * total):
             shown = "; ".join(list(bad.values())[:5])
             raise DataError(

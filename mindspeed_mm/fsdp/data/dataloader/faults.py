@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 
 
 class SampleFault(NamedTuple):
@@ -17,15 +18,15 @@ class SampleFault(NamedTuple):
 
 
 class Policy:
-    """What a data set says about its bad samples and those that exceed a limit; a plugin's may say nothing: they stop.
+    """What a data set says about its bad samples and those that exceed a limit.
 
     Args:
         dataset: Its `on_bad_sample` and `truncation` are read.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._may_skip = getattr(dataset, "on_bad_sample", "error") == "skip"
-        self._may_drop = getattr(dataset, "truncation", "error") != "error"
+    def __init__(self, dataset: MMDataset) -> None:
+        self._may_skip = dataset.on_bad_sample == "skip"
+        self._may_drop = dataset.truncation != "error"
 
     def judge(self, error: DataError, sample: str) -> SampleFault:
         """The fault to count.
@@ -41,8 +42,3 @@ class Policy:
         if not (self._may_drop if is_too_long else self._may_skip):
             raise error
         return SampleFault("too long" if is_too_long else "bad", sample, str(error))
-
-
-def name_of(dataset: Any, row: int) -> str:
-    """What to call a sample in messages."""
-    return str(dataset.place(row)) if hasattr(dataset, "place") else str(row)

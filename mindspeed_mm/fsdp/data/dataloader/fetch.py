@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,12 +16,13 @@ from mindspeed_mm.core.errors import DataError, MMError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.dataloader.completion import completed
-from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault, name_of
+from mindspeed_mm.fsdp.data.dataloader.faults import Policy, SampleFault
 from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer
 from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.seeding import seeded
 from mindspeed_mm.fsdp.data.dataloader.shared_slots import PackedBatch, SharedSlots
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 
 _MOST_REPLACEMENTS = 100
 _MOST_SIZES = 20
@@ -68,7 +70,7 @@ class BatchMaker(Dataset[Delivery]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: MMDataset,
         collate: Callable[[Sequence[Any]], Batch],
         seed: int,
         slots: SharedSlots | None = None,
@@ -79,8 +81,6 @@ class BatchMaker(Dataset[Delivery]):
         self.dataset, self._collate, self._seed, self.slots, self._shape = dataset, collate, seed, slots, shape
         self._replaces = replaces
         self._policy, self._measurer = Policy(dataset), Measurer(dataset, seed)
-        self._draws_nothing = getattr(dataset, "is_deterministic", False)
-        self._read_item = getattr(dataset, "item", None)
         self._peers = SamplePeers(seed, dataset)
 
     def __getitem__(self, request: Request) -> Delivery:
@@ -110,7 +110,7 @@ class BatchMaker(Dataset[Delivery]):
 
     def name(self, row: int) -> str:
         """What to call a sample in messages."""
-        return name_of(self.dataset, row)
+        return str(self.dataset.place(row))
 
     def _take_all(self, request: Request, faults: list[SampleFault]) -> tuple[list[Taken], int]:
         """The samples picked, without bad ones where that is possible, and how many of them are blank."""
@@ -167,13 +167,8 @@ class BatchMaker(Dataset[Delivery]):
         return self._shape is None or self._shape.fits(self._measurer.size(row))
 
     def _read(self, pick: Pick, faults: list[SampleFault]) -> Taken:
-        if self._read_item is not None:
-            sample = self._read_item(pick.row, pick.epoch)
-        elif self._draws_nothing:
-            sample = self.dataset[pick.row]
-        else:
-            with seeded(self._seed, pick):
-                sample = self.dataset[pick.row]
+        with nullcontext() if self.dataset.is_deterministic else seeded(self._seed, pick):
+            sample = self.dataset.item(pick.row, pick.epoch)
         own = sample if isinstance(sample, dict) else {}
         if own.get("shrunk"):
             faults.append(SampleFault("shrunk", self.name(pick.row)))
@@ -184,7 +179,7 @@ class BatchMaker(Dataset[Delivery]):
         lines = traceback.format_exception(error)
         return DataError(
             f"{type(error).__name__}: {error}, while preparing {names}\n{''.join(lines[-3:]).rstrip()}",
-            where=type(self.dataset).__name__,
+            where=type(self.dataset.origin).__name__,
         )
 
 
@@ -194,12 +189,12 @@ class SamplePeers:
 
     Args:
         seed: Of the choice.
-        dataset: Its length, its `sizes` where it tells them, its `has` where it streams.
+        dataset: The samples.
     """
 
-    def __init__(self, seed: int, dataset: Any) -> None:
-        self._seed, self._sizes = seed, getattr(dataset, "sizes", None)
-        self._has = dataset.has if getattr(dataset, "streams", False) else None
+    def __init__(self, seed: int, dataset: MMDataset) -> None:
+        self._seed, self._sizes = seed, dataset.sizes
+        self._has = dataset.has if dataset.streams else None
         self._all = range(0) if self._has is not None else range(len(dataset))
 
     @cached_property

@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ import numpy as np
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
-from mindspeed_mm.fsdp.data.dataloader.faults import name_of
 from mindspeed_mm.fsdp.data.dataloader.sampler import Pick
 from mindspeed_mm.fsdp.data.dataloader.seeding import seeded
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 
 _POLL_S = 2.0
 
@@ -42,9 +42,8 @@ class Measurer:
         seed: Of the random numbers that encoding may draw.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-        self._tells = getattr(dataset, "measure", None)
+    def __init__(self, dataset: MMDataset, seed: int) -> None:
+        self.dataset, self._seed = dataset, seed
 
     def __call__(self, rows: Sequence[int]) -> Measured:
         """Measure rows."""
@@ -62,10 +61,11 @@ class Measurer:
         Raises:
             DataError: The sample cannot be used.
         """
-        if self._tells is not None:
-            return self._tells(row)
+        size = self.dataset.measure(row)
+        if size is not None:
+            return size
         with seeded(self._seed, Pick(0, row)):
-            return SampleSize(len(self._dataset[row]["input_ids"]), 0)
+            return SampleSize(len(self.dataset[row]["input_ids"]), 0)
 
 
 class MeasuringProcess:
@@ -74,11 +74,11 @@ class MeasuringProcess:
     Where processes cannot be forked, the trainer does it itself when it asks for the result.
 
     Args:
-        measure: Measures some rows; whatever it holds is forked with it.
+        measure: Forked with all that it holds.
         timeout_s: Longest wait for one answer.
     """
 
-    def __init__(self, measure: Callable[[Sequence[int]], Measured], timeout_s: float) -> None:
+    def __init__(self, measure: Measurer, timeout_s: float) -> None:
         self._measure, self._timeout_s = measure, timeout_s
         self._under_way: deque[list[int]] = deque()
         self._process: Any = None
@@ -128,11 +128,11 @@ class MeasuringProcess:
             self._ours.close()
 
     def _failed(self, rows: list[int], how: str) -> DataError:
-        dataset = getattr(self._measure, "_dataset", None)
-        names = ", ".join(name_of(dataset, row) for row in rows[:8])
+        dataset = self._measure.dataset
+        names = ", ".join(str(dataset.place(row)) for row in rows[:8])
         return DataError(
             f"the process that measures samples {how} at {names}{' …' if len(rows) > 8 else ''}",
-            where=type(dataset).__name__,
+            where=type(dataset.origin).__name__,
             way_out="Look at these samples and at the storage they are on.",
         )
 
@@ -142,9 +142,7 @@ def _kill(process: Any) -> None:
     process.join()
 
 
-def _answer(
-    measure: Callable[[Sequence[int]], Measured], channel: Connection, of_parent: Connection, parent: int
-) -> None:
+def _answer(measure: Measurer, channel: Connection, of_parent: Connection, parent: int) -> None:
     """Answer until the trainer is gone: workers that are forked later may hold its end of the pipe open."""
     of_parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
@@ -160,7 +158,7 @@ def _answer(
         channel.send(_measured(measure, rows))
 
 
-def _measured(measure: Callable[[Sequence[int]], Measured], rows: list[int]) -> Measured | DataError:
+def _measured(measure: Measurer, rows: list[int]) -> Measured | DataError:
     try:
         return measure(rows)
     except Exception as error:  # noqa: BLE001 (a process border, and a plugin's data set is foreign code)

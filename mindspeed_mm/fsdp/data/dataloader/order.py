@@ -8,12 +8,15 @@ workers, so it survives a change of both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.data.dataloader.planning import BatchShape
 from mindspeed_mm.fsdp.data.dataloader.sampler import EpochSampler, Pick, SequentialSampler
+from mindspeed_mm.fsdp.data.dataloader.sizes import SizeBook
 
 Part = TypeVar("Part")
 
@@ -71,25 +74,54 @@ class Planned(NamedTuple):
     """Samples that were met on the way and cannot be used, and why."""
 
 
-class Order(Protocol):
+class Order(ABC):
     """The endless sequence of steps."""
 
+    sizes: SizeBook | None = None
+    """Sizes of samples, where they are found out as they come near."""
+    shape: BatchShape | None = None
+    """What a micro-batch may hold, where samples are put together by their sizes."""
+    batching: dict[str, Any]
+    """What else than the samples decides how they are put together: the same before and after a resume."""
+    most_tokens: int | None = None
+    """Of a micro-batch, where they are limited."""
+    is_exact = True
+    """Whether `steps_for` counts; otherwise it estimates."""
+
     @property
+    @abstractmethod
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of one epoch; None: nobody knows."""
+        """Optimizer steps of one epoch; None: rows are streamed, and nobody knows how many there are."""
 
-    @property
-    def batching(self) -> dict[str, Any]:
-        """What else than the samples decides how they are put together: the same before and after a resume."""
-
+    @abstractmethod
     def step(self, position: DataPosition) -> Planned:
         """The step at a position."""
 
+    @abstractmethod
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done."""
 
+    @abstractmethod
     def one_pass(self) -> Iterator[Planned]:
         """Every sample once, in the order of the rows; a rank that gets none in the last step gets a blank row."""
+
+    def go_on(
+        self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
+    ) -> tuple[DataPosition, str]:
+        """Where a resumed run goes on.
+
+        Args:
+            position: As saved.
+            before: `batching` of the run that saved; None: as today's.
+            may_skip: Go on with the next epoch where the place in the epoch cannot be kept.
+
+        Returns:
+            The position, and what to say of it; empty when nothing changes.
+
+        Raises:
+            CheckpointError: The place cannot be kept, and nothing may be skipped.
+        """
+        return position, ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +148,7 @@ class Deal:
         return list(step[self.dp_rank :: self.dp_size])
 
 
-class GlobalOrder:
+class GlobalOrder(Order):
     """The endless sequence of samples, cut into micro-batches and steps.
 
     Args:
@@ -131,6 +163,7 @@ class GlobalOrder:
 
     def __init__(self, sampler: EpochSampler, deal: Deal, drop_last: bool) -> None:
         self._sampler, self._drop_last = sampler, drop_last
+        self.batching = {}  # any split of the sequence gives the same steps
         self._micro_batch_size, self._global_batch = deal.micro_batch_size, deal.global_batch
         first = len(sampler.draw(0, 0, self._global_batch))
         if first == 0 or (drop_last and first < self._global_batch):
@@ -143,11 +176,6 @@ class GlobalOrder:
         if size is None:
             return None
         return size // self._global_batch if self._drop_last else -(-size // self._global_batch)
-
-    @property
-    def batching(self) -> dict[str, Any]:
-        """Nothing: any split of the sequence gives the same steps."""
-        return {}
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps until so many epochs are done; without `drop_last` their ends run on into each other."""

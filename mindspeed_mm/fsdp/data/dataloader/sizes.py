@@ -8,7 +8,7 @@ find the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
-from mindspeed_mm.fsdp.data.dataloader.measuring import Measured, MeasuringProcess
+from mindspeed_mm.fsdp.data.dataloader.measuring import Measurer, MeasuringProcess
 
 _UNKNOWN, _UNUSABLE = -1, -2
 _FEWEST_ROWS = 1024
@@ -36,7 +36,7 @@ class SizeBook:
 
     def __init__(
         self,
-        measure: Callable[[Sequence[int]], Measured],
+        measure: Measurer,
         rank: int = 0,
         ranks: int = 1,
         group: dist.ProcessGroup | None = None,

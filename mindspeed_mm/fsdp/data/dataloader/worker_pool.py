@@ -160,7 +160,7 @@ class WorkerPool:
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
         return DataError(
             f"worker {number} (process {worker.pid}) {how} while it prepared {self._names(number)}",
-            where=type(self._maker.dataset).__name__,
+            where=type(self._maker.dataset.origin).__name__,
             way_out="A killed worker is mostly out of memory: lower num_workers or prefetch_factor.",
         )
 
@@ -168,7 +168,7 @@ class WorkerPool:
         number = self._worker_of(self._under_way[0])
         return DataError(
             f"worker {number} gave nothing for {self._options.timeout_s:.0f} s while it prepared {self._names(number)}",
-            where=type(self._maker.dataset).__name__,
+            where=type(self._maker.dataset.origin).__name__,
             way_out="Look at these samples and at the storage they are on.",
         )
 

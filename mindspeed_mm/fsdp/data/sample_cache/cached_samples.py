@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 from mindspeed_mm.core.artifacts import process_age_s
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import SampleSize
+from mindspeed_mm.fsdp.data.dataset import DatasetView, MMDataset
 from mindspeed_mm.fsdp.data.sample_cache.codec import unpack
 from mindspeed_mm.fsdp.data.sample_cache.encoding import encode_rows, find_keys, workers_for
 from mindspeed_mm.fsdp.data.sample_cache.folder import CacheFolder, Table
@@ -32,7 +32,7 @@ _FEW_ROWS = 64
 _PROBLEMS_SHOWN = 5
 
 
-class CachedSamples(Dataset[Any]):
+class CachedSamples(DatasetView):
     """Samples of a cache, equal to the bit to those of the data set it was made of.
 
     A row without a record (it is bad, or its record was damaged) is encoded when it is asked for, with the same result
@@ -44,20 +44,15 @@ class CachedSamples(Dataset[Any]):
         table: Where the record of each row is.
     """
 
-    is_deterministic = True
-
-    def __init__(self, whole: Any, folder: CacheFolder, table: Table) -> None:
-        self._whole, self._table = whole, table
+    def __init__(self, whole: MMDataset, folder: CacheFolder, table: Table) -> None:
+        super().__init__(whole)
+        self.is_deterministic = True
+        self._table = table
         self._is_usable = table.is_usable
         self._reader = RecordReader([folder.path / name for name in table.segments])
 
     def __len__(self) -> int:
         return len(self._whole)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._whole, name)
 
     def __getitem__(self, index: int) -> Any:
         """Sample `index`, as the data set itself would encode it."""
@@ -71,14 +66,14 @@ class CachedSamples(Dataset[Any]):
             return self._whole[index]
         return unpack(record, str(self._whole.place(index)))
 
-    def measure(self, index: int) -> SampleSize:
+    def measure(self, index: int) -> SampleSize | None:
         """Tokens and patches of sample `index`.
 
         Raises:
             DataError: Encoding it does.
         """
         if not self._is_usable[index]:
-            return self._whole.measure(index)
+            return super().measure(index)
         *_, tokens, patches = self._table.entries[index].item()
         return SampleSize(tokens, patches)
 
@@ -88,11 +83,11 @@ class CachedSamples(Dataset[Any]):
         return sizes * self._is_usable[:, None]
 
 
-def encoded_up_front(dataset: Any, dataset_param: DatasetParam) -> CachedSamples:
+def encoded_up_front(dataset: MMDataset, dataset_param: DatasetParam) -> CachedSamples:
     """The data set with all its samples encoded, by this process or by one that is at it.
 
     Args:
-        dataset: Of rows: with `sample`, `measure`, `place` and `fingerprint`.
+        dataset: Of rows.
         dataset_param: Its section.
 
     Raises:
@@ -101,20 +96,20 @@ def encoded_up_front(dataset: Any, dataset_param: DatasetParam) -> CachedSamples
         MachineError: The cache cannot be written.
     """
     basic = dataset_param.basic_parameters
-    if getattr(dataset, "streams", False):
+    if dataset.streams:
         raise ConfigError(
             "rows that are streamed are not known before they come",
             key=f"{_BASIC}.preprocess_on_fly",
             way_out="Leave it true, or set streaming: false.",
         )
-    if not all(hasattr(dataset, name) for name in ("sample", "measure", "place", "fingerprint")):
+    if not dataset.has_rows:
         raise ConfigError(
-            f"{type(dataset).__name__} cannot be encoded up front: it has no sample(index) and measure(index)",
+            f"{type(dataset.origin).__name__} cannot be encoded up front: it has no sample(index) and measure(index)",
             key=f"{_BASIC}.preprocess_on_fly",
             way_out="Leave it true.",
         )
     progress = WorkProgress(0, 1, sys.stderr)
-    folder = CacheFolder(cache_root(basic), settings_of(dataset_param, getattr(dataset, "plugin", None)))
+    folder = CacheFolder(cache_root(basic), settings_of(dataset_param, dataset.plugin))
     folder.prepare()
     rows = dataset.fingerprint()["hash"]
     mark = folder.table_mark(rows)
@@ -145,7 +140,7 @@ class _Preparation:
         progress: Where people look.
     """
 
-    def __init__(self, dataset: Any, basic: BasicParameters, folder: CacheFolder, progress: WorkProgress) -> None:
+    def __init__(self, dataset: MMDataset, basic: BasicParameters, folder: CacheFolder, progress: WorkProgress) -> None:
         self._dataset, self._basic, self._folder, self._progress = dataset, basic, folder, progress
         self._keys = SampleKeys(basic)
         self._workers = workers_for(basic.preprocessing_num_workers) if len(dataset) > _FEW_ROWS else 0

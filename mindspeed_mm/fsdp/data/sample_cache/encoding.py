@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.sample_cache.codec import pack
 from mindspeed_mm.fsdp.data.sample_cache.folder import CACHE_KEY
 from mindspeed_mm.fsdp.data.sample_cache.identity import KEY_BYTES, SampleKeys
@@ -45,7 +46,7 @@ class Encoded:
     disk_full: bool = False
 
 
-def find_keys(dataset: Any, keys: SampleKeys, workers: int) -> Iterator[np.ndarray]:
+def find_keys(dataset: MMDataset, keys: SampleKeys, workers: int) -> Iterator[np.ndarray]:
     """The keys of all rows in their order, piece by piece; an empty key where a row cannot even be converted."""
     starts = range(0, len(dataset), _KEYS_AT_ONCE)
     pieces = [range(start, min(start + _KEYS_AT_ONCE, len(dataset))) for start in starts]
@@ -53,12 +54,12 @@ def find_keys(dataset: Any, keys: SampleKeys, workers: int) -> Iterator[np.ndarr
 
 
 def encode_rows(
-    dataset: Any, keys: SampleKeys, rows: np.ndarray, folder: Path, *, workers: int, most_at_once: int
+    dataset: MMDataset, keys: SampleKeys, rows: np.ndarray, folder: Path, *, workers: int, most_at_once: int
 ) -> Iterator[Encoded]:
     """Encode rows into segments of a folder, chunk by chunk as they are done.
 
     Args:
-        dataset: Samples by index, with `sample`, `measure` and `place`.
+        dataset: Of rows.
         keys: Names samples.
         rows: Which.
         folder: Of the cache.
@@ -80,7 +81,7 @@ def encode_rows(
                 way_out="Make room, or set cache_dir to another disk, and start again: what is done stays done.",
             )
         if encoded.error is not None:
-            raise DataError(encoded.error, where=type(dataset).__name__)
+            raise DataError(encoded.error, where=type(dataset.origin).__name__)
         yield encoded
 
 
@@ -95,7 +96,7 @@ def workers_for(asked: int | None) -> int:
 class _KeyFinder(Dataset[np.ndarray]):
     """Ranges of rows → their keys."""
 
-    def __init__(self, dataset: Any, keys: SampleKeys, pieces: Sequence[range]) -> None:
+    def __init__(self, dataset: MMDataset, keys: SampleKeys, pieces: Sequence[range]) -> None:
         self._dataset, self._keys, self._pieces = dataset, keys, pieces
 
     def __len__(self) -> int:
@@ -114,7 +115,7 @@ class _KeyFinder(Dataset[np.ndarray]):
 class _RowEncoder(Dataset[Encoded]):
     """Chunks of rows → segments."""
 
-    def __init__(self, dataset: Any, keys: SampleKeys, chunks: Sequence[list[int]], folder: Path) -> None:
+    def __init__(self, dataset: MMDataset, keys: SampleKeys, chunks: Sequence[list[int]], folder: Path) -> None:
         self._dataset, self._keys, self._chunks, self._folder = dataset, keys, chunks, folder
 
     def __len__(self) -> int:
@@ -144,6 +145,7 @@ class _RowEncoder(Dataset[Encoded]):
             key = self._keys.key(sample)  # before its media are read: a change in between is found at the next start
             record = pack(self._dataset[row], str(self._dataset.place(row)))
             size = self._dataset.measure(row)
+            assert size is not None  # a data set of rows measures them
         except TooLongError as error:
             encoded.too_long[row] = str(error)
             writer.add(key, b"", 0, 0)

@@ -10,13 +10,13 @@ import torch
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.fsdp.train.run.start_checks import fingerprint
 
 
 def run_context(
-    config: ResolvedConfig, dataset: Any, *, world_size: int, mesh: str, global_batch: int | None
+    config: ResolvedConfig, dataset: MMDataset, *, world_size: int, mesh: str, global_batch: int | None
 ) -> dict[str, Any]:
     """The context of `checkpoint.resume.check_resumable`, but for `batching`, which the loader knows.
 
@@ -34,7 +34,7 @@ def run_context(
         "world_size": world_size,
         "mesh": mesh,
         "config": redact(resolved_dict(config)),
-        "dataset": fingerprint(dataset),
+        "dataset": dataset.fingerprint(),
         "global_batch": global_batch,
         "seed": training.seed,
         "versions": {"mindspeed-mm": __version__, "torch": torch.__version__},

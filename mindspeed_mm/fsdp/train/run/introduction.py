@@ -41,9 +41,9 @@ def introduce(
         note("lr     0: nothing will be learned")
     note(f"loss   {engine.objective.describe()}")
     note(f"data   {loader.describe()}, {_batch(config.arguments.training, state, loader.most_tokens)}")
-    if hasattr(loader.dataset, "build_collator"):
+    if loader.dataset.collate_fn is None:
         note(f"data   {_padding(config.arguments.data.dataloader_param.collate_param)}")
-    for line in loader.dataset.view_notes() if hasattr(loader.dataset, "view_notes") else ():
+    for line in loader.dataset.view_notes():
         note(f"data   {line}; inference and the exported folder take it over")
     if loader.estimate_note:
         note(f"data   {loader.estimate_note}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mindspeed_mm.core.errors import ConfigError, DataError, MachineError, Problem
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
@@ -82,7 +83,7 @@ def check_ranks_agree(arguments: Arguments, world_size: int) -> None:
         )
 
 
-def check_same_data(datasets: Mapping[str, Any], world_size: int) -> None:
+def check_same_data(datasets: Mapping[str, MMDataset | None], world_size: int) -> None:
     """Raise when ranks have read different rows, as hosts with files of their own may: each would train on its own
     idea of sample 17, and nobody would notice. What a resume compares is compared; the message is the difference.
 
@@ -92,7 +93,7 @@ def check_same_data(datasets: Mapping[str, Any], world_size: int) -> None:
     """
     if world_size == 1:
         return
-    facts = {name: fingerprint(dataset) for name, dataset in datasets.items() if dataset is not None}
+    facts = {name: dataset.fingerprint() for name, dataset in datasets.items() if dataset is not None}
     found = _first_difference(facts, world_size)
     if found is not None:
         raise DataError(
@@ -102,14 +103,14 @@ def check_same_data(datasets: Mapping[str, Any], world_size: int) -> None:
         )
 
 
-def check_encoders(datasets: Sequence[Any]) -> None:
+def check_encoders(datasets: Sequence[MMDataset | None]) -> None:
     """Raise `ModelFolderError` when media are to be encoded while training and an encoder is not there."""
     for dataset in datasets:
-        if hasattr(dataset, "check_encoders"):
+        if dataset is not None:
             dataset.check_encoders()
 
 
-def check_rows_of_features(datasets: Sequence[Any], *, accept: bool = False) -> list[str]:
+def check_rows_of_features(datasets: Sequence[MMDataset | None], *, accept: bool = False) -> list[str]:
     """Refuse features when the rows that the configuration names are no longer those that they were made of.
 
     Args:
@@ -122,7 +123,7 @@ def check_rows_of_features(datasets: Sequence[Any], *, accept: bool = False) -> 
     Raises:
         DataError: Rows have changed, and that is not accepted; every difference is listed.
     """
-    found = [problem for dataset in datasets for problem in getattr(dataset, "row_changes", list)()]
+    found = [problem for dataset in datasets if dataset is not None for problem in dataset.row_changes()]
     problems = list(dict.fromkeys(found))  # two parts of one set tell the same
     if problems and not accept:
         verdict = Problem(
@@ -133,13 +134,6 @@ def check_rows_of_features(datasets: Sequence[Any], *, accept: bool = False) -> 
         )
         raise DataError("features and rows do not belong together", problems=[verdict, *problems])
     return [f"features are used although the rows have changed: {problem}" for problem in problems]
-
-
-def fingerprint(dataset: Any) -> dict[str, Any]:
-    """What tells a data set from another; a plugin's without a `fingerprint` is told by its class and length."""
-    if hasattr(dataset, "fingerprint"):
-        return dataset.fingerprint()
-    return {"class": type(dataset).__qualname__, "rows": len(dataset)}
 
 
 def _first_difference(mine: dict[str, Any], world_size: int) -> tuple[int, str] | None:

@@ -33,6 +33,9 @@ class StreamTable:
         DataError: A file is missing or empty.
     """
 
+    parts = ()
+    """Where an entry ends is not known before its rows are read."""
+
     def __init__(self, sources: Sequence[RowSource], cache_dir: str | None = None, most: int | None = None) -> None:
         names = display_names([file for source in sources for file in source.files])
         self._files = [

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from mindspeed_mm.core.batch import Batch, check_batch
 from mindspeed_mm.core.errors import ConfigError, Problem
-from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
-from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
+from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.data.datasets.generation.feature_source import FeatureSource
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
@@ -20,12 +19,12 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import encoder_files
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
-from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.register import data_register
 
 
 @data_register.register("generation")
-class GenerationDataset(Dataset[dict[str, Any]]):
+class GenerationDataset(MMDataset):
     """Captioned media for the generator in `model.model_name_or_path`.
 
     A sample is the same whether it is read raw or as features: the same id, and the same caption in an epoch.
@@ -41,7 +40,6 @@ class GenerationDataset(Dataset[dict[str, Any]]):
     """
 
     is_deterministic = True
-    """Reading draws no random numbers."""
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
@@ -53,23 +51,22 @@ class GenerationDataset(Dataset[dict[str, Any]]):
                 key="data.dataset_param.preprocess_parameters.model_name_or_path",
                 way_out="Set model.model_name_or_path.",
             )
-        own = {key: getattr(preprocess_param, key, None) for key in ("model_id", "transformer")}
-        adapter = find_adapter(folder, **own)
+        adapter = find_adapter(
+            folder, model_id=preprocess_param.get("model_id"), transformer=preprocess_param.get("transformer")
+        )
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self._adapter, self._pad_text = adapter, adapter.pad_text
-        features_dir = getattr(basic_param, "features_dir", None)
+        features_dir = basic_param.get("features_dir")
         self._source: RawSource | FeatureSource
+        self.is_raw = features_dir is None
         if features_dir is None:
             adapter.require("vae")  # sizes follow from it
             self._source = RawSource(basic_param, preprocess_param, adapter.geometry)
+            self.media = self._source.media
         else:
             self._source = FeatureSource(Path(features_dir), basic_param, preprocess_param, adapter)
-        self.geometry: MediaGeometry = adapter.geometry
-        """What the model takes."""
-        self.noted_components = adapter.noted
-        """Configurations of components that the model's folder lacks and the features know."""
-        self.item = self._source.item
-        """(index, epoch) → sample."""
+        self.sizes, self.geometry = self._source.sizes, adapter.geometry
+        self.left_out, self.noted_components = self._source.left_out, adapter.noted
 
     def __len__(self) -> int:
         return len(self._source)
@@ -78,25 +75,9 @@ class GenerationDataset(Dataset[dict[str, Any]]):
         """Sample `index` as it is in the first epoch."""
         return self.item(index, 0)
 
-    @property
-    def is_raw(self) -> bool:
-        """Whether samples are pixels and captions, to be encoded while training."""
-        return isinstance(self._source, RawSource)
-
-    @property
-    def sizes(self) -> list[MediaSize]:
-        """Size of each sample, known without decoding."""
-        return self._source.sizes
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """Place → reason, of rows that were found unusable before the start."""
-        return self._source.left_out
-
-    @property
-    def media(self) -> MediaLoader | None:
-        """What opens the media; None of features."""
-        return self._source.media if isinstance(self._source, RawSource) else None
+    def item(self, index: int, epoch: int) -> dict[str, Any]:
+        """Sample `index` as it is in an epoch: its caption is drawn anew."""
+        return self._source.item(index, epoch)
 
     def describe(self, index: int) -> SampleDescription:
         """What is known of a sample without decoding it. Raises `DataError` for a false declaration of its size."""
@@ -120,7 +101,6 @@ class GenerationDataset(Dataset[dict[str, Any]]):
         media."""
         return self._source.row_changes() if isinstance(self._source, FeatureSource) else []
 
-    @property
     def null_text(self) -> dict[str, torch.Tensor] | None:
         """Features of the empty caption, padded, without batch axis; None of raw media."""
         return self._source.null_text if isinstance(self._source, FeatureSource) else None
@@ -129,7 +109,7 @@ class GenerationDataset(Dataset[dict[str, Any]]):
         """Where sample `index` comes from."""
         return self._source.place(index)
 
-    def build_collator(self, collate_param: Any) -> Callable[[Sequence[dict[str, Any]]], Batch]:
+    def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
         """Samples of one size → batch."""
         return GenerationCollator(self._pad_text)
 

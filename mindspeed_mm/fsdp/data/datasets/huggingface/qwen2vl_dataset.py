@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
@@ -20,12 +18,13 @@ from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
 from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
 from mindspeed_mm.fsdp.data.data_utils.rows.beside import with_media_beside
-from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part, open_rows
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
 from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_rows
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, RowLocation, Sample, SampleSize
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_notes, with_view
-from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 from mindspeed_mm.fsdp.utils.register import data_register
 
@@ -34,7 +33,7 @@ _ROWS_TRIED = 100
 
 
 @data_register.register("huggingface")
-class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
+class Qwen2VLDataset(MMDataset):
     """Rows in JSON, JSONL, parquet or CSV files, for Qwen-VL and every other model with a processor or tokenizer.
 
     Args:
@@ -48,7 +47,7 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
     """
 
     is_deterministic = True
-    """Encoding draws no random numbers, so the loader need not seed any."""
+    has_rows = True
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
@@ -64,10 +63,10 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
         self._param = dataset_param
         self._attr = dataset_param.attr
         self.streams = basic_param.streaming
-        """Whether rows are found while they are asked for: nobody knows how many, but `has` tells."""
         self._looks_beside = "dataset_dir" not in basic_param.model_fields_set
         """Nobody has said where media are: they are looked for beside their rows first."""
         self._rows: Any = (open_streamed_rows if self.streams else open_rows)(basic_param, dataset_param.attr)
+        self.parts = self._rows.parts
         self._check_pairs()
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self.truncation = basic_param.truncation
@@ -127,12 +126,7 @@ class Qwen2VLDataset(Dataset[EncodedSample | EncodedPair]):
         """Where row `index` stands."""
         return self._rows.place(index)
 
-    @property
-    def parts(self) -> list[Part]:
-        """The rows of each entry of `dataset`."""
-        return self._rows.parts
-
-    def build_collator(self, collate_param: Any, *, packs: bool | None = None) -> Collator:
+    def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
         """The collator that fits the samples.
 
         Args:

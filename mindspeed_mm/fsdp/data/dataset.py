@@ -1,0 +1,279 @@
+"""What a data set is: samples by number, and what else the loader and the tools may ask of one.
+
+Our own data sets derive from `MMDataset`, and a plugin's may. Any other object with `__len__` and `__getitem__` is
+wrapped once, where it comes in (`as_mm_dataset`), so that nobody else has to find out what a data set has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_mm.core.errors import Problem
+from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam
+
+if TYPE_CHECKING:  # annotations only: these import torch and the decoders
+    import numpy as np
+    import torch
+
+    from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
+    from mindspeed_mm.fsdp.data.data_utils.encode import Outline
+    from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+    from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
+    from mindspeed_mm.fsdp.data.data_utils.sample import Sample, SampleSize
+    from mindspeed_mm.fsdp.data.data_utils.template import ChatTemplate
+    from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
+    from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+
+
+class MMDataset:
+    """Samples by number. A data set must have `__len__` and `__getitem__`; every other member has a default."""
+
+    # --- how its samples are treated ----------------------------------------------------------------------------------
+
+    on_bad_sample: str = "error"
+    """`skip`: a sample that raises `DataError` is left out, and another stands in for it; `error`: it ends the run."""
+    max_bad_fraction: float = 0.0
+    """The run ends when a larger share of the samples is bad."""
+    truncation: str = "error"
+    """`error`: a sample that raises `TooLongError` ends the run; any other value: it is left out."""
+    is_deterministic: bool = False
+    """Reading a sample draws no random numbers, so none are seeded for it."""
+    basic_parameters: BasicParameters = BasicParameters()
+    """Packing, shares of a mixture, `cutoff_len` and encoding ahead are read of it."""
+    parts: Sequence[Part] = ()
+    """The samples of each entry of `dataset`, for shares of a mixture; empty: there are no entries."""
+    left_out: Mapping[str, str] = {}
+    """Place → reason, of rows that were found unusable before the start."""
+    collate_fn: Collator | None = None
+    """Samples → batch. It comes before `build_collator`."""
+
+    # --- rows of files ------------------------------------------------------------------------------------------------
+
+    has_rows: bool = False
+    """Samples are encoded from rows, of which `row`, `sample`, `outline` and `measure` tell."""
+    streams: bool = False
+    """Rows are found while they are asked for: there is no length, but `has` tells."""
+    processor: Any = None
+    """The processor or tokenizer that renders rows."""
+    template: ChatTemplate | None = None
+    """The chat template that renders rows."""
+    plugin: Any = None
+    """The media plugin that encodes their media."""
+    media: MediaLoader | None = None
+    """What opens their media."""
+
+    # --- media of generators ------------------------------------------------------------------------------------------
+
+    sizes: Sequence[MediaSize] | None = None
+    """Size of each sample, for micro-batches of one size; with it go `geometry` and `describe`."""
+    geometry: MediaGeometry | None = None
+    """The sizes that the model takes."""
+    is_raw: bool = False
+    """Samples are pixels and captions, encoded while training."""
+    noted_components: Mapping[str, Any] = {}
+    """Configurations of components that the model's folder lacks and the features know."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        """Sample `index`. Raises `DataError` where it cannot be used."""
+        raise NotImplementedError
+
+    def item(self, index: int, epoch: int) -> Any:
+        """Sample `index` as it is in an epoch."""
+        return self[index]
+
+    def has(self, index: int) -> bool:
+        """Whether there is a sample `index`; where rows are streamed, this reads on until it is found."""
+        return index < len(self)
+
+    def place(self, index: int) -> Any:
+        """Where sample `index` comes from: its name in messages, as `str` gives it."""
+        return index
+
+    def measure(self, index: int) -> SampleSize | None:
+        """The size of sample `index`, found without encoding it; None: it has to be encoded."""
+        return None
+
+    def known_sizes(self) -> np.ndarray | None:
+        """(samples, 2) int64: tokens and patches of every sample, 0 and 0 where a row gives none; None: unknown."""
+        return None
+
+    def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator | None:
+        """The collator that fits the samples; None: the one that the configuration names.
+
+        Args:
+            collate_param: `dataloader_param.collate_param`.
+            packs: Put all samples of a micro-batch into one row, or each into its own; None: as configured.
+        """
+        return None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this data set from another: a resumed run compares it, and so do the ranks of a job."""
+        return {"class": type(self.origin).__qualname__, "rows": len(self)}
+
+    def view_notes(self) -> list[str]:
+        """What the log says of how media are seen."""
+        return []
+
+    @property
+    def origin(self) -> Any:
+        """The data set as its author made it, behind parts, caches and wrappers."""
+        return self
+
+    # --- rows of files ------------------------------------------------------------------------------------------------
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index` as it stands in its file; empty where there is none."""
+        return {}
+
+    def sample(self, index: int) -> Sample:
+        """Row `index`, converted but not encoded. Raises `DataError` where it does not fit."""
+        raise NotImplementedError
+
+    def outline(self, index: int) -> Outline | tuple[Outline, Outline]:
+        """What encoding makes of row `index`, without decoding media; of a preference row, of both answers."""
+        raise NotImplementedError
+
+    # --- media of generators ------------------------------------------------------------------------------------------
+
+    def describe(self, index: int) -> SampleDescription:
+        """What is known of a sample without decoding it. Raises `DataError` for a false declaration of its size."""
+        raise NotImplementedError
+
+    def caption_lengths(self) -> CaptionLengths | None:
+        """What measures captions. Raises `ModelFolderError` where the model's folder lacks tokenizers."""
+        return None
+
+    def null_text(self) -> dict[str, torch.Tensor] | None:
+        """Features of the empty caption, padded, without batch axis; None: samples are no features."""
+        return None
+
+    def draw_captions(self, seed: int) -> None:
+        """Draw captions with this seed, `training.seed`, from now on."""
+
+    def check_encoders(self) -> None:
+        """Raise `ModelFolderError` when samples are raw and the model's folder lacks an encoder."""
+
+    def row_changes(self) -> list[Problem]:
+        """How the rows that the configuration names differ from those that features were made of."""
+        return []
+
+
+class DatasetView(MMDataset):
+    """Samples of another data set: some of them, or the same ones read in another way. What is not overridden is as in
+    the other.
+
+    Args:
+        whole: The other data set.
+    """
+
+    def __init__(self, whole: MMDataset) -> None:
+        self._whole = whole
+        for name in MMDataset.__annotations__:
+            setattr(self, name, getattr(whole, name))
+
+    def _number(self, index: int) -> int:
+        """The number that sample `index` has in the other data set."""
+        return index
+
+    @property
+    def origin(self) -> Any:
+        """That of the other."""
+        return self._whole.origin
+
+    def place(self, index: int) -> Any:
+        """As the other tells."""
+        return self._whole.place(self._number(index))
+
+    def measure(self, index: int) -> SampleSize | None:
+        """As the other tells."""
+        return self._whole.measure(self._number(index))
+
+    def row(self, index: int) -> dict[str, Any]:
+        """As the other tells."""
+        return self._whole.row(self._number(index))
+
+    def sample(self, index: int) -> Sample:
+        """As the other tells."""
+        return self._whole.sample(self._number(index))
+
+    def outline(self, index: int) -> Outline | tuple[Outline, Outline]:
+        """As the other tells."""
+        return self._whole.outline(self._number(index))
+
+    def describe(self, index: int) -> SampleDescription:
+        """As the other tells."""
+        return self._whole.describe(self._number(index))
+
+    def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator | None:
+        """That of the other."""
+        return self._whole.build_collator(collate_param, packs=packs)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """That of the other."""
+        return self._whole.fingerprint()
+
+    def view_notes(self) -> list[str]:
+        """Those of the other."""
+        return self._whole.view_notes()
+
+    def caption_lengths(self) -> CaptionLengths | None:
+        """As the other measures them."""
+        return self._whole.caption_lengths()
+
+    def null_text(self) -> dict[str, torch.Tensor] | None:
+        """That of the other."""
+        return self._whole.null_text()
+
+    def draw_captions(self, seed: int) -> None:
+        """The other draws them."""
+        self._whole.draw_captions(seed)
+
+    def check_encoders(self) -> None:
+        """Those of the other."""
+        self._whole.check_encoders()
+
+    def row_changes(self) -> list[Problem]:
+        """Those of the other."""
+        return self._whole.row_changes()
+
+
+class WrappedDataset(MMDataset):
+    """A data set that does not derive from `MMDataset`. Members that it has take the place of the defaults.
+
+    Args:
+        wrapped: Has `__len__` and `__getitem__`: a plugin's, a `torch.utils.data.Dataset`, a list.
+    """
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+        for name in (*MMDataset.__annotations__, *_OPTIONAL_METHODS):
+            if hasattr(wrapped, name):  # foreign: what it has is found out here, once
+                setattr(self, name, getattr(wrapped, name))
+        self.has_rows = all(hasattr(wrapped, name) for name in ("sample", "outline", "measure"))
+
+    def __len__(self) -> int:
+        return len(self._wrapped)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._wrapped[index]
+
+    @property
+    def origin(self) -> Any:
+        """What is wrapped."""
+        return self._wrapped
+
+
+_OPTIONAL_METHODS = tuple(
+    name for name, member in vars(MMDataset).items() if callable(member) and not name.startswith("_")
+)
+
+
+def as_mm_dataset(dataset: Any) -> MMDataset:
+    """The data set itself, or, where it is of another kind, wrapped."""
+    return dataset if isinstance(dataset, MMDataset) else WrappedDataset(dataset)
