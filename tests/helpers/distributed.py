@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,12 +53,17 @@ class Job:
     in_group: bool = True
 
     def function(self) -> Callable[..., Any]:
-        spec = importlib.util.spec_from_file_location(Path(self.file).stem, self.file)
-        assert spec is not None and spec.loader is not None, self.file
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return inspect.unwrap(getattr(module, self.name))
+        return inspect.unwrap(getattr(module_of(self.file), self.name))
+
+
+def module_of(file: str) -> ModuleType:
+    """A test file or helper, imported by its path."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.errors import ConfigError
-from tests.helpers.plan_matrix import EP, RING, TP, ULYSSES, in_fp64
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.plan_matrix import EP, RING, TP, ULYSSES
 from tests.helpers.planned_steps import overrides, train_steps
 
 TOLERANCE = 1e-11
@@ -114,7 +115,7 @@ def outcome(yaml: str, words: list[str]) -> Any:
     """The recorded steps of a run, or the words of its refusal."""
     torch._dynamo.reset()
     try:
-        with nullcontext() if set(SHORT) & set(words) else in_fp64():
+        with nullcontext() if set(SHORT) & set(words) else keeping_double():
             return train_steps(yaml, words)
     except ConfigError as error:
         return str(error)

@@ -7,8 +7,7 @@ and the trainer must refuse it: there are no holes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers import tiny_models
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.parity import ParityError, compare_steps
@@ -311,7 +310,7 @@ def run_cases(yaml: str, family: str, cases: list[str]) -> dict[str, dict[str, A
         name, _, fault = case.partition(": ")
         plan = PLANS.get(name, Plan(1, 1, 1))
         try:
-            with in_fp64():
+            with keeping_double():
                 found[case] = {"steps": train_steps(yaml, words_of(family, plan), fault or None)}
         except (ConfigError, MachineError) as error:  # raised on all ranks alike
             found[case] = {"refused": str(error)}
@@ -324,14 +323,3 @@ def words_of(family: str, plan: Plan) -> list[str]:
     sizes = [f"training.micro_batch_size={micro}", f"training.gradient_accumulation_steps={plan.accumulation}"]
     sequence = [f"parallel.tp_plan.sequence_parallel=[{FAMILIES[family].sequence}]"] if plan.sequence else []
     return [*sizes, *plan.words, *sequence]
-
-
-@contextmanager
-def in_fp64() -> Iterator[None]:
-    """Models round to fp32 here and there, which would be all that could be seen in fp64."""
-
-    def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
-
-    with mock.patch.object(torch.Tensor, "float", float_unless_double):
-        yield

@@ -1,4 +1,5 @@
-"""What the server behind `run_ranks` imports once, so that every rank starts with it."""
+"""What the server behind `run_ranks` imports once, so that every rank starts with it: most ranks train a tiny model,
+which takes less time than these imports."""
 
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -12,4 +13,8 @@ import diffusers.models.transformers.transformer_flux  # noqa: E402
 import diffusers.models.transformers.transformer_wan  # noqa: E402
 import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: E402
 
-__all__ = ["diffusers", "torch", "transformers"]
+import mindspeed_mm.fsdp.train.trainer  # noqa: E402
+import mindspeed_mm.tasks.verify.run  # noqa: E402
+import tests.helpers.plan_matrix  # noqa: E402
+
+__all__ = ["diffusers", "mindspeed_mm", "tests", "torch", "transformers"]

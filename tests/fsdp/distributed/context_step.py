@@ -3,15 +3,13 @@ parallelism. Loss and head are the engine's own; weights are fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -39,6 +37,7 @@ from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.optimizer.clip_grad import grad_norm
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.fsdp.distributed.training_step import Sample, collate, make_samples
 from tests.helpers.parity import StepRecord, record_step
 
@@ -104,24 +103,6 @@ def save(model: Any, folder: Path) -> Path:
             parameter.normal_(std=0.3, generator=generator)
     model.double().save_pretrained(folder)
     return folder
-
-
-def softmax_unless_double(scores: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kw: Any) -> Any:
-    """Written-out attention rounds to fp32, which would be all that could be seen in fp64."""
-    return torch.softmax(scores, *args, dtype=None if scores.dtype == torch.float64 else dtype, **kw)
-
-
-def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
-
-
-@contextmanager
-def nothing_rounded() -> Iterator[None]:
-    with (
-        mock.patch.object(F, "softmax", softmax_unless_double),
-        mock.patch.object(torch.Tensor, "float", float_unless_double),
-    ):
-        yield
 
 
 def make_tiny_windows(folder: Path, other: Path) -> Path:
@@ -223,7 +204,7 @@ def plain_step(
     objective = TokenCrossEntropy(model, HeadLoss(model.lm_head), per_sample=per_sample)
     batches = [objective.prepare(batch) for batch in make_batches(model.config, packed, 2, lengths)]
     divisor = objective.count(batches)["loss"]
-    with nothing_rounded():
+    with keeping_double():
         loss = torch.stack([objective.terms(model, batch)["loss"] for batch in batches]).sum() / divisor
         loss.backward()
     return record_step(model, loss.detach(), grad_norm(model.parameters()))
@@ -260,7 +241,7 @@ def spread_step(
     prepared = [objective.prepare(batch) for batch in make_batches(model.config, packed, 2, lengths)]
     divisor = objective.count(prepared)["loss"]
     losses = torch.zeros((), dtype=torch.float64)
-    with fault(context), nothing_rounded():
+    with fault(context), keeping_double():
         for batch in prepared[state.data_rank :: state.data_size]:
             loss = objective.terms(model, context.split(batch))["loss"] / divisor
             loss.backward()

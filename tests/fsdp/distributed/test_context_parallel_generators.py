@@ -33,6 +33,7 @@ from mindspeed_mm.fsdp.optimizer.clip_grad import grad_norm
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, StepRecord, compare_steps, record_step
 from tests.helpers.tiny_generators import (
@@ -64,11 +65,6 @@ CASES: dict[str, tuple[str, int, dict[str, int], bool]] = {
 IN_SHORT = {"flux, ring", "wan, ulysses"}
 LATENTS = {"flux": (4, 10, 14), "t2v": (16, 3, 6, 10), "i2v": (16, 3, 6, 10)}
 """35 tokens of an image and 45 of a video: nothing divides."""
-
-
-def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
-    """Wan rounds to fp32 inside of its blocks, which would be all that could be seen in fp64."""
-    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 
 def load(folder: str) -> tuple[nn.Module, FlowMatching]:
@@ -105,7 +101,7 @@ def make_batches(family: str) -> list[dict[str, Any]]:
 
 def plain_step(folder: str, family: str) -> StepRecord:
     torch.manual_seed(5)
-    with mock.patch.object(torch.Tensor, "float", float_unless_double):
+    with keeping_double():
         model, objective = load(folder)
         batches = [objective.prepare(batch) for batch in make_batches(family)]
         losses = [objective.terms(model, batch)["loss"] for batch in batches]
@@ -173,7 +169,7 @@ FAULTS = {"gathered gradient summed": summed_over_ranks, "attention to own token
 def run_on_ranks(folders: dict[str, str], in_short: bool) -> dict[str, StepRecord]:
     here = dist.get_world_size()
     records = {}
-    with mock.patch.object(torch.Tensor, "float", float_unless_double):
+    with keeping_double():
         for name, (family, ranks, plan, recompute) in CASES.items():
             if ranks == here and (name in IN_SHORT) == in_short:
                 records[name] = spread_step(folders[family], family, plan, recompute)

@@ -20,9 +20,9 @@ from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.fsdp.features.dropout_models import Step, full, kept_bytes
 from tests.helpers.distributed import run_ranks
-from tests.helpers.plan_matrix import in_fp64
 from tests.helpers.tiny_models import make_tiny_qwen3
 
 ROWS = 5
@@ -92,7 +92,7 @@ def sliced(model: nn.Module, others: dict[str, Any] | None = None, **plan: Any) 
 
 
 def outcome(model: nn.Module, step: Step) -> dict[str, torch.Tensor]:
-    with in_fp64():
+    with keeping_double():
         loss = step(model)
         loss.backward()
     return {"loss": full(loss), **{n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}}

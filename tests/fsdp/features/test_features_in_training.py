@@ -11,9 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mm.fsdp.features.memory import activation_offload
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
-from tests.helpers.plan_matrix import EP, FAMILIES, ONE_F_ONE_B, PP, RING, TP, ULYSSES, in_fp64
+from tests.helpers.plan_matrix import EP, FAMILIES, ONE_F_ONE_B, PP, RING, TP, ULYSSES
 from tests.helpers.planned_steps import train_steps
 
 RECOMPUTE = "features.recompute=true"
@@ -76,7 +77,7 @@ def differing(yaml: str, plan: tuple[str, ...], features: dict[str, tuple[float,
     """On each rank: features whose steps differ from those without, with what differs; and those that run attention
     again although they keep its results, or do not although they keep nothing."""
     found = {}
-    with in_fp64(), mock.patch.object(activation_offload, "SMALLEST_BYTES", 1):
+    with keeping_double(), mock.patch.object(activation_offload, "SMALLEST_BYTES", 1):
         with Attention() as once:
             off = train_steps(yaml, list(plan))
         for name, (tolerance, words) in features.items():

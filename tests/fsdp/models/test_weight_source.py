@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.loading import source as weight_source
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
-from tests.helpers.plan_matrix import EP, FP64, GPIPE, PP, TP, in_fp64
+from tests.helpers.plan_matrix import EP, FP64, GPIPE, PP, TP
 from tests.helpers.planned_steps import overrides, train_steps
 from tests.helpers.tiny_models import make_tiny_qwen3_vl_moe
 from tests.helpers.tiny_run import make_tiny_run
@@ -38,7 +39,7 @@ opened = weight_source.open_weights
 
 def steps(yaml: str, words: list[str]) -> Any:
     reads = mock.patch.object(weight_source, "open_weights", only_rank_0)
-    with in_fp64(), reads if FROM_0 in words else mock.MagicMock():
+    with keeping_double(), reads if FROM_0 in words else mock.MagicMock():
         return train_steps(yaml, words)
 
 

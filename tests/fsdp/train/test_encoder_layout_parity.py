@@ -7,7 +7,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from functools import cache
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,63 +22,48 @@ from mindspeed_mm.fsdp.distributed.towers import media as encoder_media
 from mindspeed_mm.fsdp.distributed.towers.travel import Leg, Media, feature_legs
 from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from tests.helpers.distributed import run_ranks
-from tests.helpers.parity import ParityError, StepRecord, compare_steps
+from tests.helpers.parity import StepRecord
+from tests.helpers.parity_runs import Case, Fault, ParityRuns
+from tests.helpers.plan_matrix import FP64, RING, TP, ULYSSES
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.tiny_models import MERGE_SIZE, SPECIAL_TOKENS, build_tokenizer
 from tests.helpers.tiny_run import make_tiny_run
 
-TOLERANCE = 1e-9
-GLOBAL_BATCH = 8
-TP = "parallel.tensor_parallel_size=2"
-RING, ULYSSES = "parallel.ring_attention_size=2", "parallel.ulysses_parallel_size=2"
 BALANCE = "parallel.encoder_plan.balance=true"
 WHOLE_TOWER = "parallel.encoder_plan.tensor_parallel_size=1"
 WHOLE_MEDIA = ("parallel.encoder_plan.ring_attention_size=1", "parallel.encoder_plan.ulysses_parallel_size=1")
 TEAM_ULYSSES, TEAM_RING = (f"parallel.encoder_plan.{key}=2" for key in ("ulysses_parallel_size", "ring_attention_size"))
 RECOMPUTE, COPIES = "features.recompute=true", "parallel.fully_shard_parallel_size=1"
-LORA = ("training.lora.enable=true", "training.lora.target_modules=[qkv, q_proj, linear_fc1]")
-FROZEN = 'model.freeze=["model.visual.*"]'
 
-CASES = {  # name → (rows, ranks, data ranks, accumulation, overrides)
-    "balance, dp2": ("pictures", 2, 2, 1, (BALANCE,)),
-    "balance, dp2, a row at a time": ("pictures", 2, 2, 4, (BALANCE,)),
-    "balance, dp2, videos, copies": ("videos", 2, 2, 4, (BALANCE, COPIES)),
-    "balance, dp2, text": ("text", 2, 2, 1, (BALANCE,)),
-    "tp2, whole tower": ("pictures", 2, 1, 8, (TP, WHOLE_TOWER, RECOMPUTE)),
-    "ring2, whole media": ("pictures", 2, 1, 2, (RING, *WHOLE_MEDIA)),
-    "dp2, tower ulysses2": ("pictures", 2, 2, 4, (BALANCE, TEAM_ULYSSES)),
-    "balance, dp2 × tp2, whole tower": ("pictures", 4, 2, 2, (BALANCE, TP, WHOLE_TOWER)),
-    "balance, dp2 × ulysses2, whole media": ("videos", 4, 2, 4, (BALANCE, ULYSSES, *WHOLE_MEDIA)),
+CASES = {
+    "balance, dp2": Case("pictures", 2, 2, 1, (BALANCE,)),
+    "balance, dp2, a row at a time": Case("pictures", 2, 2, 4, (BALANCE,)),
+    "balance, dp2, videos, copies": Case("videos", 2, 2, 4, (BALANCE, COPIES)),
+    "balance, dp2, text": Case("text", 2, 2, 1, (BALANCE,)),
+    "tp2, whole tower": Case("pictures", 2, 1, 8, (TP, WHOLE_TOWER, RECOMPUTE)),
+    "ring2, whole media": Case("pictures", 2, 1, 2, (RING, *WHOLE_MEDIA)),
+    "dp2, tower ulysses2": Case("pictures", 2, 2, 4, (BALANCE, TEAM_ULYSSES)),
+    "balance, dp2 × tp2, whole tower": Case("pictures", 4, 2, 2, (BALANCE, TP, WHOLE_TOWER)),
+    "balance, dp2 × ulysses2, whole media": Case("videos", 4, 2, 4, (BALANCE, ULYSSES, *WHOLE_MEDIA)),
 }
 SLOW = {
-    "balance, dp2 × tp2": ("pictures", 4, 2, 2, (BALANCE, TP)),
-    "balance, dp2 × ring2": ("pictures", 4, 2, 4, (BALANCE, RING)),
-    "balance, dp2, recompute": ("videos", 2, 2, 2, (BALANCE, RECOMPUTE)),
-    "balance, dp2, lora": ("pictures", 2, 2, 2, (BALANCE, *LORA)),
-    "balance, dp2, frozen": ("pictures", 2, 2, 2, (BALANCE, FROZEN)),
-    "balance, dp4": ("videos", 4, 4, 2, (BALANCE,)),
-    "balance, dp4, hsdp": ("pictures", 4, 4, 2, (BALANCE, "parallel.fully_shard_parallel_size=2")),
-    "hsdp, dp2 × tp2, whole tower": ("pictures", 4, 2, 4, (TP, WHOLE_TOWER, COPIES)),
-    "tp2, whole tower, lora": ("pictures", 2, 1, 2, (TP, WHOLE_TOWER, *LORA)),
-    "tp2, tower ring2": ("pictures", 2, 1, 8, (TP, WHOLE_TOWER, TEAM_RING)),
-    "dp4, tower ring2 × ulysses2": ("videos", 4, 4, 2, (BALANCE, TEAM_RING, TEAM_ULYSSES)),
-    "dp4, tower ring2, recompute": ("pictures", 4, 4, 2, (BALANCE, TEAM_RING, RECOMPUTE)),
-    "tp2 × ring2, whole tower, whole media": ("pictures", 4, 1, 4, (TP, RING, WHOLE_TOWER, *WHOLE_MEDIA)),
-    "tp2 × ring2, whole tower": ("pictures", 4, 1, 4, (TP, RING, WHOLE_TOWER)),
+    "balance, dp2 × tp2": Case("pictures", 4, 2, 2, (BALANCE, TP)),
+    "balance, dp2 × ring2": Case("pictures", 4, 2, 4, (BALANCE, RING)),
+    "balance, dp2, recompute": Case("videos", 2, 2, 2, (BALANCE, RECOMPUTE)),
+    "balance, dp2, lora": Case("pictures lora", 2, 2, 2, (BALANCE,)),
+    "balance, dp2, frozen": Case("pictures frozen", 2, 2, 2, (BALANCE,)),
+    "balance, dp4": Case("videos", 4, 4, 2, (BALANCE,)),
+    "balance, dp4, hsdp": Case("pictures", 4, 4, 2, (BALANCE, "parallel.fully_shard_parallel_size=2")),
+    "hsdp, dp2 × tp2, whole tower": Case("pictures", 4, 2, 4, (TP, WHOLE_TOWER, COPIES)),
+    "tp2, whole tower, lora": Case("pictures lora", 2, 1, 2, (TP, WHOLE_TOWER)),
+    "tp2, tower ring2": Case("pictures", 2, 1, 8, (TP, WHOLE_TOWER, TEAM_RING)),
+    "dp4, tower ring2 × ulysses2": Case("videos", 4, 4, 2, (BALANCE, TEAM_RING, TEAM_ULYSSES)),
+    "dp4, tower ring2, recompute": Case("pictures", 4, 4, 2, (BALANCE, TEAM_RING, RECOMPUTE)),
+    "tp2 × ring2, whole tower, whole media": Case("pictures", 4, 1, 4, (TP, RING, WHOLE_TOWER, *WHOLE_MEDIA)),
+    "tp2 × ring2, whole tower": Case("pictures", 4, 1, 4, (TP, RING, WHOLE_TOWER)),
     "balance, dp2 × tp2 × ring2, whole tower, whole media":
-        ("videos", 8, 2, 2, (BALANCE, TP, RING, WHOLE_TOWER, *WHOLE_MEDIA)),
+        Case("videos", 8, 2, 2, (BALANCE, TP, RING, WHOLE_TOWER, *WHOLE_MEDIA)),
 }  # fmt: skip
-FAULTS = {
-    "features in another order": "balance, dp2",
-    "gradients counted on every tensor rank": "tp2, whole tower",
-    "gradients of one context rank alone": "ring2, whole media",
-    "tower not summed over tensor ranks": "tp2, whole tower",
-}
-FP64 = {
-    "parallel": {"fsdp_plan": {"param_dtype": "fp64"}},
-    "training": {"train_iters": 2, "clip_grad": 0.5, "weight_decay": 0.1, "adam_fused": False},
-}
 SIZES = ((32, 32), (64, 32), (48, 64), (16, 32))
 
 
@@ -134,116 +119,81 @@ def with_videos(batch: Batch) -> Batch:
     return others | media
 
 
-def steps_of(yamls: dict[str, str], rows: str, words: list[str]) -> list[StepRecord]:
-    """Two steps on rows of this name, of which `videos` are pictures made into clips."""
-    if rows != "videos":
-        return train_steps(yamls[rows], words)
+def steps_of(yaml: str, words: list[str]) -> list[StepRecord]:
+    """Two steps; pictures of rows called `videos` are made into clips."""
+    if Path(yaml).parent.name != "videos":
+        return train_steps(yaml, words)
     step = TrainEngine.train_step
 
     def train_step(self: Any, micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
         return step(self, [with_videos(batch) for batch in micro_batches], *args, **kwargs)
 
     with mock.patch.object(TrainEngine, "train_step", train_step):
-        return train_steps(yamls["pictures"], words)
+        return train_steps(yaml, words)
 
 
 @pytest.fixture(scope="module")
-def yamls(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, str], ...]:
+def yamls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One process trains each of these rows without any layout."""
     folder = tmp_path_factory.mktemp("encoders")
-    counts = {"pictures": (1, 0, 2, 1, 0), "text": (0,)}
-    return tuple((name, str(make_media_run(folder / name, images))) for name, images in counts.items())
+    counts = {"pictures": (1, 0, 2, 1, 0), "videos": (1, 0, 2, 1, 0), "text": (0,)}
+    return {name: str(make_media_run(folder / name, images)) for name, images in counts.items()}
 
 
-def reference_of(case: tuple[Any, ...]) -> tuple[str, tuple[str, ...]]:
-    """What one process trains for a case: the rows, and those overrides that are no layout."""
-    rows, *_, words = case
-    return rows, tuple(word for word in words if not word.startswith(("parallel.", "features.")))
+def features_swapped() -> AbstractContextManager[Any]:
+    places = Media.places
+
+    def swapped(self: Media, items: Any, unit: int = 1) -> dict[int, range]:
+        found = places(self, items, unit)
+        pairs = [(a, b) for a in found for b in found if a < b and unit == 1 and len(found[a]) == len(found[b])]
+        for a, b in pairs[:1]:
+            found[a], found[b] = found[b], found[a]
+        return found
+
+    return mock.patch.object(Media, "places", swapped)
 
 
-def words_of(data_ranks: int, accumulation: int, words: tuple[str, ...]) -> list[str]:
-    micro = GLOBAL_BATCH // data_ranks // accumulation
-    return [f"training.micro_batch_size={micro}", f"training.gradient_accumulation_steps={accumulation}", *words]
+def gradients_from_all() -> AbstractContextManager[Any]:
+    def from_all(media: Media, sizes: EncoderSizes) -> Iterator[Leg]:
+        return (Leg(item, target, source) for item, source, target in feature_legs(media, sizes))
+
+    return mock.patch.object(encoder_media, "gradient_legs", from_all)
 
 
-def run_cases(ranks: int, yamls: dict[str, str], slow: bool) -> dict[Any, list[StepRecord]]:
-    """Every case that takes this many ranks; 1: the references."""
-    cases = SLOW if slow else CASES
-    with mock.patch.object(torch.Tensor, "float", float_unless_double):
-        if ranks == 1:
-            references = {reference_of(case) for case in cases.values()}
-            return {str(each): steps_of(yamls, each[0], words_of(1, 1, each[1])) for each in sorted(references)}
-        measured = {}
-        for name, (rows, needed, data_ranks, accumulation, words) in cases.items():
-            if needed == ranks:
-                measured[name] = steps_of(yamls, rows, words_of(data_ranks, accumulation, words))
-        for fault, name in FAULTS.items():
-            if not slow and cases[name][1] == ranks:
-                rows, _, data_ranks, accumulation, words = cases[name]
-                with planted(fault):
-                    measured[fault] = steps_of(yamls, rows, words_of(data_ranks, accumulation, words))
-    return measured
+def gradients_from_the_first() -> AbstractContextManager[Any]:
+    def from_first(media: Media, sizes: EncoderSizes) -> Iterator[Leg]:
+        return (Leg(item, target, source) for item, source, target in feature_legs(media, sizes) if not target % 2)
+
+    return mock.patch.object(encoder_media, "gradient_legs", from_first)
 
 
-def planted(fault: str) -> Any:
-    """The fault as a patch of the one function that it would be a bug in."""
-    if fault == "features in another order":
-        places = Media.places
-
-        def swapped(self: Media, items: Any, unit: int = 1) -> dict[int, range]:
-            found = places(self, items, unit)
-            pairs = [(a, b) for a in found for b in found if a < b and unit == 1 and len(found[a]) == len(found[b])]
-            for a, b in pairs[:1]:
-                found[a], found[b] = found[b], found[a]
-            return found
-
-        return mock.patch.object(Media, "places", swapped)
-    if fault == "gradients counted on every tensor rank":
-
-        def from_all(media: Media, sizes: EncoderSizes) -> Iterator[Leg]:
-            return (Leg(item, target, source) for item, source, target in feature_legs(media, sizes))
-
-        return mock.patch.object(encoder_media, "gradient_legs", from_all)
-    if fault == "gradients of one context rank alone":
-
-        def from_first(media: Media, sizes: EncoderSizes) -> Iterator[Leg]:
-            return (Leg(item, target, source) for item, source, target in feature_legs(media, sizes) if not target % 2)
-
-        return mock.patch.object(encoder_media, "gradient_legs", from_first)
+def tower_not_summed() -> AbstractContextManager[Any]:
     return mock.patch.object(torch_parallelize, "on_tower_mesh", lambda model, units, *_: units)
 
 
-def float_unless_double(tensor: torch.Tensor) -> torch.Tensor:
-    """Models round to fp32 here and there, which would be all that could be seen in fp64."""
-    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+RUNS = ParityRuns(
+    __file__,
+    CASES,
+    SLOW,
+    slow_faults={
+        "features in another order": Fault("balance, dp2", features_swapped),
+        "gradients counted on every tensor rank": Fault("tp2, whole tower", gradients_from_all),
+        "gradients of one context rank alone": Fault("ring2, whole media", gradients_from_the_first),
+        "tower not summed over tensor ranks": Fault("tp2, whole tower", tower_not_summed),
+    },
+    kinds={
+        "lora": ("training.lora.enable=true", "training.lora.target_modules=[qkv, q_proj, linear_fc1]"),
+        "frozen": ('model.freeze=["model.visual.*"]',),
+    },
+    steps=steps_of,
+)
 
 
-@cache
-def results_of(ranks: int, yamls: tuple[tuple[str, str], ...], slow: bool = False) -> list[dict[Any, list[StepRecord]]]:
-    return run_ranks(ranks, run_cases, ranks, dict(yamls), slow, timeout_s=400)
+@pytest.mark.parametrize("name", RUNS.case_params())
+def test_layout_equals_one_process(name: str, yamls: dict[str, str]) -> None:
+    RUNS.check(name, yamls)
 
 
-def check(name: str, yamls: tuple[tuple[str, str], ...], slow: bool) -> None:
-    case = (SLOW if slow else CASES)[name]
-    expected = results_of(1, yamls, slow)[0][str(reference_of(case))]
-    for measured in results_of(case[1], yamls, slow):
-        compare_steps(expected, measured[name], TOLERANCE)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_layout_equals_one_process(name: str, yamls: tuple[tuple[str, str], ...]) -> None:
-    check(name, yamls, slow=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_more_layouts_equal_one_process(name: str, yamls: tuple[tuple[str, str], ...]) -> None:
-    check(name, yamls, slow=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_found(fault: str, yamls: tuple[tuple[str, str], ...]) -> None:
-    case = CASES[FAULTS[fault]]
-    measured = results_of(case[1], yamls)[0][fault]
-    with pytest.raises(ParityError):
-        compare_steps(results_of(1, yamls)[0][str(reference_of(case))], measured, TOLERANCE)
+@pytest.mark.parametrize("fault", RUNS.fault_params())
+def test_planted_fault_is_found(fault: str, yamls: dict[str, str]) -> None:
+    RUNS.check_fault(fault, yamls)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch
 
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-from tests.fsdp.train.test_encoder_layout_parity import float_unless_double, make_media_run
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.fsdp.train.test_encoder_layout_parity import make_media_run
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
 
@@ -27,7 +26,7 @@ SHARED = [
 
 def run(yaml: str, words: list[str], steps: int | None) -> list[StepRecord]:
     recorder = StepRecorder()
-    with mock.patch.object(torch.Tensor, "float", float_unless_double):
+    with keeping_double():
         config = load_with_plugins(Path(yaml), ["training.micro_batch_size=8", *words])
         Trainer(config, TrainOptions(steps=steps), hooks=[recorder]).train()
     return recorder.steps

@@ -16,9 +16,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.train import trainer
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
-from tests.helpers.plan_matrix import EP, FP64, in_fp64
+from tests.helpers.plan_matrix import EP, FP64
 from tests.helpers.planned_steps import overrides, train_steps
 from tests.helpers.tiny_models import make_tiny_qwen3_moe
 from tests.helpers.tiny_run import make_rows, make_tiny_run
@@ -42,7 +43,7 @@ def yamls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def steps(yaml: str, words: list[str]) -> Any:
-    with in_fp64():
+    with keeping_double():
         return train_steps(yaml, words)
 
 

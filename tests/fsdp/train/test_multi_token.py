@@ -20,11 +20,12 @@ from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.loss import multi_token
 from mindspeed_mm.fsdp.models.behaviour.multi_token import MultiTokenHeads
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import FAMILIES as TINY
 from tests.helpers.packed_more_families import MORE
 from tests.helpers.parity import ParityError, compare_steps
-from tests.helpers.plan_matrix import EP, FP64, in_fp64
+from tests.helpers.plan_matrix import EP, FP64
 from tests.helpers.planned_steps import GLOBAL_BATCH, overrides, train_steps
 from tests.helpers.tiny_models import build_tokenizer, make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.helpers.tiny_run import make_rows, make_tiny_run
@@ -127,7 +128,7 @@ def logits_by_hand(model: Any, heads: MultiTokenHeads, ids: torch.Tensor) -> lis
 
 def steps(yaml: str, words: list[str], packs: bool | None = None, fault: str = "") -> Any:
     whole_rows = mock.patch.object(multi_token, "_documents", lambda batch: torch.zeros_like(batch["shift_labels"]))
-    with in_fp64(), whole_rows if fault == "leak" else mock.MagicMock():
+    with keeping_double(), whole_rows if fault == "leak" else mock.MagicMock():
         return train_steps(yaml, words, packs=packs)
 
 
@@ -140,7 +141,7 @@ def yamls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 # transformers runs delta nets in fp32, and our rows are padded.
 @pytest.mark.parametrize(("family", "bound"), [("qwen3", 1e-12), ("qwen3_next", 1e-7)])
 def test_losses_and_gradients_equal_those_by_hand(yamls: dict[str, str], family: str, bound: float) -> None:
-    with in_fp64():
+    with keeping_double():
         expected = by_hand(yamls[family])
     step = steps(yamls[family], overrides(1, 2, *ON, IN_ORDER))[0]
     assert abs(float(step["loss"] - expected.pop("loss"))) < 1e-12

@@ -1,36 +1,26 @@
 """Any plan and any split of a batch equals one process, in fp64: loss, every gradient, clip norm, weights after steps.
 
 The runs are whole: the configuration goes through the trainer, on uneven answers of uneven weight and uneven image
-counts. Each planted
-fault goes through the same comparison and must fail it.
+counts. Each planted fault goes through the same comparison and must fail it.
 """
 
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.distributed import run_ranks
-from tests.helpers.parity import ParityError, StepRecord, compare_steps
-from tests.helpers.planned_steps import overrides, train_steps
+from tests.helpers.parity_runs import Case, Fault, ParityRuns
+from tests.helpers.plan_matrix import FP64, HYBRID
 from tests.helpers.tiny_run import make_tiny_run
-
-TOLERANCE = 1e-10
 
 
 @pytest.fixture(scope="module")
-def yaml(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("parity")
-    path = make_tiny_run(
-        folder,
-        parallel={"fsdp_plan": {"param_dtype": "fp64"}},
-        training={"train_iters": 2, "clip_grad": 0.5, "weight_decay": 0.1, "adam_fused": False},
-    )
-    give_weights(folder / "rows.jsonl")
-    return str(path)
+def yamls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = make_tiny_run(tmp_path_factory.mktemp("parity"), **FP64)
+    give_weights(path.with_name("rows.jsonl"))
+    return {"vlm": str(path)}
 
 
 def give_weights(path: Path) -> None:
@@ -42,54 +32,35 @@ def give_weights(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-PLANS = {
-    "accumulation 2": (1, 2, ()),
-    "accumulation 4": (1, 4, ()),
-    "fsdp 2": (2, 1, ()),
-    "fsdp 2, accumulation 2": (2, 2, ()),
-    "fsdp 4, accumulation 2": (4, 2, ()),
-    "zero-2": (2, 2, ("parallel.fsdp_plan.reshard_after_forward=false",)),
-    "hsdp 2x2": (4, 1, ("parallel.fully_shard_parallel_size=2",)),
-    "replicated 2": (2, 2, ("parallel.fully_shard_parallel_size=1",)),
-}
-
-FAULTS = {
-    "rank's own denominator": "fsdp 2",
-    "gradients averaged over ranks": "fsdp 4, accumulation 2",
-    "dropped all-reduce": "hsdp 2x2",
-    "averaged over micro-batches": "accumulation 2",
-    "norm of the local shard": "zero-2",
-    "mask off by one": "replicated 2",
-}
-
-
-@pytest.fixture(scope="module")
-def reference(yaml: str) -> list[StepRecord]:
-    return run_ranks(1, train_steps, yaml, overrides(1, 1))[0]
+RUNS = ParityRuns(
+    __file__,
+    cases={
+        "accumulation 2": Case("vlm", 1, 1, 2),
+        "accumulation 4": Case("vlm", 1, 1, 4),
+        "fsdp 2": Case("vlm", 2, 2, 1),
+        "fsdp 2, accumulation 2": Case("vlm", 2, 2, 2),
+        "fsdp 4, accumulation 2": Case("vlm", 4, 4, 2),
+        "zero-2": Case("vlm", 2, 2, 2, ("parallel.fsdp_plan.reshard_after_forward=false",)),
+        "hsdp 2x2": Case("vlm", 4, 4, 1, (HYBRID,)),
+        "replicated 2": Case("vlm", 2, 2, 2, ("parallel.fully_shard_parallel_size=1",)),
+    },
+    faults={
+        "rank's own denominator": Fault("fsdp 2", "rank's own denominator"),
+        "gradients averaged over ranks": Fault("fsdp 4, accumulation 2", "gradients averaged over ranks"),
+        "dropped all-reduce": Fault("hsdp 2x2", "dropped all-reduce"),
+        "averaged over micro-batches": Fault("accumulation 2", "averaged over micro-batches"),
+        "norm of the local shard": Fault("zero-2", "norm of the local shard"),
+        "mask off by one": Fault("replicated 2", "mask off by one"),
+    },
+    tolerance=1e-10,
+)
 
 
-@cache
-def results_of(ranks: int, yaml: str) -> list[dict[str, list[StepRecord]]]:
-    """Every plan and fault that takes this many ranks, by rank, in one start of the processes."""
-    return run_ranks(ranks, run_cases, ranks, yaml, timeout_s=240)
+@pytest.mark.parametrize("name", RUNS.case_params())
+def test_plan_equals_one_process(name: str, yamls: dict[str, str]) -> None:
+    RUNS.check(name, yamls)
 
 
-def run_cases(ranks: int, yaml: str) -> dict[str, list[StepRecord]]:
-    cases = {plan: (plan, None) for plan in PLANS} | {fault: (plan, fault) for fault, plan in FAULTS.items()}
-    mine = {name: case for name, case in cases.items() if PLANS[case[0]][0] == ranks}
-    return {
-        name: train_steps(yaml, overrides(ranks, PLANS[plan][1], *PLANS[plan][2]), fault)
-        for name, (plan, fault) in mine.items()
-    }
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_plan_equals_one_process(plan: str, yaml: str, reference: list[StepRecord]) -> None:
-    for measured in results_of(PLANS[plan][0], yaml):
-        compare_steps(reference, measured[plan], TOLERANCE)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_found(fault: str, yaml: str, reference: list[StepRecord]) -> None:
-    with pytest.raises(ParityError):
-        compare_steps(reference, results_of(PLANS[FAULTS[fault]][0], yaml)[0][fault], TOLERANCE)
+@pytest.mark.parametrize("fault", RUNS.fault_params())
+def test_planted_fault_is_found(fault: str, yamls: dict[str, str]) -> None:
+    RUNS.check_fault(fault, yamls)

@@ -19,9 +19,10 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder, full, of_all_stages, record_weights
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
-from tests.helpers.plan_matrix import PLANS, REFUSED, TOLERANCE, Plan, in_fp64, words_of, yaml_of
+from tests.helpers.plan_matrix import PLANS, REFUSED, TOLERANCE, Plan, words_of, yaml_of
 from tests.helpers.runs import differing, tensors
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,7 @@ def folder_of(yaml: str, plan: str) -> Path:
 
 def train_on(yaml: str, steps: int, words: list[str]) -> tuple[Loaded, list[StepRecord]]:
     loaded, recorder = Loaded(), StepRecorder()
-    with in_fp64():
+    with keeping_double():
         Trainer(load_with_plugins(Path(yaml), words), TrainOptions(steps=steps), hooks=[loaded, recorder]).train()
     return loaded, recorder.steps
 

@@ -18,9 +18,10 @@ from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan, FeatureArguments
+from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
-from tests.helpers.plan_matrix import FP64, in_fp64
+from tests.helpers.plan_matrix import FP64
 from tests.helpers.planned_steps import overrides, train_steps
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import PATCH_SIZE, VOCAB_SIZE, make_tiny_qwen3_vl
@@ -153,7 +154,7 @@ def make(folder: Path, family: str) -> str:
 
 
 def steps(yaml: str, words: list[str]) -> Any:
-    with in_fp64():
+    with keeping_double():
         return train_steps(yaml, words)
 
 
