@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -62,3 +64,9 @@ def denoised(transformer: Any, adapter: Any, seed: int = 0) -> torch.Tensor:
     noisy = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     inputs = adapter.inputs(noisy, torch.tensor([0.5]), batch, 3.5)
     return adapter.prediction(transformer(**inputs, return_dict=False), shape)
+
+
+def float_keeps_double() -> AbstractContextManager[Any]:
+    """`keeping_double` for `float()` alone: PEFT's decompositions ask for fp32 by `to` and take nothing else."""
+    real = torch.Tensor.float
+    return mock.patch.object(torch.Tensor, "float", lambda x: x if x.dtype is torch.float64 else real(x))

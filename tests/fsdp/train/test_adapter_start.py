@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.fsdp.checkpoint.small_run import differing, everything
 from tests.fsdp.checkpoint.test_lora_checkpoints import train
+from tests.helpers.adapters import float_keeps_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.planned_steps import overrides, train_steps
 from tests.helpers.tiny_models import make_tiny_qwen3
@@ -31,7 +31,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_start_alike(kind: str, yaml: Path) -> None:
     """The statistics are fp32 and summed in another order: alike, not to the bit."""
     word = f"training.lora.init_lora_weights={kind}"
-    with keeping_double():
+    with float_keeps_double():
         expected = train_steps(str(yaml), overrides(1, 1, *EXACT, word))
     gradients = {n: g for n, g in expected[0]["gradients"].items() if g is not None and g.any()}
     assert all(".lora_" in name for name in gradients) and len(gradients) >= 6
@@ -42,7 +42,7 @@ def test_two_ranks_start_alike(kind: str, yaml: Path) -> None:
 
 
 def on_two(yaml: str, word: str) -> list[Any]:
-    with keeping_double():
+    with float_keeps_double():
         return train_steps(yaml, overrides(2, 1, *EXACT, word))
 
 

@@ -16,9 +16,8 @@ from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.export import export
-from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.fsdp.checkpoint.small_run import differing, everything
-from tests.helpers.adapters import adapted_model, logits
+from tests.helpers.adapters import adapted_model, float_keeps_double, logits
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
 from tests.helpers.planned_steps import overrides, train_steps
@@ -87,7 +86,7 @@ def trained_only(steps: list[Any]) -> list[Any]:
 
 
 def steps_of(case: str, yamls: dict[str, str], ranks: int, *more: str, fault: str | None = None) -> list[Any]:
-    with keeping_double():
+    with float_keeps_double():
         made = train_steps(yamls[CASES[case][0]], overrides(ranks, 1, *EXACT, *words(case, yamls), *more), fault)
     return trained_only(made)
 
@@ -153,7 +152,7 @@ def test_adapters_continue_under_pipeline_stages(tmp_path: Path) -> None:
 
 
 def continued_steps(yaml: str, accumulation: int, *more: str) -> list[Any]:
-    with keeping_double():
+    with float_keeps_double():
         return trained_only(train_steps(yaml, overrides(1, accumulation, *EXACT, *more)))
 
 
