@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.step.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.fsdp.train.trainer import build_schedule
+from mindspeed_mm.fsdp.train.trainer import build_lr_schedule
 from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 
@@ -32,7 +32,7 @@ def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
         objective=objective,
         forward_backward=PlainForwardBackward(assembled.model, objective, set_gradient_sync),
         optimizer=build_optimizer(assembled.model, arguments.training),
-        schedule=build_schedule(arguments, total_steps),
+        schedule=build_lr_schedule(arguments, total_steps),
         training=arguments.training,
         device=device,
         towers=assembled.towers,

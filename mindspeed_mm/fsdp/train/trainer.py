@@ -387,7 +387,7 @@ class Trainer:
             objective=objective,
             forward_backward=self._forward_backward(assembled, objective),
             optimizer=optimizer,
-            schedule=build_schedule(self.arguments, total_steps),
+            schedule=build_lr_schedule(self.arguments, total_steps),
             training=training,
             device=self.device,
             data_group=self.data_group,
@@ -521,7 +521,7 @@ def leave(joined_already: bool, *, wait: bool) -> None:
         shutdown_distributed(wait=wait)
 
 
-def build_schedule(arguments: Arguments, total_steps: int) -> Schedule:
+def build_lr_schedule(arguments: Arguments, total_steps: int) -> Schedule:
     """The learning-rate schedule of the configuration."""
     training = arguments.training
     return Schedule(

@@ -73,7 +73,7 @@ def _chunks(rows: Sequence[int], look: Look, workers: int) -> Iterator[list[RowF
         reader,
         batch_size=None,
         sampler=parts,  # type: ignore[arg-type]
-        collate_fn=_as_it_is,
+        collate_fn=_pass_chunk,
         num_workers=min(workers, len(parts)),
         worker_init_fn=_init_worker,
         multiprocessing_context="fork" if forks else None,
@@ -86,7 +86,7 @@ def _chunks(rows: Sequence[int], look: Look, workers: int) -> Iterator[list[RowF
         ) from error
 
 
-def _as_it_is(chunk: list[RowFacts]) -> list[RowFacts]:
+def _pass_chunk(chunk: list[RowFacts]) -> list[RowFacts]:
     return chunk
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +12,10 @@ from typing import Any
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.redaction import redact, without_secrets
 from mindspeed_mm.tasks.report.samples import Round, read_rounds
 
 Record = dict[str, Any]
-
-_SECRET = re.compile(
-    r"(?i)([\w.-]*(?:token|secret|password|passwd|api_?key|credentials?))(['\"]?\s*[:=]\s*)(?!null\b)\S+"
-)
 
 
 @dataclass(frozen=True)
@@ -58,16 +54,15 @@ def read_run(path: Path) -> RunData:
             way_out="Give the folder that training.save names.",
         )
     metrics = read_jsonl(folder.metrics)
+    resolved = folder.resolved.read_text(encoding="utf-8", errors="replace") if folder.resolved.exists() else ""
     return RunData(
         name=path.resolve().name,
         path=path,
         steps=_latest_by_step([record for record in metrics if "loss" in record]),
         validations=_latest_by_step([record for record in metrics if "val_loss" in record]),
         events=read_jsonl(folder.events),
-        facts=_read_object(folder.run_json),
-        configuration=without_secrets(folder.resolved.read_text(encoding="utf-8", errors="replace"))
-        if folder.resolved.exists()
-        else "",
+        facts=redact(_read_object(folder.run_json)),
+        configuration=without_secrets(resolved),
         results=_read_object(folder.evaluation / "results.json"),
         samples=read_jsonl(folder.evaluation / "samples.jsonl"),
         rounds=read_rounds(path),
@@ -79,11 +74,6 @@ def choose_samples(samples: Sequence[Record], most_of_each: int) -> tuple[list[R
     wrong = [sample for sample in samples if not sample.get("correct")]
     right = [sample for sample in samples if sample.get("correct")]
     return _tasks_in_turn(wrong)[:most_of_each], _tasks_in_turn(right)[:most_of_each]
-
-
-def without_secrets(text: str) -> str:
-    """The text with the values of keys that end in token, secret, password, api_key or credentials taken out."""
-    return _SECRET.sub(r"\1\2•••", text)
 
 
 def _tasks_in_turn(samples: list[Record]) -> list[Record]:

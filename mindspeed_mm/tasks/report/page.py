@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.report.charts import draw_charts
-from mindspeed_mm.tasks.report.data import Record, RunData, choose_samples, without_secrets
+from mindspeed_mm.tasks.report.data import Record, RunData, choose_samples
 from mindspeed_mm.tasks.report.media import show
 from mindspeed_mm.tasks.report.rows import training_rows
 from mindspeed_mm.tasks.report.samples import sample_grid
@@ -170,9 +170,9 @@ def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
     if name in ("started", "ended") and isinstance(value, int | float):
         return [(name, time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value)))]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return [(name, without_secrets(" ".join(value)))]
+        return [(name, " ".join(value))]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return [(name, without_secrets(text))]
+    return [(name, text)]
 
 
 def _sample(sample: Record, media: MediaLoader) -> dict[str, Any]:

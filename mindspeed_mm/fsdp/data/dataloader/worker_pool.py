@@ -103,7 +103,7 @@ class WorkerPool:
             self._maker,
             batch_size=None,
             sampler=requests,  # type: ignore[arg-type]
-            collate_fn=_as_it_is,
+            collate_fn=_pass_delivery,
             num_workers=options.num_workers,
             prefetch_factor=options.prefetch_factor,
             persistent_workers=True,
@@ -205,7 +205,7 @@ def _leave_the_watch_to_us(iterator: Any) -> None:
         iterator._worker_pids_set = False
 
 
-def _as_it_is(delivery: Delivery) -> Delivery:
+def _pass_delivery(delivery: Delivery) -> Delivery:
     return delivery
 
 

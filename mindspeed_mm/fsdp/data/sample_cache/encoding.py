@@ -161,7 +161,7 @@ def _spread(work: Dataset[Any], workers: int) -> Iterator[Any]:
         work,
         batch_size=None,
         num_workers=workers,
-        collate_fn=_as_it_is,
+        collate_fn=_pass_sample,
         worker_init_fn=_init_worker,
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator().manual_seed(0),  # the global one is the model's
@@ -177,7 +177,7 @@ def _spread(work: Dataset[Any], workers: int) -> Iterator[Any]:
         ) from error
 
 
-def _as_it_is(value: Any) -> Any:
+def _pass_sample(value: Any) -> Any:
     return value
 
 

@@ -163,7 +163,7 @@ def check_schedule(name: str) -> None:
         )
 
 
-def build_schedule(name: str, stages: Sequence[OwnShapes], micro_batches: int) -> Any:
+def build_pipeline_schedule(name: str, stages: Sequence[OwnShapes], micro_batches: int) -> Any:
     """The schedule of a step with so many micro-batches; the last stage returns the loss itself."""
     if name in _SINGLE:
         return _SINGLE[name](stages[0], micro_batches, loss_fn=_itself, scale_grads=False)

@@ -199,7 +199,7 @@ class _KeptCalls:
         """Run and keep, or hand out what was kept."""
         if self._again is not None:
             return next(self._again).hand_out(key)
-        with saved_tensors_hooks(torch.Tensor.detach, _as_it_is), self._unseen():
+        with saved_tensors_hooks(torch.Tensor.detach, _unchanged), self._unseen():
             result = forward(*args, **kwargs)
         kept = tree_map_only(torch.Tensor, _alike, result)
         self._calls.append(_Call(kept, _versions(kept), rng_state()))
@@ -247,7 +247,7 @@ def _contexts_of_calls(operations: frozenset[str]) -> tuple[Any, Any]:
     return _KeptCalls(operations).contexts()
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 

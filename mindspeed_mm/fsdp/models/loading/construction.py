@@ -16,7 +16,7 @@ from mindspeed_mm.fsdp.models.behaviour.attention import choose_attention
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
 from mindspeed_mm.fsdp.models.behaviour.host_grids import read_grids_on_host
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.folder import load_config, native_class, require_folder
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config, native_class, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
@@ -32,7 +32,7 @@ def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
     trusted = model_args.trust_remote_code
     if model_args.model_id is None:
         folder = require_folder(model_args.model_name_or_path)
-        config = load_config(folder, trust_remote_code=trusted)
+        config = load_model_config(folder, trust_remote_code=trusted)
         model_class = native_class(config, folder, trust_remote_code=trusted)
         _check_trains(model_class, config, folder)
         return model_class, config
@@ -41,7 +41,7 @@ def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
     if not is_transformers(model_class) and not _has_config(model_args):
         return model_class, model_args
     folder = require_folder(model_args.model_name_or_path)
-    config = load_config(folder, trust_remote_code=trusted, plugin_class=model_class)
+    config = load_model_config(folder, trust_remote_code=trusted, plugin_class=model_class)
     _check_fits(model_class, config, model_args)
     return model_class, config
 

@@ -71,7 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_config(folder: Path, *, trust_remote_code: bool = False, plugin_class: type | None = None) -> Any:
+def load_model_config(folder: Path, *, trust_remote_code: bool = False, plugin_class: type | None = None) -> Any:
     """The folder's configuration as transformers' object.
 
     Args:

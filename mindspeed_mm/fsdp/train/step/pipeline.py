@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
-from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, build_schedule, run_schedule
+from mindspeed_mm.fsdp.distributed.pipeline.schedules import OwnShapes, build_pipeline_schedule, run_schedule
 from mindspeed_mm.fsdp.distributed.pipeline.stage import StageModule, StepWork
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import fsdp_modules
 from mindspeed_mm.fsdp.loss.objectives import Objective, Terms
@@ -70,7 +70,7 @@ class PipelineForwardBackward:
             after = [[()] if module.is_last else boundary.shapes(batch, module.index + 1) for batch in work.batches]
             stage.lay_out(before, after)
         if count not in self._schedules:
-            self._schedules[count] = build_schedule(self._plan.schedule, self._stages, count)
+            self._schedules[count] = build_pipeline_schedule(self._plan.schedule, self._stages, count)
         with named(PIPELINE):
             run_schedule(self._schedules[count], self._stages, count)
         for module in self._pipeline.stages:
