@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, shutdown_distributed
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
@@ -13,11 +17,23 @@ from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
+from mindspeed_mm.fsdp.train.build_engine import build_lr_schedule
 from mindspeed_mm.fsdp.train.step.forward_backward import PlainForwardBackward
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
-from mindspeed_mm.fsdp.train.trainer import build_lr_schedule
 from mindspeed_mm.fsdp.utils.device import get_device_type, set_local_device
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+
+class NoLoader:
+    """Stands where data would come from: the benchmarks hand their batches to the engine themselves."""
+
+    position = DataPosition(0, 0)
+    bad_samples: dict[str, str] = {}
+    untold_bad_samples = 0
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """No steps."""
+        return iter(())
 
 
 def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
@@ -31,10 +47,11 @@ def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
         model=assembled.model,
         objective=objective,
         forward_backward=PlainForwardBackward(assembled.model, objective, set_gradient_sync),
-        optimizer=build_optimizer(assembled.model, arguments.training),
+        optimizer=build_optimizer(assembled.model, arguments.training, note=print),
         schedule=build_lr_schedule(arguments, total_steps),
         training=arguments.training,
         device=device,
+        loader=NoLoader(),
         towers=assembled.towers,
     )
 

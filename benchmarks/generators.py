@@ -160,13 +160,13 @@ def write_batches(workload: Workload, steps: int) -> None:
     from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
     from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
     from mindspeed_mm.fsdp.params.loader import load_config
-    from mindspeed_mm.fsdp.train.generator import GeneratorParts
+    from mindspeed_mm.fsdp.train.family import GeneratorFamily
 
     arguments = load_config(workload.config, ["data.dataloader_param.num_workers=0"]).arguments
     training = arguments.training
     dataset, _ = build_mm_dataset(arguments.data.dataset_param, seed=training.seed)
     adapter = find_adapter(workload.model)
-    objective = GeneratorParts(adapter, arguments, torch.device("cpu")).build_objective(dataset)
+    objective = GeneratorFamily(arguments, adapter, torch.device("cpu")).flow_matching(dataset)
     loader = build_mm_dataloader(
         dataset,
         arguments.data.dataloader_param,

@@ -82,7 +82,7 @@ def main(name: str) -> None:
     torch.manual_seed(0)
     model = build_model()
     count = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = build_optimizer(model, TrainingArguments(**settings), features)
+    optimizer = build_optimizer(model, TrainingArguments(**settings), features, note=print)
     give_gradients(model, features.enable_gradient_offload)
     before, seconds = processes.status_kb("self", "VmRSS"), []
     reset_peak()

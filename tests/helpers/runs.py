@@ -71,8 +71,8 @@ def losses(save: Path) -> dict[int, float]:
 
 
 def kinds(save: Path) -> list[str]:
-    """Kinds of all events, in order."""
-    return [event["kind"] for event in lines(save / "events.jsonl")]
+    """Kinds of all events but notes, in order."""
+    return [event["kind"] for event in lines(save / "events.jsonl") if event["kind"] != "note"]
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def make_text_run(root: Path) -> Path:
     model = ModelHub.build(config.arguments.model)
     ModelHub.load_weights(model, config.arguments.model, seed=0, device=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
-    manager = CheckpointManager(run.path, config.arguments.training, context={})
+    manager = CheckpointManager(run.path, config.arguments.training, context={}, note=print)
     for step in (1, 2):
         with torch.no_grad():
             model.model.norm.weight += step  # type: ignore[union-attr,operator]

@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ema = Ema(model, EmaArguments(enable=True))
     ema.load({name: 2 * tensor for name, tensor in ema.tensors().items()})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    CheckpointManager(path, TrainingArguments(), context={}).save(5, model, optimizer, {}, ema)
+    CheckpointManager(path, TrainingArguments(), context={}, note=print).save(5, model, optimizer, {}, ema)
     return path
 
 

@@ -53,7 +53,7 @@ def make_run(folder: Path, source: Path, whole: list[str] | None = None) -> tupl
     model = adapted_model(source, modules_to_save=whole or [])
     context = {"base_weights": base_weights_mark(source)}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    CheckpointManager(run.path, config.arguments.training, context=context).save(3, model, optimizer, {})
+    CheckpointManager(run.path, config.arguments.training, context=context, note=print).save(3, model, optimizer, {})
     return run.path, model
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.tasks.verify.ranks import RankBugError, run_ranks
-from mindspeed_mm.tasks.verify.setup import Job, set_up
+from mindspeed_mm.tasks.verify.setup import VerifyJob, set_up
 from mindspeed_mm.tasks.verify.table import Row, worst_rows
 
 IN_RANKS = "mindspeed_mm.tasks.verify.run"
@@ -40,8 +40,8 @@ def _verify(ranks: int, asked: Asked, folder: Path) -> list[Row] | str:
         return str(error)  # the other verifications go on
 
 
-def job_of(asked: Asked, folder: Path) -> Job:
+def job_of(asked: Asked, folder: Path) -> VerifyJob:
     folder.mkdir(parents=True)
     config = load_with_plugins(asked.yaml, asked.overrides)
     setup = set_up(config.arguments, None, folder / "cache", full=asked.full)
-    return Job(config, setup, folder, full=asked.full, fault=asked.fault)
+    return VerifyJob(config, setup, folder, full=asked.full, fault=asked.fault)

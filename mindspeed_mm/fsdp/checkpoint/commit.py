@@ -52,7 +52,9 @@ class CheckpointContents:
         return round(tree_bytes(self.tree) * self.stages)
 
 
-def commit_checkpoint(save: Path, contents: CheckpointContents, context: dict[str, Any], ranks: Ranks) -> Path:
+def commit_checkpoint(
+    save: Path, contents: CheckpointContents, context: dict[str, Any], ranks: Ranks, note: Callable[[str], None]
+) -> Path:
     """Write a checkpoint and commit it. Called by all ranks; all return, or all raise.
 
     Args:
@@ -60,6 +62,7 @@ def commit_checkpoint(save: Path, contents: CheckpointContents, context: dict[st
         contents: What this rank brings.
         context: Goes into the manifest.
         ranks: All of them.
+        note: Tells the user.
 
     Returns:
         The committed folder.
@@ -77,7 +80,7 @@ def commit_checkpoint(save: Path, contents: CheckpointContents, context: dict[st
         ranks.together("writing", explained(lambda: _write(contents, draft, ranks)))
         records = ranks.each("hashing", explained(lambda: _hash_own_files(draft, ranks)))
         manifest = _manifest(contents, dict(ChainMap(*records)), context, ranks.world_size)
-        return ranks.first("committing", explained(lambda: _commit(draft, save, manifest)))
+        return ranks.first("committing", explained(lambda: _commit(draft, save, manifest, note)))
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -97,7 +100,7 @@ def check_space(save: Path, needed_bytes: int) -> str | None:
     if free < needed_bytes:
         raise _disk_full(save, needed_bytes)
     if free < SPACE_MARGIN * needed_bytes:
-        return f"{save}: a checkpoint needs {needed_bytes:,} bytes and only {free:,} are free"
+        return f"warning: {save}: a checkpoint needs {needed_bytes:,} bytes and only {free:,} are free"
     return None
 
 
@@ -138,7 +141,7 @@ def _manifest(
     )
 
 
-def _commit(draft: Path, save: Path, manifest: Manifest) -> Path:
+def _commit(draft: Path, save: Path, manifest: Manifest, note: Callable[[str], None]) -> Path:
     if problems := verify_files(draft, manifest.files, "size"):
         raise CheckpointError(
             "rank 0 does not see what the other ranks wrote. Is training.save on a file system that all hosts share?",
@@ -146,7 +149,7 @@ def _commit(draft: Path, save: Path, manifest: Manifest) -> Path:
         )
     manifest.write(draft)
     folder = layout.checkpoint_folder(save, manifest.iteration)
-    layout.commit(draft, folder)
+    layout.commit(draft, folder, note)
     layout.write_tracker(save, manifest.iteration)
     return folder
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from mindspeed_mm.fsdp.checkpoint.manifest import (
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
@@ -33,7 +30,7 @@ class CommittedCheckpoint:
     manifest: Manifest | None
     """None for one that comes from elsewhere: nothing could be verified."""
     notes: tuple[str, ...] = ()
-    """What a person should know: what was cleared, which newer checkpoints were skipped and why."""
+    """What a person should know: which newer checkpoints were skipped and why, that nothing could be verified."""
 
     @property
     def context(self) -> dict[str, Any]:
@@ -42,7 +39,7 @@ class CommittedCheckpoint:
 
 
 def find_latest(
-    save: Path, ranks: Ranks, verification: Verification, *, allow_fresh: bool = False
+    save: Path, ranks: Ranks, verification: Verification, note: Callable[[str], None], *, allow_fresh: bool = False
 ) -> CommittedCheckpoint | None:
     """The newest checkpoint of this run's own folder that verifies; what a killed save left there is cleared. Called
     by all ranks, who share the reading.
@@ -51,6 +48,7 @@ def find_latest(
         save: The run folder.
         ranks: All of them.
         verification: How closely files are compared with the manifest.
+        note: Tells the user what was cleared, and which newer checkpoints were skipped and why.
         allow_fresh: Return None also when checkpoints are there but none is good.
 
     Returns:
@@ -59,17 +57,18 @@ def find_latest(
     Raises:
         CheckpointError: Checkpoints are there but none is good, or the newest comes from a newer version.
     """
-    cleared = ranks.first("clearing what a killed save left", lambda: layout.remove_leftovers(save))
+    for name in ranks.first("clearing what a killed save left", lambda: layout.remove_leftovers(save)):
+        note(f"cleared {name}, which a killed save had left")
     try:
         found = _newest_good(save, ranks, verification)
     except InvalidCheckpoint as error:
         if not allow_fresh:
             raise
-        found = None
-        _log(str(error).splitlines(), ranks)
-    notes = [f"cleared {name}, which a killed save had left" for name in cleared]
-    _log([*notes, *(found.notes if found else ())], ranks)
-    return replace(found, notes=(*notes, *found.notes)) if found else None
+        note(f"warning: {error}")
+        return None
+    for line in found.notes if found is not None else ():
+        note(line)
+    return found
 
 
 def open_checkpoint(path: Path, ranks: Ranks, verification: Verification) -> CommittedCheckpoint:
@@ -87,7 +86,6 @@ def open_checkpoint(path: Path, ranks: Ranks, verification: Verification) -> Com
         return found
     if kind == "foreign":
         note = f"{folder} has no {layout.MANIFEST}: it comes from elsewhere, and damage to it would not be noticed"
-        _log([note], ranks)
         return CommittedCheckpoint(folder, None, None, (note,))
     try:
         manifest = _verified(folder, ranks, verification)
@@ -171,9 +169,3 @@ def _offering_older(folder: Path, error: InvalidCheckpoint) -> CheckpointError:
         return error
     older = layout.checkpoint_folder(folder.parent, iterations[-1])
     return CheckpointError(f"{folder.name} is damaged. An older one is {older}:", problems=error.problems)
-
-
-def _log(lines: Sequence[str], ranks: Ranks) -> None:
-    if ranks.is_first:
-        for line in lines:
-            logger.warning(line)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 from mindspeed_mm.core.artifacts import atomic_write_text, fsync_path
 from mindspeed_mm.core.folder_kinds import has_own_manifest
 from mindspeed_mm.core.folder_writing import swap_folders
-
-logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "MANIFEST.json"
@@ -76,11 +74,17 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def commit(draft: Path, folder: Path) -> None:
+def commit(draft: Path, folder: Path, note: Callable[[str], None]) -> None:
     """Give a complete draft its name. A folder of that name that stands there already goes away only after that; one
-    without a manifest of ours, which somebody else may have put there, is kept under another name."""
+    without a manifest of ours, which somebody else may have put there, is kept under another name.
+
+    Args:
+        draft: The complete checkpoint.
+        folder: Its name.
+        note: Tells the user of a folder that was kept.
+    """
     if os.path.lexists(folder) and not has_own_manifest(folder):
-        put_aside(folder, "without a manifest of ours")
+        note(put_aside(folder, "without a manifest of ours"))
     if not folder.exists():
         draft.rename(folder)
         fsync_path(folder.parent)
@@ -90,17 +94,20 @@ def commit(draft: Path, folder: Path) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
-def put_aside(folder: Path, why: str) -> None:
+def put_aside(folder: Path, why: str) -> str:
     """Give what somebody else left in the way of a folder of ours another name.
 
     Args:
         folder: The name that is needed.
-        why: What shows that it is not ours, for the log.
+        why: What shows that it is not ours.
+
+    Returns:
+        A line for the user.
     """
     names = (folder.with_name(f"{folder.name}{FOREIGN_SUFFIX}{number}") for number in count(1))
     aside = next(path for path in names if not os.path.lexists(path))
     folder.rename(aside)
-    logger.warning("%s was there already, %s: it is kept as %s", folder, why, aside.name)
+    return f"warning: {folder} was there already, {why}: it is kept as {aside.name}"
 
 
 def remove_leftovers(save: Path) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,6 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 __all__ = ["CheckpointManager", "CommittedCheckpoint"]
 
-logger = logging.getLogger(__name__)
-
 
 class CheckpointManager:
     """Every rank makes one, at the same moment, and calls every method at the same moment.
@@ -49,12 +46,16 @@ class CheckpointManager:
         training: The `training` section.
         context: What the manifest records of the run: `config`, `dataset`, `global_batch`, `world_size`, `mesh`,
             `versions`; compared by `resume.check_resumable`.
+        note: Tells the user; ranks that are not to speak ignore it.
     """
 
-    def __init__(self, save: Path, training: TrainingArguments, *, context: dict[str, Any]) -> None:
+    def __init__(
+        self, save: Path, training: TrainingArguments, *, context: dict[str, Any], note: Callable[[str], None]
+    ) -> None:
         self.save_folder = save
         self.training = training
         self.context = context
+        self.note = note
         self.ranks = Ranks(training.save_timeout_s)
         self._last_saved: int | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if training.save_async else None
@@ -101,7 +102,7 @@ class CheckpointManager:
             self._commit(contents)
         else:
             self._under_way = self._background.submit(self._commit, contents)
-            self._under_way.add_done_callback(_report_failure)
+            self._under_way.add_done_callback(self._report_failure)
 
     def wait(self) -> None:
         """Return when no save is under way; call it before the process ends.
@@ -121,12 +122,15 @@ class CheckpointManager:
     def find_latest(self, *, allow_fresh: bool = False) -> CommittedCheckpoint | None:
         """The newest good checkpoint of this run's folder; see `committed.find_latest`."""
         return committed.find_latest(
-            self.save_folder, self.ranks, self.training.verify_checkpoint, allow_fresh=allow_fresh
+            self.save_folder, self.ranks, self.training.verify_checkpoint, self.note, allow_fresh=allow_fresh
         )
 
     def open(self, path: Path) -> CommittedCheckpoint:
         """A checkpoint anywhere: a run folder, a step's folder, one from elsewhere; see `committed.open_checkpoint`."""
-        return committed.open_checkpoint(path, self.ranks, self.training.verify_checkpoint)
+        found = committed.open_checkpoint(path, self.ranks, self.training.verify_checkpoint)
+        for line in found.notes:
+            self.note(line)
+        return found
 
     def load(
         self,
@@ -159,8 +163,7 @@ class CheckpointManager:
         )
         if ema is not None and not has_average:
             ema.restart()
-            if self.ranks.is_first:
-                logger.warning("%s: the average of the weights starts from the weights loaded", checkpoint.path)
+            self.note(f"{checkpoint.path}: the average of the weights starts from the weights loaded")
         rng = None if self.training.no_load_rng else load_rng(checkpoint, self.ranks)
         return {**load_state(checkpoint), "rng": rng}
 
@@ -193,10 +196,10 @@ class CheckpointManager:
 
     def _check_space(self, contents: CheckpointContents) -> None:
         if warning := check_space(self.save_folder, contents.bytes):
-            logger.warning(warning)
+            self.note(warning)
 
     def _commit(self, contents: CheckpointContents) -> None:
-        commit_checkpoint(self.save_folder, contents, self.context, self.ranks)
+        commit_checkpoint(self.save_folder, contents, self.context, self.ranks, self.note)
         self._last_saved = contents.iteration
         self.ranks.first("deleting old checkpoints", self._prune)
 
@@ -204,17 +207,16 @@ class CheckpointManager:
         try:
             gone = prune(self.save_folder, self.training.save_total_limit)
         except OSError as error:  # the new checkpoint is committed: nothing is lost
-            logger.warning("old checkpoints could not be deleted: %s", error)
+            self.note(f"warning: old checkpoints could not be deleted: {error}")
             return
         for iteration in gone:
-            logger.info("deleted %s", layout.checkpoint_folder(self.save_folder, iteration))
+            self.note(f"deleted {layout.checkpoint_folder(self.save_folder, iteration)}")
+
+    def _report_failure(self, future: Future[None]) -> None:
+        """Said at once; raised by the next `save` or `wait`."""
+        if error := future.exception():
+            self.note(f"warning: the save in the background failed: {error}")
 
 
 def _numbers(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _report_failure(future: Future[None]) -> None:
-    """Said at once; raised by the next `save` or `wait`."""
-    if error := future.exception():
-        logger.error("the save in the background failed: %s", error)

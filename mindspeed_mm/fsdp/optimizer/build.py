@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from mindspeed_mm.fsdp.optimizer.state_formats import check_packages
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
-logger = logging.getLogger(__name__)
-
 
 def build_optimizer(
-    model: nn.Module, training: TrainingArguments, features: FeatureArguments | None = None
+    model: nn.Module,
+    training: TrainingArguments,
+    features: FeatureArguments | None = None,
+    *,
+    note: Callable[[str], None],
 ) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters of a sharded model.
 
@@ -34,6 +36,7 @@ def build_optimizer(
         model: Under any plan, its parameters off the meta device.
         training: The `training` section.
         features: The `features` section, whose `enable_gradient_offload` lets gradients leave the device.
+        note: Tells the user.
 
     Raises:
         ConfigError: No parameter is trainable, a pattern matches nothing, a package is absent, or the optimizer cannot
@@ -45,7 +48,7 @@ def build_optimizer(
         "lr": training.lr,
         "betas": (training.adam_beta1, training.adam_beta2),
         "eps": training.adam_eps,
-        "fused": training.adam_fused and _is_fused_here(groups),
+        "fused": training.adam_fused and _is_fused_here(groups, note),
     }
     gradients_on_host = features is not None and features.enable_gradient_offload
     if gradients_on_host:
@@ -74,10 +77,10 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return str(getattr(optimizer, "kind", type(optimizer).__name__))
 
 
-def _is_fused_here(groups: list[dict[str, Any]]) -> bool:
+def _is_fused_here(groups: list[dict[str, Any]], note: Callable[[str], None]) -> bool:
     """Whether torch has the fused kernel for the devices that the parameters are on; says so when it has not."""
     devices = {local(parameter).device.type for group in groups for parameter in group["params"]}
     lacking = sorted(devices - set(_get_fused_kernels_supported_devices()))
     if lacking:
-        logger.warning("no fused AdamW on %s: training.adam_fused is taken as false", ", ".join(lacking))
+        note(f"no fused AdamW on {', '.join(lacking)}: training.adam_fused is taken as false")
     return not lacking

@@ -36,8 +36,8 @@ from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.assemble import assemble
+from mindspeed_mm.fsdp.train.run.job import leave, numerics
 from mindspeed_mm.fsdp.train.train_engine import move
-from mindspeed_mm.fsdp.train.trainer import leave, numerics
 from mindspeed_mm.fsdp.utils.device import set_local_device
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DivergedError, MMError
+from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.data.dataloader.preload import moved
 from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.pipeline.apply import Pipeline
@@ -33,6 +34,7 @@ from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
 from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.run.failures import Autopsy, explained_out_of_memory, sample_ids, shortened
+from mindspeed_mm.fsdp.train.run.job import Phase, without_limit
 from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward
 from mindspeed_mm.fsdp.train.step.tally import Tally
@@ -86,19 +88,20 @@ class Hook:
         self.on_train_end(engine)
 
 
-Phase = Callable[[str, float], AbstractContextManager[None]]
-"""`(name, limit_s)`: what is done inside may take so long; the watchdog ends the job otherwise."""
-
-
-def without_limit(_name: str, _limit_s: float) -> AbstractContextManager[None]:
-    """A phase that nobody watches."""
-    return nullcontext()
-
-
 class StepLoader(Protocol):
     """Yields the micro-batches of one optimizer step at a time and knows its position in the data."""
 
-    position: Any
+    position: DataPosition
+
+    @property
+    def bad_samples(self) -> dict[str, str]:
+        """Rows that could not be used → reason."""
+        ...
+
+    @property
+    def untold_bad_samples(self) -> int:
+        """How many of them the other ranks do not know of."""
+        ...
 
     def __iter__(self) -> Iterator[list[Batch]]: ...
 
@@ -115,6 +118,7 @@ class TrainEngine:
         schedule: Learning rate by step.
         training: The `training` section.
         device: Where batches go.
+        loader: The training data, step by step.
         data_group: Ranks that hold different samples; None when there is one.
         all_ranks: Every rank, which stop together; None for one process.
         counts_samples: False on ranks that compute on the samples of another one (tensor and context parallelism).
@@ -129,6 +133,7 @@ class TrainEngine:
         autopsy: Asked when memory does not suffice.
         meter: Counts the FLOPs of micro-batches.
         loss_scale: Of gradients in fp16; None: the others need none.
+        hooks: Called around steps, in this order.
     """
 
     model: nn.Module
@@ -138,6 +143,7 @@ class TrainEngine:
     schedule: Schedule
     training: TrainingArguments
     device: torch.device
+    loader: StepLoader
     data_group: dist.ProcessGroup | None = None
     all_ranks: dist.ProcessGroup | None = None
     counts_samples: bool = True
@@ -155,30 +161,38 @@ class TrainEngine:
     hooks: list[Hook] = field(default_factory=list)
     stop_wanted: bool = False
     """Whether a hook has asked for an end."""
+    stopping: bool = False
+    """Whether all ranks have agreed on an end: no further step is begun."""
     validated_step: int = 0
     """The step after which the latest validation came; 0 when there was none."""
     validation: dict[str, float] = field(default_factory=dict)
     """What it measured."""
+    first_iteration: int = 0
+    """Steps done when this start of the run began."""
     iteration: int = 0
+    """Steps done."""
     consumed_samples: int = 0
+    """Samples trained on, of all ranks."""
     skipped_in_a_row: int = 0
+    """Steps that were not applied, up to the latest one."""
 
-    def train(self, loader: StepLoader) -> None:
+    @property
+    def last_step(self) -> int:
+        """The step after which this start ends, unless it is stopped before."""
+        total = self.schedule.total_steps
+        return total if self.stop_after is None else min(total, self.first_iteration + self.stop_after)
+
+    def train(self) -> None:
         """Run steps until the schedule's total, or until a stop is asked for.
 
         Raises:
             DivergedError: The loss or a gradient is not finite and the policy says stop.
             MachineError: The device ran out of memory; the message names the batch.
         """
-        self.loader = loader
-        self.stopping = False
-        self.last_step = self.schedule.total_steps
-        if self.stop_after is not None:
-            self.last_step = min(self.last_step, self.iteration + self.stop_after)
         try:
             for hook in self.hooks:
                 hook.on_train_begin(self)
-            self._run(iter(loader))
+            self._run(iter(self.loader))
         except BaseException:
             for hook in self.hooks:
                 with suppress(MMError):  # what went wrong first is what is raised
@@ -255,13 +269,13 @@ class TrainEngine:
             "consumed_samples": self.consumed_samples,
             "skipped_in_a_row": self.skipped_in_a_row,
             "data_position": self.loader.position.to_dict(),
-            "bad_samples": getattr(self.loader, "bad_samples", {}),
+            "bad_samples": self.loader.bad_samples,
             **({"loss_scale": self.loss_scale.state()} if self.loss_scale is not None else {}),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
-        self.iteration = state["iteration"]
+        self.first_iteration = self.iteration = state["iteration"]
         self.consumed_samples = state["consumed_samples"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if self.loss_scale is not None and "loss_scale" in state:
@@ -334,8 +348,7 @@ class TrainEngine:
         the device is not waited for."""
         stop = self.stop_wanted or (self.stop_signal is not None and self.stop_signal.requested)
         towers = self.towers.present(prepared) if self.towers else {}
-        bad = getattr(getattr(self, "loader", None), "untold_bad_samples", 0)
-        local = Tally.of(self.objective, prepared, stop, towers, bad, self.meter)
+        local = Tally.of(self.objective, prepared, stop, towers, self.loader.untold_bad_samples, self.meter)
         tally = local if self.all_ranks is None else local.summed_over(self.all_ranks, self.counts_samples)
         if self.towers is not None:
             self.towers.set_active([name for name, ranks in tally.towers.items() if ranks])

@@ -193,18 +193,20 @@ class _Check:
         if problems:
             raise ConfigError("features", problems=problems)
         check_save_format(self.config.arguments)
-        from mindspeed_mm.fsdp.train.hooks.trackers import check_trackers
+        from mindspeed_mm.fsdp.train.run.trackers import check_trackers
 
         check_trackers(self.config.arguments.training.report_to)
         self._profilers()
 
     def _profilers(self) -> None:
         """Profilers can record on this device; their ranks are there, where the number of ranks is known."""
-        from mindspeed_mm.fsdp.train.hooks.profile import build_profile_hooks
+        from mindspeed_mm.fsdp.train.hooks.memory_profile import build_memory_profile_hook
+        from mindspeed_mm.fsdp.train.hooks.time_profile import build_time_profile_hook
 
         tools = self.config.arguments.tools
         ranks = self.nproc or 1 + max(0, *tools.profile.ranks, *tools.memory_profile.dump_ranks)
-        build_profile_hooks(self.config.arguments, 0, ranks, lambda _note: None)
+        for build in (build_memory_profile_hook, build_time_profile_hook):
+            build(self.config.arguments, 0, ranks, lambda _note: None)
 
     def paths(self) -> None:
         """Inputs exist; the run folder can be written."""
@@ -307,7 +309,7 @@ class _Check:
         as_checked = training.model_copy(update=by_size | {"save_async": False})
         arguments = self.config.arguments.model_copy(update={"training": as_checked})
         options = ResumeOptions(accept_data_change=self.accepts_data_change)
-        find_resume_point(arguments, options, self._context(), lambda _note: None)
+        find_resume_point(arguments, options, self._context(), note=lambda _line: None, say=lambda _line: None)
 
     def _context(self) -> dict[str, Any]:
         from mindspeed_mm.fsdp.train.run.context import run_context
@@ -410,7 +412,7 @@ def check_plans(model: Any, arguments: Arguments) -> None:
 
     head = build_head_loss(model, output_head(model), arguments.features)
     if facts_of(model).adapter is not None:
-        from mindspeed_mm.fsdp.train.generator import check_loss
+        from mindspeed_mm.fsdp.train.family import check_loss
 
         check_loss(arguments.features.loss_cfg)
     else:

@@ -103,13 +103,13 @@ def decoded_ahead(source: RawSource, batches: Sequence[WorkBatch], threads: int)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-Job = tuple[WorkBatch, list["Future[tuple[FeatureRecord, torch.Tensor] | SkippedRow]"]]
+EncodingJob = tuple[WorkBatch, list["Future[tuple[FeatureRecord, torch.Tensor] | SkippedRow]"]]
 
 
 def _decode(
     source: RawSource, batches: Sequence[WorkBatch], pool: ThreadPoolExecutor, threads: int
 ) -> Iterator[DecodedBatch]:
-    waiting: deque[Job] = deque()
+    waiting: deque[EncodingJob] = deque()
     todo = deque(batches)
     while todo or waiting:
         while todo and _has_room([batch for batch, _ in waiting], todo[0], threads):

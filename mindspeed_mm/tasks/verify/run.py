@@ -35,7 +35,7 @@ from mindspeed_mm.tasks.verify.model import (
 )
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from mindspeed_mm.tasks.verify.ranks import Tell
-from mindspeed_mm.tasks.verify.setup import Case, Job, Reference, arguments_of
+from mindspeed_mm.tasks.verify.setup import Case, Reference, VerifyJob, arguments_of
 from mindspeed_mm.tasks.verify.table import TOLERANCE, Row
 
 PLANNED = "as planned = one process"
@@ -46,7 +46,7 @@ PACKED = "packed = unpacked"
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def run_reference(job: Job, tell: Tell) -> Reference:
+def run_reference(job: VerifyJob, tell: Tell) -> Reference:
     """Choose the model, compute two steps with one big batch each, and write their record.
 
     Raises:
@@ -92,7 +92,7 @@ def why_unpackable(dataset: MMDataset, arguments: Arguments) -> str:
     return ""
 
 
-def _first_that_runs(job: Job, candidates: Sequence[Candidate]) -> tuple[TrainEngine, Job]:
+def _first_that_runs(job: VerifyJob, candidates: Sequence[Candidate]) -> tuple[TrainEngine, VerifyJob]:
     """Run the smallest model that can be; the last one's error is the user's."""
     for number, (arguments, lines) in enumerate(candidates):
         is_last = number == len(candidates) - 1
@@ -121,7 +121,7 @@ def _describe(engine: TrainEngine, full: bool) -> str:
 # --- as planned -------------------------------------------------------------------------------------------------------
 
 
-def run_planned(job: Job, tell: Tell) -> list[Row]:
+def run_planned(job: VerifyJob, tell: Tell) -> list[Row]:
     """Compute the same two steps as planned, accumulated, resumed and packed, and compare them with the record."""
     import_plugin(job.config.arguments.training.plugin)
     reference = load_records(job.folder / "reference.safetensors")
@@ -147,7 +147,7 @@ def run_planned(job: Job, tell: Tell) -> list[Row]:
     return rows
 
 
-def packed_rows_of(job: Job, case: Case, reference: Sequence[StepRecord]) -> list[Row]:
+def packed_rows_of(job: VerifyJob, case: Case, reference: Sequence[StepRecord]) -> list[Row]:
     """The samples of each micro-batch in one row where the reference has a row for each, or the other way round."""
     if job.unpackable:
         return [Row(PACKED, "", note=f"not used, {job.unpackable}")]
@@ -179,7 +179,7 @@ def compare(
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def steps_of(job: Job, case: Case) -> tuple[TrainEngine, list[StepRecord]]:
+def steps_of(job: VerifyJob, case: Case) -> tuple[TrainEngine, list[StepRecord]]:
     """The recorded steps of one run of the trainer."""
     arguments = arguments_of(job.setup, case)
     # The real model may start from another run's checkpoint: from its weights, at step 0.

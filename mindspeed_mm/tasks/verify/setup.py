@@ -67,7 +67,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Job:
+class VerifyJob:
     """What every process is told."""
 
     config: ResolvedConfig
@@ -87,7 +87,7 @@ class Job:
 class Reference:
     """What the one process has found out."""
 
-    job: Job
+    job: VerifyJob
     """For the processes of the plan: with the model that is compared."""
     model: str
     """In words."""

@@ -21,7 +21,7 @@ from mindspeed_mm.tasks.model_kind import is_generator
 from mindspeed_mm.tasks.verify.faults import PlannedRun, check_fault, find_fault
 from mindspeed_mm.tasks.verify.progress import VerifyProgress
 from mindspeed_mm.tasks.verify.ranks import run_ranks
-from mindspeed_mm.tasks.verify.setup import Job, set_up
+from mindspeed_mm.tasks.verify.setup import VerifyJob, set_up
 from mindspeed_mm.tasks.verify.table import Verification, worst_rows
 
 RUNS = 6
@@ -64,7 +64,7 @@ def run(
         setup = set_up(arguments, nproc, Path(name) / "cache", full=full)
         if fault is not None:
             check_fault(fault, PlannedRun(setup.sizes, _is_generator(arguments)))
-        job = Job(config, setup, Path(name), full=full)
+        job = VerifyJob(config, setup, Path(name), full=full)
         progress = VerifyProgress(RUNS, sys.stderr)
         try:
             (reference,) = run_ranks(1, f"{_IN_RANKS}:run_reference", job, progress.heard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,12 @@ def arguments(**changes: Any) -> TrainingArguments:
     return TrainingArguments.model_validate(changes)
 
 
-def manager(save: Path | str, context: dict[str, Any] | None = None, **changes: Any) -> CheckpointManager:
+def manager(
+    save: Path | str, context: dict[str, Any] | None = None, note: Callable[[str], None] = print, **changes: Any
+) -> CheckpointManager:
     """A manager as the trainer makes it."""
-    return CheckpointManager(Path(save), arguments(**changes), context=CONTEXT if context is None else context)
+    context = CONTEXT if context is None else context
+    return CheckpointManager(Path(save), arguments(**changes), context=context, note=note)
 
 
 def saved_run(save: Path, *steps: int, **changes: Any) -> tuple[SmallModel, torch.optim.Optimizer]:

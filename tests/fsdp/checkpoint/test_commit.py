@@ -151,7 +151,7 @@ def error_on_rank_one() -> list[Any]:
 
 
 def test_failed_save_in_the_background_is_raised_by_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = build()
     checkpoints = small_run.manager(tmp_path, save_async=True)
@@ -162,7 +162,7 @@ def test_failed_save_in_the_background_is_raised_by_the_next_call(
             checkpoints.save(2, model, optimizer, {})
         with pytest.raises(CheckpointError, match="ZeroDivisionError"):  # of the second, which was tried all the same
             checkpoints.wait()
-    assert "the save in the background failed" in caplog.text
+    assert "the save in the background failed" in capsys.readouterr().out
     checkpoints.wait()  # told once
     with monkeypatch.context() as patch:
         patch.setattr(commit, "write_tree", lambda *args: 1 // 0)
@@ -175,7 +175,7 @@ def test_failed_save_in_the_background_is_raised_by_the_next_call(
 
 
 def test_space_is_checked_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = build()
     needed = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
@@ -187,11 +187,10 @@ def test_space_is_checked_before_anything_is_written(
     assert names(tmp_path) == []
     monkeypatch.setattr(commit, "free_bytes", lambda path: int(1.1 * needed))
     checkpoints.save(1, model, optimizer, {})
-    assert f"needs {needed:,} bytes and only" in caplog.text
-    caplog.clear()
+    assert f"needs {needed:,} bytes and only" in capsys.readouterr().out
     monkeypatch.setattr(commit, "free_bytes", lambda path: int(1.3 * needed))
     checkpoints.save(2, model, optimizer, {})
-    assert "needs" not in caplog.text
+    assert "needs" not in capsys.readouterr().out
 
 
 def test_state_that_is_no_json_and_extra_state_are_refused_before_writing(tmp_path: Path) -> None:
@@ -239,14 +238,14 @@ def test_retention_keeps_two_good_ones_whatever_is_asked(tmp_path: Path) -> None
 
 
 def test_failing_to_delete_old_ones_does_not_fail_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*args: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(manager, "prune", refuse)
     saved_run(tmp_path, 1)
-    assert "old checkpoints could not be deleted" in caplog.text
+    assert "old checkpoints could not be deleted" in capsys.readouterr().out
     assert layout.read_tracker(tmp_path) == "1"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def test_without_the_optimizer_the_average_is_resumed_and_stays_exact(tmp_path: 
 
 @pytest.mark.parametrize("weights_only", [True, False], ids=["weights only", "none was kept"])
 def test_average_starts_from_the_loaded_weights(
-    weights_only: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    weights_only: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints, found, ema, trained = saved(tmp_path / "with")
     if not weights_only:
@@ -125,20 +124,18 @@ def test_average_starts_from_the_loaded_weights(
         assert found is not None
     model, optimizer = build(seed=1)
     other = Ema(model, ARGUMENTS)
-    with caplog.at_level(logging.WARNING):
-        checkpoints.load(found, model, None if weights_only else optimizer, other)
+    checkpoints.load(found, model, None if weights_only else optimizer, other)
     assert differing(average(other), {n: full(p) for n, p in trained.named_parameters() if p.requires_grad}) == []
     assert differing(average(other), average(ema))
-    assert f"{found.path}: the average of the weights starts from the weights loaded" in caplog.messages
+    assert f"{found.path}: the average of the weights starts from the weights loaded" in capsys.readouterr().out
 
 
-def test_run_without_an_average_leaves_it_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_without_an_average_leaves_it_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints, found, _, trained = saved(tmp_path)
     model, optimizer = build(seed=1)
-    with caplog.at_level(logging.WARNING):
-        checkpoints.load(found, model, optimizer)
+    checkpoints.load(found, model, optimizer)
     assert torch.equal(model.embed.weight, trained.embed.weight)
-    assert not any("the average of the weights" in message for message in caplog.messages)
+    assert "the average of the weights" not in capsys.readouterr().out
 
 
 def test_average_of_other_parameters_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:

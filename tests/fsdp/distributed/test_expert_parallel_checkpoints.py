@@ -47,13 +47,13 @@ def build(yaml: str, ranks: int, *words: str) -> tuple[torch.nn.Module, torch.op
     arguments = load_with_plugins(Path(yaml), list(words)).arguments
     init_parallel_state(resolve_parallel_sizes(arguments.parallel, ranks), "cpu")
     model = assemble(arguments, torch.device("cpu")).model
-    return model, build_optimizer(model, arguments.training)
+    return model, build_optimizer(model, arguments.training, note=print)
 
 
 def manager(yaml: str, plan: str) -> CheckpointManager:
     save = Path(yaml).parent / "saved" / plan.replace(" ", "")
     training = load_with_plugins(Path(yaml), [f"training.save={save}"]).arguments.training
-    return CheckpointManager(save, training, context={})
+    return CheckpointManager(save, training, context={}, note=print)
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

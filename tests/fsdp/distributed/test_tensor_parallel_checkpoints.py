@@ -28,7 +28,7 @@ SCRATCH = {"split": Case("vlm", scratch=True), "alone": Case("vlm", {"tensor_par
 
 
 def manager(save: str) -> CheckpointManager:
-    return CheckpointManager(Path(save), TrainingArguments(save=save), context={})
+    return CheckpointManager(Path(save), TrainingArguments(save=save), context={}, note=print)
 
 
 def case_here() -> tuple[str, Case]:

@@ -88,7 +88,9 @@ def test_two_updates_follow_the_formula(fused: bool) -> None:
     """Loshchilov & Hutter 2019, algorithm 2, with the rate of each step scaled for one weight."""
     model = Model()
     changes = {"adam_fused": fused, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-3}
-    optimizer = build_optimizer(model, settings(lr_scaling_plan=[{"match": "head", "scale": 0.25}], **changes))
+    optimizer = build_optimizer(
+        model, settings(lr_scaling_plan=[{"match": "head", "scale": 0.25}], **changes), note=print
+    )
     weight, first, second = model.head.weight.detach().clone(), 0.0, 0.0
     for step, lr in enumerate((0.1, 0.02), start=1):
         for parameter in model.parameters():
@@ -106,7 +108,7 @@ def test_rates_and_decays_are_those_of_groups_made_by_hand() -> None:
     ours, theirs = Model(), Model()
     plan = [{"match": "embed", "scale": 0.5}, {"match": "head", "scale": 2.0}]
     mine = build_optimizer(
-        ours, settings(lr_scaling_plan=plan, no_decay_modules=["vis*"], no_decay_params=["head.weight"])
+        ours, settings(lr_scaling_plan=plan, no_decay_modules=["vis*"], no_decay_params=["head.weight"]), note=print
     )
     reference = torch.optim.AdamW(
         [

@@ -39,7 +39,7 @@ def update(sharded: bool, fused: bool) -> tuple[list[torch.Tensor], list[torch.T
     place = lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]) if sharded else tensor  # noqa: E731
     model = torch.nn.ParameterList(torch.nn.Parameter(place(torch.randn(n, 4, generator=drawn))) for n in range(1, 31))
     settings = TrainingArguments.model_validate({"lr": 0.01, "weight_decay": 0.1, "adam_fused": fused})
-    optimizer = build_optimizer(model, settings)
+    optimizer = build_optimizer(model, settings, note=print)
     calls = []
     for _ in range(STEPS):
         for parameter in model:

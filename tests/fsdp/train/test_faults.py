@@ -329,7 +329,7 @@ def test_loading_that_is_not_strict(yaml: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_shortened_fp32(value: str, yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr("mindspeed_mm.fsdp.train.trainer.allow_short_fp32", calls.append)
+    monkeypatch.setattr("mindspeed_mm.fsdp.train.run.job.allow_short_fp32", calls.append)
     train(yaml, None, "--dry-run", f"training.allow_hf32={value}")
     train(yaml, None, "--dry-run")
     assert calls == [value == "true"]

@@ -20,8 +20,9 @@ from mindspeed_mm.fsdp.tools.memory_profiler import MemoryProfiler
 from mindspeed_mm.fsdp.tools.recorder import Recorder, Window
 from mindspeed_mm.fsdp.tools.trace_analysis import analyse
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.hooks.profile import DynamicProfileHook, build_profile_hooks
+from mindspeed_mm.fsdp.train.hooks.memory_profile import build_memory_profile_hook
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.hooks.time_profile import DynamicProfileHook, build_time_profile_hook
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from tests.helpers.distributed import run_ranks
@@ -148,7 +149,8 @@ def test_keys_that_mean_nothing_on_this_device_are_named_once() -> None:
     static = {"data_simplification": True, "aic_metrics_type": "Memory"}
     memory = {"enable": True, "stacks": "python", "max_entries": 5}
     tools = {"profile": {"enable": True, "static_param": static}, "memory_profile": memory}
-    build_profile_hooks(Arguments.model_validate({"tools": tools}), 0, 1, notes.append)
+    for build in (build_memory_profile_hook, build_time_profile_hook):
+        build(Arguments.model_validate({"tools": tools}), 0, 1, notes.append)
     for name in ("data_simplification", "aic_metrics_type", "stacks", "max_entries"):
         assert sum(name in note and "means nothing on cpu" in note for note in notes) == 1
 
@@ -156,7 +158,7 @@ def test_keys_that_mean_nothing_on_this_device_are_named_once() -> None:
 def test_that_compiled_blocks_are_left_out_is_said() -> None:
     notes: list[str] = []
     sections = {"tools": {"memory_profile": {"enable": True}}, "features": {"compile": True}}
-    build_profile_hooks(Arguments.model_validate(sections), 0, 1, notes.append)
+    build_memory_profile_hook(Arguments.model_validate(sections), 0, 1, notes.append)
     assert any("features.compile" in note for note in notes)
 
 

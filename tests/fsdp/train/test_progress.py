@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.fsdp.train.hooks.trackers import TensorBoard, TrackedRun, Trackers
 from mindspeed_mm.fsdp.train.run.progress import HEADER, Progress, format_line, short_count
+from mindspeed_mm.fsdp.train.run.trackers import TensorBoard, TrackedRun, Trackers
 from mindspeed_mm.fsdp.utils.work_progress import clock
 
 METRICS = {

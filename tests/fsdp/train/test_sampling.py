@@ -19,8 +19,10 @@ from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler, plan_batches
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.family import GeneratorFamily
 from mindspeed_mm.fsdp.train.hooks import sampling as sampling_module
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook, check_sampling
+from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.random_state import capture_rng
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
@@ -50,14 +52,16 @@ class Sampled(Trainer):
     """Keeps its engine, and the sampler that the run would use."""
 
     engine: TrainEngine
+    family: GeneratorFamily
 
-    def _build_engine(self, *args: Any, **kwargs: Any) -> TrainEngine:
-        self.engine = super()._build_engine(*args, **kwargs)
-        return self.engine
+    def _build(self, *args: Any, **kwargs: Any) -> tuple[TrainEngine, RunParts]:
+        self.engine, parts = super()._build(*args, **kwargs)
+        self.family = parts.family
+        return self.engine, parts
 
     def sampler(self) -> DiffusionSampler:
-        parts = self.generator
-        return DiffusionSampler(parts.adapter, self.engine.model, parts.encoders, parts.compute_dtype)
+        family = self.family
+        return DiffusionSampler(family.adapter, self.engine.model, family.encoders, family.compute_dtype)
 
 
 def train(yaml: Path | str, save: Path | str | None, *overrides: str) -> Sampled:
@@ -210,5 +214,5 @@ def test_an_encoder_that_is_missing_is_said_before_the_first_step(yaml: Path, tm
     config = load_with_plugins(yaml, ASKED).arguments.training.sampling
     build: Callable[..., SampleHook | None] = build_sample_hook
     with pytest.raises(ModelFolderError, match="vae"):
-        build(find_adapter(tmp_path / "model"), mock.Mock(), config, "run", mock.Mock(), mock.Mock())
-    assert build(mock.Mock(), mock.Mock(), config.model_copy(update={"interval": 0}), None, None, None) is None
+        build(find_adapter(tmp_path / "model"), mock.Mock(), config, "run", mock.Mock())
+    assert build(mock.Mock(), mock.Mock(), config.model_copy(update={"interval": 0}), None, None) is None

@@ -7,8 +7,8 @@ import torch
 
 from mindspeed_mm.fsdp.loss.objectives import ModelLoss
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.build_engine import build_lr_schedule
 from mindspeed_mm.fsdp.train.step.tally import Tally
-from mindspeed_mm.fsdp.train.trainer import build_lr_schedule
 
 
 class TokenCounter(torch.nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.cli.main import VERBS
-from mindspeed_mm.fsdp.train.run.summary import SummaryHook
+from mindspeed_mm.fsdp.train.hooks.summary import SummaryHook
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -64,7 +64,7 @@ def test_a_run_that_keeps_nothing_says_so(tmp_path: Path) -> None:
 )
 def test_a_loss_that_is_no_number_is_never_the_lowest(losses: list[float], told: str) -> None:
     said: list[str] = []
-    hook = SummaryHook(said.append, None, is_generator=False)
+    hook = SummaryHook(said.append, None, "")
     schedule = SimpleNamespace(total_steps=len(losses))
     engine: Any = SimpleNamespace(validated_step=0, iteration=len(losses), schedule=schedule)
     hook.on_train_begin(engine)

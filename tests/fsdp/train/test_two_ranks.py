@@ -275,7 +275,7 @@ def hang_in_second_step(yaml: str, save: str) -> None:
         if dist.get_rank() == 1 and engine.iteration == 1:
             time.sleep(60)
 
-    with mock.patch("mindspeed_mm.fsdp.train.trainer.Watchdog", partial(Watchdog, grace_s=2.5)), watched_steps(sleep):
+    with mock.patch("mindspeed_mm.fsdp.train.run.job.Watchdog", partial(Watchdog, grace_s=2.5)), watched_steps(sleep):
         mm("train", yaml, f"training.save={save}", "training.step_timeout_s=1.5")
 
 

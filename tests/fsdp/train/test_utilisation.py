@@ -141,6 +141,10 @@ class Written:
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
 
+    @property
+    def progress(self) -> Written:
+        return self
+
     def metrics(self, record: dict[str, Any]) -> None:
         self.records.append(record)
 
@@ -155,7 +159,7 @@ def result(step: int, seconds: float, data_seconds: float) -> StepResult:
 
 def test_the_share_of_waiting_is_of_the_window_since_the_last_line() -> None:
     written: Any = Written()
-    hook = LogHook(written, written, log_interval=3)
+    hook = LogHook(written, log_interval=3)
     engine: Any = SimpleNamespace(iteration=0, last_step=6, stopping=False, consumed_samples=0)
     engine.schedule = SimpleNamespace(total_steps=6)
     hook.on_train_begin(engine)

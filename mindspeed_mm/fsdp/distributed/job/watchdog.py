@@ -43,7 +43,7 @@ class Watchdog:
             stderr gets the stacks.
         tell: Gets the places as a text, and whether this rank speaks for those that it can reach.
         grace_s: How long to wait for the places of other ranks, and to stay for theirs.
-        leave: What ends the process.
+        leave: What ends the process; it may be replaced once there is an end to record first.
     """
 
     hosts: Sequence[str] = ()
@@ -57,7 +57,8 @@ class Watchdog:
         grace_s: float = GRACE_S,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        self._folder, self._tell, self._grace_s, self._leave = folder, tell or _print, grace_s, leave
+        self._folder, self._tell, self._grace_s = folder, tell or _print, grace_s
+        self.leave = leave
         self._phases: list[_Phase] = []
         self._closed = False
         self._changed = threading.Condition()
@@ -113,7 +114,7 @@ class Watchdog:
         report.join(4 * self._grace_s + 1.0)
         # A rank that leaves tears down connections, and its peers with them: all stay until all have reported.
         time.sleep(max(0.0, expired + self._grace_s - time.monotonic()))
-        self._leave(ExitCode.ENVIRONMENT)
+        self.leave(ExitCode.ENVIRONMENT)
 
     def _wait_for_expiry(self) -> _Phase | None:
         """The phase that ran out of time, or None once closed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -12,9 +11,20 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.lora.calibration import calibration
 from mindspeed_mm.fsdp.models.lora.first_values import FROM_DATA
 from mindspeed_mm.fsdp.optimizer.ema import Ema
-from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
+from mindspeed_mm.fsdp.train.run.data import build_pass_loader
+from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.train_engine import Hook, TrainEngine
+
+
+def adapter_start_hook(parts: RunParts) -> Hook | None:
+    """The hook, where adapters start from data and no checkpoint says what they are."""
+    training = parts.arguments.training
+    is_from_data = training.lora.enable and training.lora.init_lora_weights in FROM_DATA
+    if not is_from_data or parts.resume.checkpoint is not None:
+        return None
+    loader = build_pass_loader(parts.arguments, parts.job, parts.data.train)
+    return AdapterStartHook(loader.one_pass, training.lora, training.seed, parts.record.note)
 
 
 class AdapterStartHook(Hook):
@@ -46,23 +56,6 @@ class AdapterStartHook(Hook):
         seen.start_adapters(self._seed)
         if engine.ema is not None:
             _copy_into(engine.ema, engine)
-
-
-def adapter_start_hooks(
-    arguments: Arguments, is_fresh: bool, build_loader: Callable[[], Any], note: Callable[[str], None]
-) -> list[Hook]:
-    """The hook, where adapters start from data and no checkpoint has told what they are.
-
-    Args:
-        arguments: The whole configuration.
-        is_fresh: No checkpoint is loaded.
-        build_loader: Makes a loader of the training data that is not the run's own.
-        note: Tells the user.
-    """
-    training = arguments.training
-    if not is_fresh or not training.lora.enable or training.lora.init_lora_weights not in FROM_DATA:
-        return []
-    return [AdapterStartHook(build_loader().one_pass, training.lora, training.seed, note)]
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
-from mindspeed_mm.fsdp.train.run.progress import Progress
+from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
@@ -16,12 +16,17 @@ from mindspeed_mm.fsdp.utils.device_memory import take_peak_memory
 GIB = 2**30
 
 
+def log_hook(parts: RunParts) -> Hook:
+    """The hook, which every run has."""
+    interval, assembled = parts.arguments.training.log_interval, parts.assembled
+    return LogHook(parts.record, interval, assembled.utilisation, assembled.media, parts.loader)
+
+
 class LogHook(Hook):
     """Adds up steps and, every `log_interval`, tells people and machines how it goes.
 
     Args:
-        record: Where `metrics.jsonl` is written.
-        progress: The lines and the bar that people see, and the log file.
+        record: Writes `metrics.jsonl`; shows the lines and the bar that people see.
         log_interval: Steps between two lines.
         utilisation: Knows the FLOPs of steps and the peak of devices.
         media: Towers that share media, which know how evenly.
@@ -31,7 +36,6 @@ class LogHook(Hook):
     def __init__(
         self,
         record: RunRecord,
-        progress: Progress,
         log_interval: int,
         utilisation: Utilisation | None = None,
         media: MediaSharing | None = None,
@@ -39,7 +43,6 @@ class LogHook(Hook):
     ) -> None:
         self._utilisation, self._media, self._loader = utilisation, media, loader
         self._record = record
-        self._progress = progress
         self._interval = log_interval
         self._window: list[StepResult] = []
 
@@ -51,8 +54,7 @@ class LogHook(Hook):
         """Log the window of steps since the last line."""
         self._window.append(result)
         if result.skipped:
-            self._record.event("warning", result.step, message=result.skipped)
-            self._progress.note(f"warning: {result.skipped}")
+            self._record.note(f"warning: {result.skipped}", result.step)
         last = result.step == engine.last_step or engine.stopping
         if result.step % self._interval and not last and result.step != self._first_step + 1:
             return
@@ -61,18 +63,18 @@ class LogHook(Hook):
     def _log(self, engine: TrainEngine, result: StepResult) -> None:
         metrics = self._summary(engine, result)
         self._window.clear()
-        self._progress.step(metrics, engine.last_step, engine.schedule.total_steps)
+        self._record.progress.step(metrics, engine.last_step, engine.schedule.total_steps)
         self._record.metrics(metrics)
 
     def on_train_end(self, engine: TrainEngine) -> None:
         """Log what is left where another hook has ended the run, and take the bar away."""
         if self._window:
             self._log(engine, self._window[-1])
-        self._progress.end_steps()
+        self._record.progress.end_steps()
 
     def on_failure(self, engine: TrainEngine) -> None:
         """Take the bar away."""
-        self._progress.end_steps()
+        self._record.progress.end_steps()
 
     def _summary(self, engine: TrainEngine, result: StepResult) -> dict[str, Any]:
         seconds = sum(r.seconds for r in self._window)

@@ -29,7 +29,6 @@ from mindspeed_mm.fsdp.sampling.sampler import (
     load_picture,
     plan_batches,
 )
-from mindspeed_mm.fsdp.train.run.progress import Progress
 from mindspeed_mm.fsdp.train.run.random_state import capture_rng, restore_rng
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
@@ -58,8 +57,7 @@ class SampleHook(Hook):
         sampler: Makes the sampler; called when the first round begins.
         prompts: What is sampled.
         sampling: The `training.sampling` section.
-        record: Where the event goes.
-        progress: The lines that people see.
+        record: Where rounds are told and written down.
         folder: Of all rounds.
         rank: Among the ranks that share the work.
         world_size: Of these.
@@ -74,7 +72,6 @@ class SampleHook(Hook):
         prompts: Sequence[Prompt],
         sampling: SamplingArguments,
         record: RunRecord,
-        progress: Progress,
         folder: Path,
         *,
         rank: int = 0,
@@ -85,14 +82,14 @@ class SampleHook(Hook):
     ) -> None:
         self._keeps = keeps
         self._build, self._prompts, self._asked = sampler, prompts, sampling
-        self._record, self._progress, self._folder = record, progress, folder
+        self._record, self._folder = record, folder
         self._rank, self._world_size, self._group = rank, world_size, group
         self._parks_encoders = parks_encoders
 
     def on_train_begin(self, engine: TrainEngine) -> None:
         """Say which prompts are empty."""
         if note := empty_note(self._prompts):
-            self._progress.note(note)
+            self._record.note(note)
 
     def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
         """Sample when it is time."""
@@ -176,10 +173,9 @@ class SampleHook(Hook):
         except OSError as error:
             problems.append(str(error))
         for problem in dict.fromkeys(problems):
-            self._record.event("warning", step, message=f"sampling: {problem}")
-            self._progress.note(f"warning: sampling: {problem}")
-        self._record.event("samples", step, count=len(lines), folder=str(folder), seconds=seconds)
-        self._progress.note(f"step {step}: {len(lines)} samples in {folder} ({seconds:.1f} s)")
+            self._record.note(f"warning: sampling: {problem}", step)
+        line = f"step {step}: {len(lines)} samples in {folder} ({seconds:.1f} s)"
+        self._record.event("samples", step, line, count=len(lines), folder=str(folder), seconds=seconds)
 
 
 def build_sample_hook(
@@ -188,7 +184,6 @@ def build_sample_hook(
     sampling: SamplingArguments,
     save: str | None,
     record: RunRecord,
-    progress: Progress,
     **ranks: Any,
 ) -> SampleHook | None:
     """The hook that `training.sampling` asks for; None when it asks for none. What is off is said now, not when the
@@ -200,7 +195,6 @@ def build_sample_hook(
         sampling: The `training.sampling` section.
         save: `training.save`.
         record: Of the run.
-        progress: Of the run.
         ranks: `rank`, `world_size`, `group`, `keeps` and `parks_encoders` of `SampleHook`.
 
     Raises:
@@ -211,7 +205,7 @@ def build_sample_hook(
     if not sampling.interval:
         return None
     prompts = check_sampling(adapter, sampling, save)
-    return SampleHook(sampler, prompts, sampling, record, progress, RunFolder(save or "").samples, **ranks)
+    return SampleHook(sampler, prompts, sampling, record, RunFolder(save or "").samples, **ranks)
 
 
 def check_sampling(adapter: DiffusionAdapter, sampling: SamplingArguments, save: str | None) -> list[Prompt]:

@@ -11,10 +11,9 @@ from torch import nn
 from mindspeed_mm.core.folder_kinds import is_touched
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
-from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
-from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder, put_aside
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.train.family import Family
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 
@@ -27,21 +26,25 @@ class HuggingFaceSaves:
     Args:
         save: The run folder.
         assets_from: What the run started from: configuration, tokenizer and processor are copied.
+        family: Knows how a whole model is written.
         dtype: Of the weights; None: as `assets_from` has them.
         timeout_s: Limit on each exchange between ranks.
         write_view: Adds to the folder of a whole model how training looked at its rows.
+        note: Tells the user.
     """
 
     def __init__(
         self,
         save: Path,
         assets_from: Path,
+        family: Family,
         dtype: torch.dtype | None,
         timeout_s: float,
-        write_view: Callable[[Path], None] | None = None,
+        write_view: Callable[[Path], None] | None,
+        note: Callable[[str], None],
     ) -> None:
-        self._write_view = write_view
-        self._save, self._assets_from, self._dtype = save, assets_from, dtype
+        self._save, self._assets_from, self._family, self._dtype = save, assets_from, family, dtype
+        self._write_view, self._note = write_view, note
         self._ranks = Ranks(timeout_s)
 
     def save(self, iteration: int, model: nn.Module) -> None:
@@ -51,25 +54,15 @@ class HuggingFaceSaves:
             MMError: It could not be written, on all ranks alike.
         """
         folder = self._folder / checkpoint_folder(self._save, iteration).name
-        self._ranks.first("making room", lambda: _keep_what_is_not_ours(folder))
+        self._ranks.first("making room", lambda: self._keep_what_is_not_ours(folder))
         self._write(model, folder)
         self._ranks.first("deleting old folders", lambda: self._prune(keep=folder))
 
     def _write(self, model: nn.Module, folder: Path) -> None:
         if facts_of(model).lora is not None:
             save_adapters(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
-        elif facts_of(model).adapter is not None:
-            save_transformer(model, folder, dtype=self._dtype, overwrite=True, ranks=self._ranks)
-        else:
-            save_hf(
-                model,
-                folder,
-                self._assets_from,
-                dtype=self._dtype,
-                overwrite=True,
-                ranks=self._ranks,
-                write_view=self._write_view,
-            )
+            return
+        self._family.save_model(model, folder, self._assets_from, self._dtype, self._ranks, self._write_view)
 
     @property
     def _folder(self) -> Path:
@@ -80,8 +73,7 @@ class HuggingFaceSaves:
             if folder != keep and not (self._save / folder.name).is_dir():
                 remove_written(folder)
 
-
-def _keep_what_is_not_ours(folder: Path) -> None:
-    """A folder that somebody has put into, or changed, does not end a run that saves under its name."""
-    if folder.is_dir() and is_touched(folder):
-        put_aside(folder, "with files that no save has written, or that were changed since")
+    def _keep_what_is_not_ours(self, folder: Path) -> None:
+        """A folder that somebody has put into, or changed, does not end a run that saves under its name."""
+        if folder.is_dir() and is_touched(folder):
+            self._note(put_aside(folder, "with files that no save has written, or that were changed since"))

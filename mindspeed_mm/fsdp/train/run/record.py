@@ -1,4 +1,5 @@
-"""What a run leaves in its folder beside checkpoints: configuration, environment, metrics, events, log."""
+"""What a run tells people, and leaves in its folder beside checkpoints: configuration, environment, metrics, events,
+log."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -22,38 +24,72 @@ from mindspeed_mm.fsdp.models.loading.folder import code_hash
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, resolved_dict
 from mindspeed_mm.fsdp.params.yaml.origins import leaves
-from mindspeed_mm.fsdp.train.hooks.trackers import TrackedRun, Trackers
 from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.run.progress import Progress
+from mindspeed_mm.fsdp.train.run.trackers import TrackedRun, Tracker, Trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.plugin_import import plugin_hashes
 
 RECORDED_PACKAGES = ("torch", "torchvision", "transformers", "peft", "safetensors", "datasets", "numpy", "pillow")
 
 
+WARNING = "warning: "
+"""How a line begins that people should not miss."""
+
+
 class RunRecord:
-    """Writes the records of one run; on ranks other than 0 every method does nothing.
+    """Tells people of one run and writes its records; on ranks other than 0 every method does nothing.
 
     A record that cannot be written, on a full disk for one, never ends the training: it is said once.
 
     Args:
         folder: The run folder, or None when nothing is to be written.
         rank: Global rank.
-        warn: Tells people.
+        progress: What people see, and the log file.
         trackers: Follow the numbers too.
     """
 
     def __init__(
-        self,
-        folder: RunFolder | None,
-        rank: int,
-        warn: Callable[[str], None],
-        trackers: Trackers | None = None,
+        self, folder: RunFolder | None, rank: int, progress: Progress, trackers: Trackers | None = None
     ) -> None:
         self.folder = folder if rank == 0 else None
+        self.progress = progress
+        self.step = 0
+        """The step that was done last, as far as the record was told."""
         self._trackers = trackers if rank == 0 else None
-        self._warn = warn
         self._failing = False
         self._run: dict[str, Any] = {}
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls,
+        save: str | None,
+        rank: int,
+        run_id: str,
+        stream: TextIO,
+        report_to: Sequence[str] = (),
+        trackers: Sequence[Tracker] = (),
+    ) -> Iterator[RunRecord]:
+        """The record of a run whose folder no other run writes meanwhile.
+
+        Args:
+            save: The run folder; None keeps nothing.
+            rank: Global rank.
+            run_id: Names the run in the folder's lock.
+            stream: Where people look.
+            report_to: Trackers by the names of `training.report_to`.
+            trackers: Further ones.
+        """
+        folder = RunFolder(save) if save else None
+        with folder.lock(run_id) if folder is not None and rank == 0 else nullcontext():
+            log_file = folder.log / "train.log" if folder is not None else None
+            progress = Progress(rank, log_file=log_file, stream=stream)
+            try:
+                following = Trackers.of(report_to if rank == 0 else (), trackers, progress.note)
+                yield cls(folder, rank, progress, following)
+            finally:
+                progress.close()
 
     def begin(self, config: ResolvedConfig, facts: dict[str, Any], first_step: int = 1) -> None:
         """Write the configuration as given and as resolved, and `run.json`, all without secrets; tell the trackers."""
@@ -88,14 +124,29 @@ class RunRecord:
             self._run |= {"status": status, "exit_code": exit_code, "ended": time.time()}
             self._write_run()
 
-    def event(self, kind: str, step: int, **details: Any) -> None:
-        """Append to `events.jsonl`."""
+    def note(self, text: str, step: int | None = None) -> None:
+        """Tell people one thing: a line on the screen and in the log, and an event (`warning` where the line begins
+        with "warning: ", else `note`) in `events.jsonl`.
+
+        Args:
+            text: The line.
+            step: The step that it is about; None: the one that was done last.
+        """
+        kind = "warning" if text.startswith(WARNING) else "note"
+        self.event(kind, self.step if step is None else step, text, message=text.removeprefix(WARNING))
+
+    def event(self, kind: str, step: int, line: str = "", /, **details: Any) -> None:
+        """Append to `events.jsonl`, and tell people by a line when one is given."""
+        self.step = step
+        if line:
+            self.progress.note(line)
         if self.folder is not None:
             record = {"time": time.time(), "kind": kind, "step": step, **details}
             self._try(self.folder.events, lambda path: append_jsonl(path, record))
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append to `metrics.jsonl`, and tell the trackers."""
+        self.step = record["step"]
         if self._trackers is not None:
             self._trackers.log(record)
         if self.folder is not None:
@@ -120,7 +171,7 @@ class RunRecord:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                self._warn(f"warning: {path} could not be written ({error.strerror}); training goes on")
+                self.progress.note(f"warning: {path} could not be written ({error.strerror}); training goes on")
             self._failing = True
 
 

@@ -21,6 +21,8 @@ from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.path import missing_input
 
+Note = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class ResumeOptions:
@@ -81,27 +83,34 @@ def _check_state(state: Mapping[str, Any], path: Path) -> None:
 
 
 def find_resume_point(
-    arguments: Arguments, options: ResumeOptions, context: dict[str, Any], note: Callable[[str], None]
+    arguments: Arguments, options: ResumeOptions, context: dict[str, Any], *, note: Note, say: Note
 ) -> ResumePoint:
     """Decide where the run starts, before anything large is built.
 
     A run's own checkpoints in `training.save` come first: running the same command again continues. Then
     `training.load`: another run, a DCP folder, or a Hugging Face folder of weights.
 
+    Args:
+        arguments: The whole configuration.
+        options: Of the command line.
+        context: Of the run, to be compared with that of the checkpoint.
+        note: Tells the user what is remarkable.
+        say: Tells the user where the run starts.
+
     Raises:
         CheckpointError: Checkpoints exist and none may be used; the message says why and what to do.
     """
     training = arguments.training
-    manager = CheckpointManager(Path(training.save), training, context=context) if training.save else None
+    manager = CheckpointManager(Path(training.save), training, context=context, note=note) if training.save else None
     if manager is not None and not options.resume:
         refuse_used_folder(manager.save_folder)
     elif manager is not None:
         own = manager.find_latest(allow_fresh=options.allow_fresh)
         if own is not None:
-            return _from_own(own, manager, options, context, note)
+            return _from_own(own, manager, options, context, note, say)
     if training.load is None:
         return ResumePoint(manager)
-    return _from_elsewhere(Path(training.load), arguments, options, context, manager, note)
+    return _from_elsewhere(Path(training.load), arguments, options, context, manager, note, say)
 
 
 def refuse_used_folder(save: Path) -> None:
@@ -120,7 +129,8 @@ def _from_own(
     manager: CheckpointManager,
     options: ResumeOptions,
     context: dict[str, Any],
-    note: Callable[[str], None],
+    note: Note,
+    say: Note,
 ) -> ResumePoint:
     if options.weights_only:
         # A run that began again in this folder would be taken for the older one as long as that is further.
@@ -132,7 +142,7 @@ def _from_own(
         )
     for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
         note(line)
-    note(f"resume from {checkpoint.path}")
+    say(f"resume from {checkpoint.path}")
     return ResumePoint(manager, checkpoint, manager)
 
 
@@ -142,7 +152,8 @@ def _from_elsewhere(
     options: ResumeOptions,
     context: dict[str, Any],
     manager: CheckpointManager | None,
-    note: Callable[[str], None],
+    note: Note,
+    say: Note,
 ) -> ResumePoint:
     if not load.exists():
         raise missing_input(load, "training.load", CheckpointError)
@@ -155,16 +166,16 @@ def _from_elsewhere(
             way_out="Name a Hugging Face folder, a run folder or a DCP folder.",
         )
     if kind == "hf":
-        note(f"weights from {load}")
+        say(f"weights from {load}")
         return ResumePoint(manager, weights=load)
-    reader = manager or CheckpointManager(load, arguments.training, context={})
+    reader = manager or CheckpointManager(load, arguments.training, context={}, note=note)
     checkpoint = reader.open(load)
     # Weights without an optimizer, or from a run that kept no state of its loop, are a new run's beginning.
     weights_only = options.weights_only or arguments.training.no_load_optim or checkpoint.manifest is None
     if weights_only:
-        note(f"weights from {checkpoint.path}; the run starts at step 0")
+        say(f"weights from {checkpoint.path}; the run starts at step 0")
     else:
         for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
             note(line)
-        note(f"continue from {checkpoint.path}")
+        say(f"continue from {checkpoint.path}")
     return ResumePoint(manager, checkpoint, reader, weights_only=weights_only, with_optimizer=not weights_only)

@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
 from mindspeed_mm.fsdp.params.rules.path import check_save_folder
-from mindspeed_mm.fsdp.train.hooks.trackers import check_trackers
+from mindspeed_mm.fsdp.train.run.trackers import check_trackers
 from mindspeed_mm.fsdp.utils.device import get_device_type, supports_bf16
 
 

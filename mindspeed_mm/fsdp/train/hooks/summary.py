@@ -9,8 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
+from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.utils.work_progress import clock
+
+
+def summary_hook(parts: RunParts) -> Hook:
+    """The hook, which every run has."""
+    return SummaryHook(parts.record.progress.note, parts.arguments.training.save, parts.family.trial_options)
 
 
 class SummaryHook(Hook):
@@ -19,12 +25,13 @@ class SummaryHook(Hook):
     Args:
         note: Tells people.
         save: The run folder.
-        is_generator: The model draws, and does not answer.
+        trial_options: Options of `mm infer` that try the trained model.
     """
 
-    def __init__(self, note: Callable[[str], None], save: str | None, *, is_generator: bool) -> None:
-        self._note, self._save, self._is_generator = note, save, is_generator
+    def __init__(self, note: Callable[[str], None], save: str | None, trial_options: str) -> None:
+        self._note, self._save, self._trial_options = note, save, trial_options
         self._last = self._lowest = self._last_validation = self._lowest_validation = (0, math.inf)
+        self._began = time.monotonic()
 
     def on_train_begin(self, engine: TrainEngine) -> None:
         """Start the clock."""
@@ -53,9 +60,8 @@ class SummaryHook(Hook):
         steps = list_iterations(Path(self._save))
         self._note(f"run    {self._save}" + (f", newest checkpoint {steps[-1]}" if steps else ", no checkpoint"))
         if steps:
-            use = "--prompt 'a prompt' --out samples" if self._is_generator else "--prompt 'a question'"
             run = shlex.quote(self._save)
-            self._note(f"next   mm infer {run} {use}; mm export {run} FOLDER; mm report {run}")
+            self._note(f"next   mm infer {run} {self._trial_options}; mm export {run} FOLDER; mm report {run}")
 
     def on_failure(self, engine: TrainEngine) -> None:
         """Nothing: the error says what to do."""

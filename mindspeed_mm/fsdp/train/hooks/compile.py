@@ -1,14 +1,11 @@
-"""What compiled blocks and 8-bit products want of a run between its steps."""
+"""Counts what the compiler makes of the blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
-
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import GraphCount
-from mindspeed_mm.fsdp.features.speed.low_precision import find_scales, scales_after_update
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 SETTLED_STEPS = 2
@@ -17,10 +14,9 @@ MOST_LATE_GRAPHS = 4
 """Graphs made later than that before the log says so."""
 
 
-def speed_hooks(arguments: Arguments, model: nn.Module, note: Callable[[str], None]) -> list[Hook]:
-    """The hooks that a configuration needs."""
-    hooks: list[Hook] = [CompileHook(note)] if arguments.features.compile else []
-    return hooks + ([ScalesHook()] if scales_after_update(model, arguments.training.quantization_plan) else [])
+def compile_hook(parts: RunParts) -> Hook | None:
+    """The hook, where `features.compile` is on."""
+    return CompileHook(parts.record.note) if parts.arguments.features.compile else None
 
 
 class CompileHook(Hook):
@@ -33,6 +29,7 @@ class CompileHook(Hook):
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
+        self._count = GraphCount()
         self._steps = 0
         self._settled: int | None = None
 
@@ -53,15 +50,3 @@ class CompileHook(Hook):
                 "data.dataloader_param.collate_param.pad_to_multiple_of, or features.compile_plan.dynamic=true"
             )
             self._settled = None
-
-
-class ScalesHook(Hook):
-    """Finds the scales of all 8-bit weights after each update, by one reduction."""
-
-    def on_train_begin(self, engine: TrainEngine) -> None:
-        """Those of the weights that the run starts with."""
-        find_scales(engine.model)
-
-    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
-        """Those of the new weights."""
-        find_scales(engine.model)

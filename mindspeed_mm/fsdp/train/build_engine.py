@@ -1,0 +1,123 @@
+"""Puts the engine together out of the model, its objective and the `training` section."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
+from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
+from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.fsdp.optimizer.ema import Ema
+from mindspeed_mm.fsdp.optimizer.loss_scale import LossScale
+from mindspeed_mm.fsdp.optimizer.schedules import Schedule
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.memory.advice import memory_report
+from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.train.run.random_state import restore_rng, seed_everything
+from mindspeed_mm.fsdp.train.step.forward_backward import (
+    ForwardBackward,
+    PlainForwardBackward,
+    PregatheredForwardBackward,
+)
+from mindspeed_mm.fsdp.train.step.pipeline import PipelineForwardBackward
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+
+
+def build_engine(
+    arguments: Arguments,
+    job: Job,
+    assembled: Assembled,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    loader: MMDataLoader,
+    total_steps: int,
+    stop_after: int | None = None,
+) -> TrainEngine:
+    """The engine at step 0.
+
+    Args:
+        arguments: The whole configuration.
+        job: This rank.
+        assembled: The model.
+        objective: What it is trained for.
+        optimizer: Over its trainable parameters.
+        ema: The average of its weights, where one is kept.
+        loader: The training data.
+        total_steps: Optimizer steps of the whole run.
+        stop_after: Stop after this many steps of this start.
+    """
+    return TrainEngine(
+        model=assembled.model,
+        objective=objective,
+        forward_backward=build_forward_backward(arguments, job, assembled, objective),
+        optimizer=optimizer,
+        schedule=build_lr_schedule(arguments, total_steps),
+        training=arguments.training,
+        device=job.device,
+        loader=loader,
+        data_group=job.data_group,
+        all_ranks=dist.group.WORLD if job.world_size > 1 else None,
+        counts_samples=job.state.is_first_of_its_samples,
+        context=assembled.context,
+        pipeline=assembled.pipeline,
+        towers=assembled.towers,
+        ema=ema,
+        stop_after=stop_after,
+        rank=job.rank,
+        phase=job.phase,
+        autopsy=partial(memory_report, arguments, job.world_size, job.device.type),
+        meter=assembled.utilisation.meter if assembled.utilisation is not None else None,
+        loss_scale=build_loss_scale(arguments),
+    )
+
+
+def continue_from(engine: TrainEngine, state: dict[str, Any], arguments: Arguments, job: Job) -> None:
+    """Give the engine, and this rank's random numbers, the state in which a checkpoint was saved."""
+    engine.load_state(state)
+    training = arguments.training
+    if state.get("rng") is not None and not training.no_load_rng:
+        restore_rng(state["rng"])
+    else:
+        seed_everything(training.seed, job.state.random_rank, engine.iteration)
+
+
+def build_forward_backward(
+    arguments: Arguments, job: Job, assembled: Assembled, objective: Objective
+) -> ForwardBackward:
+    """How a step's micro-batches go through the model under this plan."""
+    if assembled.pipeline is not None:
+        return PipelineForwardBackward(assembled.pipeline, objective, arguments.parallel.pp_plan, job.device)
+    offloads = arguments.features.enable_gradient_offload  # the host adds gradients up that are summed
+    sync = (lambda _model, _enabled: None) if offloads else set_gradient_sync
+    plain = PlainForwardBackward(assembled.model, objective, sync)
+    pregathers = arguments.parallel.fsdp_plan.pregather
+    return PregatheredForwardBackward(plain, assembled.model, gathered_before) if pregathers else plain
+
+
+def build_lr_schedule(arguments: Arguments, total_steps: int) -> Schedule:
+    """The learning-rate schedule of the configuration."""
+    training = arguments.training
+    return Schedule(
+        style=training.lr_decay_style,
+        lr=training.lr,
+        lr_min=training.lr_min,
+        lr_start=training.lr_start,
+        warmup_steps=round(training.lr_warmup_ratio * total_steps),
+        decay_ratio=training.lr_decay_ratio,
+        total_steps=total_steps,
+    )
+
+
+def build_loss_scale(arguments: Arguments) -> LossScale | None:
+    """The scale that gradients in fp16 need; None for other types."""
+    training, plan = arguments.training, arguments.parallel.fsdp_plan
+    if "fp16" not in (plan.param_dtype, plan.reduce_dtype):
+        return None
+    return LossScale(training.initial_loss_scale, training.loss_scale_window, training.min_loss_scale)

@@ -1,0 +1,212 @@
+"""Kinds of models, by what a run does differently for each: language models answer, generators draw."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
+from mindspeed_mm.fsdp.checkpoint.hf import save_hf
+from mindspeed_mm.fsdp.data import MMDataset
+from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
+from mindspeed_mm.fsdp.loss.objectives import Objective
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
+from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.feature_args import LossConfig
+from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
+from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
+from mindspeed_mm.fsdp.train.run.data import RunData
+from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.train.run.record import RunRecord
+from mindspeed_mm.fsdp.train.step.objective import build_language_objective
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+
+
+class Family(ABC):
+    """What a kind of model asks of a run. A further kind (preferences, rewards, speech) is a further subclass.
+
+    Args:
+        arguments: The whole configuration.
+    """
+
+    trial_options: ClassVar[str]
+    """Options of `mm infer` that try a trained model, for the last line of a run."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
+
+    @abstractmethod
+    def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
+        """What the model is trained for.
+
+        Raises:
+            ConfigError: `features.loss_cfg` asks for what this kind of model, or this model, does not have.
+        """
+
+    @abstractmethod
+    def save_model(
+        self,
+        model: nn.Module,
+        folder: Path,
+        source: Path,
+        dtype: torch.dtype | None,
+        ranks: Ranks,
+        write_view: Callable[[Path], None] | None,
+    ) -> None:
+        """Write the whole model as its library loads it; called by all ranks.
+
+        Args:
+            model: Live, sharded or not.
+            folder: Appears when complete; one that stands there is replaced.
+            source: The folder that the run started from.
+            dtype: Of the weights; None: as `source` has them.
+            ranks: All of them.
+            write_view: Adds to the folder how training looked at its rows.
+        """
+
+    def sampling_hook(self, model: nn.Module, job: Job, record: RunRecord) -> SampleHook | None:
+        """The hook that shows what the model makes while it is trained; None where nothing is asked for, or this kind
+        of model makes nothing to look at.
+
+        Raises:
+            MMError: Prompts, sizes or encoders are off.
+        """
+        return None
+
+
+def family_of(assembled: Assembled, arguments: Arguments, device: torch.device) -> Family:
+    """The family of a model that is put together."""
+    if assembled.adapter is not None:
+        return GeneratorFamily(arguments, assembled.adapter, device)
+    return LanguageFamily(arguments)
+
+
+class LanguageFamily(Family):
+    """Models of transformers, and of plugins, that are trained on tokens."""
+
+    trial_options = "--prompt 'a question'"
+
+    def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
+        """Cross-entropy of the next token, with the terms that stand beside it."""
+        return build_language_objective(self.arguments, assembled, job.state)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        folder: Path,
+        source: Path,
+        dtype: torch.dtype | None,
+        ranks: Ranks,
+        write_view: Callable[[Path], None] | None,
+    ) -> None:
+        """As `from_pretrained` of transformers loads it."""
+        save_hf(model, folder, source, dtype=dtype, overwrite=True, ranks=ranks, write_view=write_view)
+
+
+class GeneratorFamily(Family):
+    """Models that draw pictures and clips.
+
+    Args:
+        arguments: The whole configuration.
+        adapter: What is special about the model.
+        device: Where its encoders run.
+    """
+
+    trial_options = "--prompt 'a prompt' --out samples"
+
+    def __init__(self, arguments: Arguments, adapter: DiffusionAdapter, device: torch.device) -> None:
+        super().__init__(arguments)
+        self.adapter, self._device = adapter, device
+        self._encodes = False
+
+    @cached_property
+    def encoders(self) -> Any:
+        """The frozen encoders, loaded when something is encoded or decoded for the first time."""
+        return load_encoders(self.adapter, self._device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the transformer computes in."""
+        return torch_dtype(self.arguments.parallel.fsdp_plan.param_dtype) or torch.float32
+
+    def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
+        """Flow matching, on features or on raw media."""
+        return self.flow_matching(data.train, data.validation)
+
+    def flow_matching(self, *datasets: MMDataset | None) -> FlowMatching:
+        """The objective for data sets of features, or of raw media; None among them is passed over.
+
+        Raises:
+            ConfigError: `features.loss_cfg` asks for a loss of language models.
+        """
+        check_loss(self.arguments.features.loss_cfg)
+        sets = [dataset for dataset in datasets if dataset is not None]
+        for dataset in sets:
+            self.adapter.note_components(dataset.noted_components)
+        self._encodes = any(dataset.is_raw for dataset in sets)
+        return FlowMatching(
+            self.adapter,
+            self.arguments.training.diffusion,
+            seed=self.arguments.training.seed,
+            compute_dtype=self.compute_dtype,
+            null_text=sets[0].null_text() if sets else None,
+            encode=LiveEncoder(self.adapter, self.encoders) if self._encodes else None,
+        )
+
+    def save_model(
+        self,
+        model: nn.Module,
+        folder: Path,
+        source: Path,
+        dtype: torch.dtype | None,
+        ranks: Ranks,
+        write_view: Callable[[Path], None] | None,
+    ) -> None:
+        """The transformer alone, as diffusers loads it: the other components are not trained."""
+        save_transformer(model, folder, dtype=dtype, overwrite=True, ranks=ranks)
+
+    def sampling_hook(self, model: nn.Module, job: Job, record: RunRecord) -> SampleHook | None:
+        """The hook that `training.sampling` asks for; its rounds are shared by the ranks that hold different
+        samples."""
+        training = self.arguments.training
+        return build_sample_hook(
+            self.adapter,
+            lambda: DiffusionSampler(self.adapter, model, self.encoders, self.compute_dtype),
+            training.sampling,
+            training.save,
+            record,
+            rank=job.state.data_rank,
+            world_size=job.state.data_size,
+            group=job.data_group,
+            keeps=job.state.is_first_of_its_samples,
+            parks_encoders=not self._encodes,
+        )
+
+
+def check_loss(loss: LossConfig) -> None:
+    """Raise `ConfigError` for losses of language models (`features.loss_cfg`), which generators do not have."""
+    loss_type = loss.loss_type
+    for name in ("router_aux_loss_coef", "z_loss_coef"):
+        if value := getattr(loss, name):
+            raise ConfigError(
+                f"{value:g} is for language models, and the model is a generator",
+                key=f"features.loss_cfg.{name}",
+                way_out="Leave it out: generators learn by flow matching alone.",
+            )
+    if loss_type not in (None, "default", "per_sample_loss"):
+        raise ConfigError(
+            f"'{loss_type}' is a loss of language models, and the model is a generator",
+            key="features.loss_cfg.loss_type",
+            way_out="Leave it out: generators learn by flow matching, see training.diffusion.",
+        )

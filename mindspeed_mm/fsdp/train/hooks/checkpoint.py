@@ -1,0 +1,135 @@
+"""Saves checkpoints while training, and Hugging Face folders beside them when asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
+from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
+from mindspeed_mm.fsdp.data.data_utils.view_files import view_writer
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
+from mindspeed_mm.fsdp.train.run.context import base_of_adapters
+from mindspeed_mm.fsdp.train.run.hf_saves import HuggingFaceSaves
+from mindspeed_mm.fsdp.train.run.parts import RunParts
+from mindspeed_mm.fsdp.train.run.random_state import capture_rng
+from mindspeed_mm.fsdp.train.run.record import RunRecord
+from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+
+def checkpoint_hook(parts: RunParts) -> Hook | None:
+    """The hook, where there is a run folder to save in."""
+    if parts.resume.manager is None:
+        return None
+    training = parts.arguments.training
+    return CheckpointHook(parts.resume.manager, training, parts.record, _hugging_face_saves(parts))
+
+
+def _hugging_face_saves(parts: RunParts) -> HuggingFaceSaves | None:
+    training = parts.arguments.training
+    model_folder = base_of_adapters(training) or parts.arguments.model.model_name_or_path
+    if training.save_format != "hf" or not training.save or not model_folder:
+        return None
+    return HuggingFaceSaves(
+        Path(training.save),
+        Path(model_folder),
+        parts.family,
+        torch_dtype(training.save_ckpt_dtype),
+        training.save_timeout_s,
+        view_writer(parts.arguments.data.dataset_param, Path(model_folder)),
+        note=parts.record.note,
+    )
+
+
+class CheckpointHook(Hook):
+    """Saves every `interval` steps, after the last step, and when a stop is asked for.
+
+    It stands before validation: what fails there, or is cut off by a scheduler's patience, finds the weights committed.
+
+    Args:
+        manager: Writes checkpoints.
+        training: The `training` section.
+        record: Where saves are told and written down.
+        hugging_face: Writes a Hugging Face folder beside each of them, when asked for.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        training: TrainingArguments,
+        record: RunRecord,
+        hugging_face: HuggingFaceSaves | None = None,
+    ) -> None:
+        self._manager = manager
+        self._hugging_face = hugging_face
+        self._training = training
+        self._record = record
+        self._untold: tuple[int, float] | None = None
+        """A save that was begun: its step, and the seconds that training stood still for it."""
+        self._saved_step = 0
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        """Save when it is time."""
+        interval = self._training.save_interval
+        by_signal = engine.stopping and self._training.save_on_signal
+        if (interval and result.step % interval == 0) or result.step == engine.last_step or by_signal:
+            self._save(engine)
+
+    def on_train_end(self, engine: TrainEngine) -> None:
+        """Save where a hook has ended the run, and wait for a save that is under way: one that fails is a failed
+        run."""
+        if engine.stop_wanted and self._saved_step != engine.iteration:
+            self._save(engine)
+        self.on_failure(engine)
+
+    def on_failure(self, engine: TrainEngine) -> None:
+        """Wait for a save that is under way."""
+        with engine.phase("save", self._training.save_timeout_s):
+            self._guarded(engine, self._manager.wait)
+        self._tell()
+
+    def _save(self, engine: TrainEngine) -> None:
+        started = time.perf_counter()
+        self._saved_step = engine.iteration
+        state = engine.state()
+        if not self._training.no_save_rng:
+            state["rng"] = capture_rng()
+        try:
+            with engine.phase("save", self._training.save_timeout_s):
+                self._guarded(
+                    engine,
+                    lambda: self._manager.save(engine.iteration, engine.model, engine.optimizer, state, engine.ema),
+                )
+                if (saves := self._hugging_face) is not None:
+                    self._guarded(engine, lambda: self._save_for_others(engine, saves))
+        finally:
+            self._tell()  # in the background the one before has ended by now, and its failure may be what was raised
+            self._untold = (engine.iteration, time.perf_counter() - started)
+        if not self._training.save_async:
+            self._tell()
+
+    def _save_for_others(self, engine: TrainEngine, saves: HuggingFaceSaves) -> None:
+        """As `mm export` does: the moving average of the weights, where there is one."""
+        with engine.ema.applied() if engine.ema is not None else nullcontext():
+            saves.save(engine.iteration, engine.model)
+
+    def _tell(self) -> None:
+        """Tell of the save that was begun last: only what is committed is one."""
+        if self._untold is None:
+            return
+        (step, seconds), self._untold = self._untold, None
+        if checkpoint_folder(self._manager.save_folder, step).is_dir():
+            self._record.event("save", step, f"step {step}: checkpoint saved ({seconds:.1f} s)", seconds=seconds)
+
+    def _guarded(self, engine: TrainEngine, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except MMError as error:
+            if self._training.on_save_error == "stop":
+                self._record.event("warning", engine.iteration, message=str(error))  # who catches it says it
+                raise
+            self._record.note(f"warning: {error}", engine.iteration)

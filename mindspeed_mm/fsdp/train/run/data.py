@@ -1,0 +1,83 @@
+"""The data of a run: its sets, built and compared over ranks, and the loaders that take batches out of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.run.job import Job
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data sets of a run."""
+
+    train: MMDataset
+    """Samples that are trained on."""
+    validation: MMDataset | None = None
+    """Held-out samples; None: there is no validation."""
+
+
+def build_data(arguments: Arguments, job: Job) -> RunData:
+    """The data sets that the configuration names. Encoding samples up front may take hours: one process does it, those
+    that wait for it wait in no collective, and nothing limits them."""
+    data = arguments.data
+    sections = [section for section in (data.dataset_param, data.val_dataset_param) if section is not None]
+    is_short = all(section.basic_parameters.preprocess_on_fly for section in sections)
+    with job.setup("reading the data") if is_short else nullcontext():
+        train, validation = build_mm_dataset(
+            data.dataset_param, seed=arguments.training.seed, val_dataset_param=data.val_dataset_param
+        )
+    return RunData(train, validation)
+
+
+def build_loader(arguments: Arguments, job: Job, dataset: MMDataset, packs: bool | None = None) -> MMDataLoader:
+    """The loader of the training data, from the beginning on.
+
+    Args:
+        arguments: The whole configuration.
+        job: This rank.
+        dataset: The training data.
+        packs: Put the samples of a micro-batch into one row, or each into its own; None: as configured.
+    """
+    training = arguments.training
+    return build_mm_dataloader(
+        dataset,
+        arguments.data.dataloader_param,
+        packs=packs,
+        micro_batch_size=training.micro_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        dp_rank=job.state.data_rank,
+        dp_size=job.state.data_size,
+        seed=training.seed,
+        dataset_param=arguments.data.dataset_param,
+        group=job.data_group,
+    )
+
+
+def build_pass_loader(arguments: Arguments, job: Job, dataset: MMDataset) -> MMDataLoader:
+    """A loader for whole passes over a data set, beside the training: validation, or a look at the data before it."""
+    training, param = arguments.training, arguments.data.dataloader_param
+    return build_mm_dataloader(
+        dataset,
+        # In this process: workers of its own would cost more to start than a pass takes to read.
+        param.model_copy(update={"num_workers": 0, "drop_last": False}),
+        micro_batch_size=training.val_micro_batch_size or training.micro_batch_size,
+        gradient_accumulation_steps=1,
+        dp_rank=job.state.data_rank,
+        dp_size=job.state.data_size,
+        seed=training.seed,
+        dataset_param=arguments.data.dataset_param,
+        group=job.data_group,
+        for_passes=True,
+    )
+
+
+def total_steps_of(arguments: Arguments, loader: MMDataLoader) -> int:
+    """Optimizer steps of the whole run."""
+    training = arguments.training
+    if training.train_epochs is None:
+        return training.train_iters
+    return max(1, loader.steps_for(training.train_epochs))

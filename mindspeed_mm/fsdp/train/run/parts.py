@@ -1,0 +1,36 @@
+"""What a run is made of once everything is built: its hooks are made of these parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.family import Family
+from mindspeed_mm.fsdp.train.run.data import RunData
+from mindspeed_mm.fsdp.train.run.job import Job
+from mindspeed_mm.fsdp.train.run.record import RunRecord
+from mindspeed_mm.fsdp.train.run.resume import ResumePoint
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of one start of a run."""
+
+    arguments: Arguments
+    """The whole configuration."""
+    job: Job
+    """This rank."""
+    record: RunRecord
+    """Where the run is told and written down."""
+    resume: ResumePoint
+    """Where it starts, and who writes its checkpoints."""
+    data: RunData
+    """The data sets."""
+    loader: MMDataLoader
+    """The training data."""
+    assembled: Assembled
+    """The model, sharded and loaded."""
+    family: Family
+    """What its kind of model asks of a run."""
