@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
-from mindspeed_mm.core.errors import MMError, UsageError, told_as
-from mindspeed_mm.core.python_words import problem_for_python, word_for_python
+from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.core.python_words import word_for_python
 from mindspeed_mm.tasks.given.arguments import (
     check_choice,
     check_counts,
     check_flags,
-    given_sections,
-    named_by,
     refuse_unknown,
-    short,
     wants_resume,
 )
-from mindspeed_mm.tasks.given.rows import named_path
+from mindspeed_mm.tasks.given.configuration import GivenConfig
+from mindspeed_mm.tasks.given.rows import named_path, optional_path
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult
@@ -126,22 +122,13 @@ def train(
     from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
     ensure_torchvision()
-    module, named = _model(model)
-    sections = given_sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
-    words = [sections | given_sections(inference=inference) | named, *overrides]
-    hooks = _callbacks(callbacks)
-    from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
-    from mindspeed_mm.tasks.given.objects import with_objects
-    from mindspeed_mm.tasks.given.run_view import RecordsInMemory
-    from mindspeed_mm.tasks.train import collecting_later
+    sections = {"data": data, "parallel": parallel, "training": training, "features": features, "tools": tools}
+    given = GivenConfig.of(config, model, overrides, **sections, inference=inference)
+    from mindspeed_mm.fsdp.train.trainer import TrainOptions
+    from mindspeed_mm.tasks.given.training import train_given
 
     options = TrainOptions(steps=steps, resume=resumes, raises_on_second_interrupt=True, **flags)
-    with ExitStack() as stack, collecting_later(), told_as(named_by(rows=rows, val_rows=val_rows)):
-        words, objects = with_objects(_given(config), words, module, (rows, val_rows), processor, stack)
-        kept = RecordsInMemory()
-        trainer = Trainer(_resolved(_given(config), words), options, hooks, given=objects, trackers=[kept])
-        engine = trainer.train()
-    return _run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else None)
+    return train_given(given, rows, val_rows, processor, callbacks, options)
 
 
 @_worded
@@ -180,29 +167,11 @@ def check(
     """
     refuse_unknown(unknown, check)
     check_counts(nproc=nproc)
-    module, named = _model(model)
-    if module is not None:
-        raise UsageError(
-            "a model object is not checked", key="model", way_out="Give its folder, or train it for a step: steps=1."
-        )
-    sections = given_sections(data=data, parallel=parallel, training=training, features=features, tools=tools)
-    words: list[Any] = [sections | given_sections(inference=inference) | named, *overrides]
-    given, named_as = _given(config), named_by(rows=rows, val_rows=val_rows)
-    from mindspeed_mm.tasks.check import check as task
+    sections = {"data": data, "parallel": parallel, "training": training, "features": features, "tools": tools}
+    given = GivenConfig.of(config, model, overrides, **sections, inference=inference)
+    from mindspeed_mm.tasks.given.checking import check_given
 
-    with ExitStack() as stack:
-        if rows is not None or val_rows is not None:
-            from mindspeed_mm.tasks.given.objects import is_data_set, with_objects
-
-            for key, each in (("rows", rows), ("val_rows", val_rows)):
-                if is_data_set(each):
-                    raise UsageError(
-                        "a data set of your own is not checked", key=key, way_out="Train it for a step: steps=1."
-                    )
-            words, _ = with_objects(given, words, None, (rows, val_rows), None, stack, keeps=False)
-        result = task.run(given, words, nproc=nproc)
-    result.findings = [replace(each, problem=problem_for_python(named_as(each.problem))) for each in result.findings]
-    return result
+    return check_given(given, rows, val_rows, nproc)
 
 
 @_worded
@@ -244,45 +213,31 @@ def infer(
     Raises:
         MMError: Anything that a person can act on.
     """
+    from mindspeed_mm.tasks.given.models import answer, draw, model_path, picture_files
     from mindspeed_mm.tasks.model_kind import is_generator
 
     check_flags(overwrite=overwrite)
-    folder = _path(model)
-    adapters = named_path(lora, "lora") if lora is not None else None
+    folder, results, adapters = model_path(model), optional_path(out, "out"), optional_path(lora, "lora")
     check_counts(max_new_tokens=max_new_tokens, batch_size=batch_size)
     with TemporaryDirectory(prefix="mm-") as name:
-        listed = images if isinstance(images, list | tuple) else [images]
-        pictures = tuple(_picture(image, Path(name), number) for number, image in enumerate(listed))
+        pictures = picture_files(images, Path(name))
         if is_generator(folder):
-            return _draw(folder, prompt, pictures, out, adapters, overwrite, sampling | _given_size(batch_size))
+            settings = sampling if batch_size is None else {**sampling, "batch_size": batch_size}
+            return draw(folder, prompt, pictures, results, settings, infer, lora=adapters, overwrite=overwrite)
         refuse_unknown(sampling, infer, "is no argument for a language model")
-        from mindspeed_mm.tasks.answer import infer as task
-
-        if (prompt is None) == (rows is None):
-            raise UsageError("give either a prompt or rows", key="prompt")
-        if prompt is not None:
-            if not isinstance(prompt, str):
-                raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
-            view = named_path(config, "config") if config is not None else None
-            return task.answer_prompt(
-                folder, prompt, pictures, max_new_tokens=max_new_tokens, lora=adapters, config=view
-            )
-        questions = _question_file(rows, Path(name))
-        answers = named_path(out, "out") if out is not None else Path(name) / "answers.jsonl"
-        task.run(
+        return answer(
             folder,
-            questions,
-            answers,
-            batch_size=batch_size or 32,
+            prompt,
+            pictures,
+            rows,
+            results,
+            Path(name),
             max_new_tokens=max_new_tokens,
-            media_dir=None if isinstance(rows, str | os.PathLike) else Path.cwd(),
-            overwrite=overwrite,
+            batch_size=batch_size,
             lora=adapters,
-            config=named_path(config, "config") if config is not None else None,
+            config=optional_path(config, "config"),
+            overwrite=overwrite,
         )
-        from mindspeed_mm.core.artifacts import read_jsonl
-
-        return read_jsonl(answers)
 
 
 @overload
@@ -348,16 +303,17 @@ def evaluate(
     refuse_unknown(unknown, evaluate)
     check_flags(loss=loss)
     check_counts(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    folder, results = _path(model), named_path(out, "out") if out is not None else None
-    in_memory = not (rows is None or isinstance(rows, str | os.PathLike))
+    from mindspeed_mm.tasks.given.models import is_in_memory, model_path, question_file
+
+    folder, results, in_memory = model_path(model), optional_path(out, "out"), is_in_memory(rows)
     shown: dict[str, Any] = {
-        "lora": named_path(lora, "lora") if lora is not None else None,
-        "config": named_path(config, "config") if config is not None else None,
+        "lora": optional_path(lora, "lora"),
+        "config": optional_path(config, "config"),
         "media_dir": Path.cwd() if in_memory else None,
         "data_name": _IN_MEMORY if in_memory else None,
     }
     with TemporaryDirectory(prefix="mm-") as name:
-        data = _question_file(rows, Path(name)) if rows is not None else None
+        data = question_file(rows, Path(name)) if rows is not None else None
         if loss:
             from mindspeed_mm.tasks.evaluate import loss as evaluate_loss
 
@@ -413,14 +369,15 @@ def export(
     check_choice("weights", weights, ("ema", "model"))
     check_choice("dtype", dtype, ("bf16", "fp16", "fp32", "fp64"))
     from mindspeed_mm.tasks.export import export as task
+    from mindspeed_mm.tasks.given.models import model_path
 
     return task.run(
-        _path(run),
+        model_path(run),
         named_path(target, "target"),
         step=step,
         weights=weights,
         dtype=dtype,
-        model_folder=named_path(model_folder, "model_folder") if model_folder is not None else None,
+        model_folder=optional_path(model_folder, "model_folder"),
         merge=merge,
         transformer_only=transformer_only,
         overwrite=overwrite,
@@ -437,137 +394,3 @@ def load_run(folder: PathLike) -> Run:
     from mindspeed_mm.tasks.given.run_view import load_run as read
 
     return read(named_path(folder, "folder"))
-
-
-# --- configurations --------------------------------------------------------------------------------------------------
-
-
-def _given(config: Config) -> Path | Mapping[str, Any]:
-    if config is None:
-        return {}
-    return config if isinstance(config, Mapping) else named_path(config, "config")
-
-
-def _callbacks(callbacks: Any) -> Sequence[Any]:
-    """Functions and hooks; one alone may be given without a list."""
-    from mindspeed_mm.fsdp.train.train_engine import Hook
-
-    listed = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
-    for one in listed:
-        if not (isinstance(one, Hook) or callable(one)):
-            raise UsageError(
-                f"{short(one)} cannot be called",
-                key="callbacks",
-                way_out="Give functions of a step's result, or mm.Hook.",
-            )
-    return listed
-
-
-def _model(model: Any) -> tuple[Any, dict[str, Any]]:
-    """A model object, and what is said of the `model` section."""
-    if model is None:
-        return None, {}
-    if isinstance(model, Mapping):
-        return None, {"model": model}
-    if isinstance(model, str | os.PathLike):
-        return None, {"model": {"model_name_or_path": str(named_path(model, "model"))}}
-    from torch import nn
-
-    if isinstance(model, nn.Module):
-        return model, {}
-    raise UsageError(
-        f"{type(model).__name__} is no model",
-        key="model",
-        way_out="Give the model's folder, a torch module, or a mapping of the section.",
-    )
-
-
-def _resolved(given: Path | Mapping[str, Any], words: Sequence[Any]) -> Any:
-    from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-
-    return load_with_plugins(given, words)
-
-
-# --- runs and models ------------------------------------------------------------------------------------------------
-
-
-def _run_of(save: str | None, records: Sequence[dict[str, Any]], model: Any) -> Run:
-    """The run as its folder has it, else as this process does."""
-    from mindspeed_mm.tasks.given.run_view import Run
-
-    if save is None:
-        return Run(None, records, model=model)
-    run = load_run(save)
-    return Run(run.folder, run.records, run.facts, model)
-
-
-def _path(model: Run | PathLike) -> Path:
-    """A run's folder, or the path itself."""
-    try:
-        return named_path(os.fspath(model), "model")
-    except TypeError as error:
-        raise UsageError(
-            "this run kept nothing" if hasattr(model, "records") else f"{type(model).__name__} is no run and no path",
-            key="model",
-            way_out="Set training.save to keep checkpoints, or name a folder; the model that was trained is run.model.",
-        ) from error
-
-
-# --- pictures and questions ------------------------------------------------------------------------------------------
-
-
-def _picture(image: Any, folder: Path, number: int) -> Path:
-    """The file of a picture; one that is in memory is stored."""
-    if isinstance(image, str | os.PathLike):
-        return named_path(image, "images")
-    from mindspeed_mm.tasks.given.rows import is_picture, picture_bytes
-
-    if not is_picture(image):
-        raise UsageError(f"{type(image).__name__} is no picture", key="images", way_out="Give paths or PIL images.")
-    path = folder / f"{number}.png"
-    path.write_bytes(picture_bytes(image))
-    return path
-
-
-def _question_file(rows: Any, folder: Path) -> Path:
-    if isinstance(rows, str | os.PathLike):
-        return named_path(rows, "rows")
-    from mindspeed_mm.tasks.given.rows import listed_rows, with_ids, write_rows
-
-    return write_rows(with_ids(listed_rows(rows, "question")), folder, "questions", stores_media=False)
-
-
-def _given_size(batch_size: int | None) -> dict[str, int]:
-    return {} if batch_size is None else {"batch_size": batch_size}
-
-
-def _draw(
-    folder: Path,
-    prompt: str | Sequence[str] | None,
-    pictures: tuple[Path, ...],
-    out: PathLike | None,
-    lora: Path | None,
-    overwrite: bool,
-    settings: dict[str, Any],
-) -> list[Path]:
-    """Samples of a generator; returns their files in the order of the prompts."""
-    if out is None:
-        raise UsageError("samples need a folder", key="out", way_out="Name one: out='samples'.")
-    if len(pictures) > 1:
-        raise UsageError("a video goes on from one picture", key="images", way_out="Give one.")
-    from mindspeed_mm.core.artifacts import read_jsonl
-    from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
-    from mindspeed_mm.tasks.draw import generate
-
-    prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())
-    known = SamplingArguments.model_fields
-    refuse_unknown({name: value for name, value in settings.items() if name not in known}, infer, also=known)
-    checked = _resolved({"inference": {"sampling": settings}}, ()).arguments.inference.sampling
-    request = generate.GenerateRequest(
-        prompts=prompts,
-        image=next(iter(pictures), None),
-        settings={name: getattr(checked, name) for name in settings},
-        lora=lora,
-    )
-    generate.run(folder, Path(out), request, overwrite=overwrite)
-    return [Path(out) / record["file"] for record in read_jsonl(Path(out) / "manifest.jsonl")]

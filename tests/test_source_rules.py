@@ -259,6 +259,37 @@ def test_a_side_effect_is_found(fault: str) -> None:
     assert len(lines_of(program)[0]) == 1
 
 
+# --- what is said to people ------------------------------------------------------------------------------------------
+
+LIBRARIES_SILENCED = {
+    "cli/main.py",
+    "fsdp/models/loading/local_shard.py",
+    "fsdp/utils/quiet.py",
+    "tasks/launch/agent.py",
+}
+"""Files that set the level of a library's logger."""
+WARNING_ROOMS = ("fsdp/data/", "fsdp/models/diffusion/live_encoding.py")
+"""Code that reads samples, in worker processes too, knows no run: it warns, and a run notes its warnings."""
+
+
+def said_apart(inside: str, source: str) -> list[str]:
+    """Ways to say something that pass a run's `note` by, so that it would be in no log and among no events."""
+    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    logs = [call for call in calls if call.startswith(("logging.", "logger."))]
+    warns = [call for call in calls if call in ("warnings.warn", "warn")]
+    allowed = [*(logs if inside in LIBRARIES_SILENCED else ()), *(warns if inside.startswith(WARNING_ROOMS) else ())]
+    return [call for call in (*logs, *warns) if call not in allowed]
+
+
+def test_what_is_said_to_people_is_noted() -> None:
+    assert said_apart("a.py", "import logging\nlogging.getLogger(__name__).info('deleted')")
+    assert said_apart("fsdp/train/a.py", "warnings.warn('nearly full', stacklevel=2)")
+    assert not said_apart("fsdp/data/a.py", "warnings.warn('is silent', stacklevel=2)")
+    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    found = {inside: said_apart(inside, source) for inside, source in files.items()}
+    assert {inside: calls for inside, calls in found.items() if calls} == {}
+
+
 ENGINE = ("train", "loss", "optimizer", "distributed", "features", "checkpoint", "ops", "utils", "data/dataloader")
 FAMILIES = sorted(path.parent.name for path in (PACKAGE / "fsdp" / "models").glob("*/card.yaml"))
 

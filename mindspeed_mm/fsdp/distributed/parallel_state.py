@@ -1,13 +1,9 @@
-"""The device mesh of a job and every process group cut from it.
-
-Mesh axes, outermost first: `pp, dp_replicate, dp_shard, ring, ulysses, tp`. Some act as one: `dp` = dp_replicate ×
-dp_shard (who reads different samples), `cp` = ring × ulysses (who shares one sequence), `fsdp` = dp_shard × ring ×
-ulysses (who shares one set of parameters). Experts see the same ranks as `pp, edp, efsdp, ep, tp`.
-"""
+"""The device mesh of a job and every process group cut from it: a table of axes, and the same few questions of each."""
 
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,10 +11,27 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
-MESH_AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
-DATA_AXES = ("pp", "dp", "cp", "tp")
-SHARD_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-EXPERT_AXES = ("pp", "edp", "efsdp", "ep", "tp")
+Axis = Literal["pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "dp", "cp", "fsdp", "edp", "efsdp", "ep"]
+"""What the ranks along an axis have to do with each other:
+
+pp            stages of the model
+dp_replicate  copies of the parameters, on different samples
+dp_shard      shards of the parameters, on different samples
+ring          one sequence, whose keys and values travel around a ring
+ulysses       one sequence, whose shards are exchanged for shards of the heads around attention
+tp            parts of single matrices
+dp            different samples: dp_replicate × dp_shard
+cp            one sequence: ring × ulysses
+fsdp          one set of parameters: dp_shard × ring × ulysses
+edp           copies of the experts
+efsdp         one set of experts, whose parameters they share
+ep            different experts
+"""
+MESH_AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+DATA_AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
+SHARD_AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "fsdp", "tp")
+EXPERT_AXES: tuple[Axis, ...] = ("pp", "edp", "efsdp", "ep", "tp")
+"""Views of the same ranks, outermost axis first."""
 
 
 class ParallelState:
@@ -41,29 +54,45 @@ class ParallelState:
         # A parameter must meet fully_shard and tensor parallelism on one mesh: a shared axis is the last view's.
         self._axes = {axis: view[axis] for view in views for axis in view.mesh_dim_names or ()}
 
+    # Any axis.
+
+    def axis_mesh(self, axis: Axis) -> DeviceMesh:
+        """The one-dimensional mesh of this rank along an axis."""
+        return self._axes[axis]
+
+    def axis_group(self, axis: Axis) -> dist.ProcessGroup:
+        """The ranks along an axis that this rank is one of."""
+        return self._axes[axis].get_group()
+
+    def axis_size(self, axis: Axis) -> int:
+        """How many they are."""
+        return self._axes[axis].size()
+
+    def axis_rank(self, axis: Axis) -> int:
+        """Which of them this rank is."""
+        return self._axes[axis].get_local_rank()
+
     def describe(self) -> str:
         """The axes with more than one rank: `dp_replicate 2 × dp_shard 4`."""
         sizes = ((axis, getattr(self.sizes, axis)) for axis in (*MESH_AXES, "ep"))
         return " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
 
-    def axis_mesh(self, axis: str) -> DeviceMesh:
-        """The one-dimensional mesh of any axis named in this module's first lines."""
-        return self._axes[axis]
+    # Samples and tokens.
 
     @property
     def data_rank(self) -> int:
         """Which of the `data_size` different streams of samples this rank reads."""
-        return self.get_dp_rank()
+        return self.axis_rank("dp")
 
     @property
     def data_size(self) -> int:
         """How many ranks read different samples; those along cp, tp and pp read the same."""
-        return self.get_dp_group_size()
+        return self.axis_size("dp")
 
     @property
     def is_first_of_its_samples(self) -> bool:
         """Whether no rank before this one, along cp, tp and pp, computes on the same samples."""
-        return self._rank("cp") == self._rank("tp") == self._rank("pp") == 0
+        return self.axis_rank("cp") == self.axis_rank("tp") == self.axis_rank("pp") == 0
 
     @property
     def random_rank(self) -> int:
@@ -72,29 +101,10 @@ class ParallelState:
 
     def token_groups(self) -> list[dist.ProcessGroup]:
         """Groups of the ranks that hold different tokens of one micro-batch: sums over each in turn are over all."""
-        return [self._group(axis) for axis in ("dp", "cp") if self._size(axis) > 1]
+        axes: tuple[Axis, ...] = ("dp", "cp")
+        return [self.axis_group(axis) for axis in axes if self.axis_size(axis) > 1]
 
-    # The mesh that parameters are sharded over.
-
-    def get_fsdp_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that share one set of parameters."""
-        return self._axes["fsdp"]
-
-    def get_fsdp_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that share one set of parameters."""
-        return self._group("fsdp")
-
-    def get_fsdp_group_size(self) -> int:
-        """Number of ranks that share one set of parameters."""
-        return self._size("fsdp")
-
-    def get_fsdp_rank(self) -> int:
-        """Rank within the sharding group."""
-        return self._rank("fsdp")
-
-    def is_hsdp_enable(self) -> bool:
-        """Whether several sharding groups hold copies of the parameters."""
-        return self._size("dp_replicate") > 1
+    # The axes that the appliers ask for by name.
 
     def get_hsdp_device_mesh(self) -> DeviceMesh:
         """Two-dimensional mesh (copies, shards)."""
@@ -106,206 +116,73 @@ class ParallelState:
         mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("pp", "copies", "whole", "tp"))
         return mesh["copies", "whole"]
 
-    def get_hsdp_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that hold copies of the same shard."""
-        return self._group("dp_replicate")
+    def is_hsdp_enable(self) -> bool:
+        """Whether several sharding groups hold copies of the parameters."""
+        return self.axis_size("dp_replicate") > 1
 
-    # Data.
-
-    def is_dp_enable(self) -> bool:
-        """Whether ranks read different samples."""
-        return self._size("dp") > 1
-
-    def get_dp_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that read different samples."""
-        return self._axes["dp"]
+    def get_fsdp_device_mesh(self) -> DeviceMesh:
+        """Mesh of the ranks that share one set of parameters."""
+        return self.axis_mesh("fsdp")
 
     def get_dp_group(self) -> dist.ProcessGroup:
         """Group of the ranks that read different samples."""
-        return self._group("dp")
-
-    def get_dp_group_size(self) -> int:
-        """Number of ranks that read different samples."""
-        return self._size("dp")
-
-    def get_dp_rank(self) -> int:
-        """Rank among those that read different samples."""
-        return self._rank("dp")
-
-    # Context: ring × ulysses, and each of the two.
+        return self.axis_group("dp")
 
     def is_cp_enable(self) -> bool:
         """Whether one sequence is spread over ranks."""
-        return self._size("cp") > 1
-
-    def get_cp_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that share a sequence."""
-        return self._axes["cp"]
+        return self.axis_size("cp") > 1
 
     def get_cp_group(self) -> dist.ProcessGroup:
         """Group of the ranks that share a sequence."""
-        return self._group("cp")
-
-    def get_cp_group_size(self) -> int:
-        """Number of ranks that share a sequence."""
-        return self._size("cp")
-
-    def get_cp_rank(self) -> int:
-        """Rank among those that share a sequence."""
-        return self._rank("cp")
+        return self.axis_group("cp")
 
     def is_ring_enable(self) -> bool:
         """Whether keys and values travel around a ring."""
-        return self._size("ring") > 1
-
-    def get_ring_device_mesh(self) -> DeviceMesh:
-        """Mesh of a ring."""
-        return self._axes["ring"]
+        return self.axis_size("ring") > 1
 
     def get_ring_group(self) -> dist.ProcessGroup:
         """Group of a ring."""
-        return self._group("ring")
-
-    def get_ring_group_size(self) -> int:
-        """Number of ranks in a ring."""
-        return self._size("ring")
-
-    def get_ring_rank(self) -> int:
-        """Rank within the ring."""
-        return self._rank("ring")
+        return self.axis_group("ring")
 
     def is_ulysses_enable(self) -> bool:
         """Whether sequence shards are exchanged for head shards around attention."""
-        return self._size("ulysses") > 1
-
-    def get_ulysses_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that exchange heads."""
-        return self._axes["ulysses"]
+        return self.axis_size("ulysses") > 1
 
     def get_ulysses_group(self) -> dist.ProcessGroup:
         """Group of the ranks that exchange heads."""
-        return self._group("ulysses")
-
-    def get_ulysses_group_size(self) -> int:
-        """Number of ranks that exchange heads."""
-        return self._size("ulysses")
-
-    def get_ulysses_rank(self) -> int:
-        """Rank among those that exchange heads."""
-        return self._rank("ulysses")
-
-    # Tensor and pipeline.
-
-    def is_tp_enable(self) -> bool:
-        """Whether single matrices are split over ranks."""
-        return self._size("tp") > 1
+        return self.axis_group("ulysses")
 
     def get_tp_device_mesh(self) -> DeviceMesh:
         """Mesh of the ranks that split matrices."""
-        return self._axes["tp"]
-
-    def get_tp_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that split matrices."""
-        return self._group("tp")
-
-    def get_tp_group_size(self) -> int:
-        """Number of ranks that split matrices."""
-        return self._size("tp")
-
-    def get_tp_rank(self) -> int:
-        """Rank among those that split matrices."""
-        return self._rank("tp")
+        return self.axis_mesh("tp")
 
     def is_pp_enable(self) -> bool:
         """Whether the model is cut into stages."""
-        return self._size("pp") > 1
-
-    def get_pp_device_mesh(self) -> DeviceMesh:
-        """Mesh of the stages."""
-        return self._axes["pp"]
+        return self.axis_size("pp") > 1
 
     def get_pp_group(self) -> dist.ProcessGroup:
         """Group of the stages."""
-        return self._group("pp")
+        return self.axis_group("pp")
 
     def get_pp_group_size(self) -> int:
         """Number of stages."""
-        return self._size("pp")
+        return self.axis_size("pp")
 
     def get_pp_rank(self) -> int:
         """Number of this rank's stage."""
-        return self._rank("pp")
-
-    # Experts: copies (edp) × shards of one expert (efsdp) × different experts (ep).
+        return self.axis_rank("pp")
 
     def is_edp_enable(self) -> bool:
         """Whether several groups hold copies of the experts."""
-        return self._size("edp") > 1
-
-    def get_edp_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that hold copies of the same expert shard."""
-        return self._axes["edp"]
-
-    def get_edp_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that hold copies of the same expert shard."""
-        return self._group("edp")
-
-    def get_edp_group_size(self) -> int:
-        """Number of copies of the experts."""
-        return self._size("edp")
-
-    def get_edp_rank(self) -> int:
-        """Rank among the copies."""
-        return self._rank("edp")
-
-    def is_efsdp_enable(self) -> bool:
-        """Whether the parameters of one expert are sharded."""
-        return self._size("efsdp") > 1
+        return self.axis_size("edp") > 1
 
     def get_efsdp_device_mesh(self) -> DeviceMesh:
         """Mesh of the ranks that share the parameters of one set of experts."""
-        return self._axes["efsdp"]
-
-    def get_efsdp_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that share the parameters of one set of experts."""
-        return self._group("efsdp")
-
-    def get_efsdp_group_size(self) -> int:
-        """Number of ranks that share the parameters of one set of experts."""
-        return self._size("efsdp")
-
-    def get_efsdp_rank(self) -> int:
-        """Rank among those that share one set of experts."""
-        return self._rank("efsdp")
-
-    def is_ep_enable(self) -> bool:
-        """Whether ranks hold different experts."""
-        return self._size("ep") > 1
+        return self.axis_mesh("efsdp")
 
     def get_ep_device_mesh(self) -> DeviceMesh:
         """Mesh of the ranks that hold different experts."""
-        return self._axes["ep"]
-
-    def get_ep_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that hold different experts."""
-        return self._group("ep")
-
-    def get_ep_group_size(self) -> int:
-        """Number of ranks that hold different experts."""
-        return self._size("ep")
-
-    def get_ep_rank(self) -> int:
-        """Rank among those that hold different experts."""
-        return self._rank("ep")
-
-    def _group(self, axis: str) -> dist.ProcessGroup:
-        return self._axes[axis].get_group()
-
-    def _size(self, axis: str) -> int:
-        return self._axes[axis].size()
-
-    def _rank(self, axis: str) -> int:
-        return self._axes[axis].get_local_rank()
+        return self.axis_mesh("ep")
 
 
 _state: ParallelState | None = None
@@ -355,5 +232,5 @@ def check_world_size(sizes: ParallelSizes, world_size: int) -> None:
             )
 
 
-def _build_mesh(sizes: ParallelSizes, axes: tuple[str, ...], device_type: str) -> DeviceMesh:
+def _build_mesh(sizes: ParallelSizes, axes: tuple[Axis, ...], device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in axes), mesh_dim_names=axes)

@@ -132,7 +132,7 @@ class Trainer:
         ):
             job.record_hang_by(record.break_off)
             try:
-                with explained():  # what is recorded is what the process ends with
+                with record.noting_warnings(), explained():  # what is recorded is what the process ends with
                     engine = self._train(job, record)
             except BaseException as error:
                 record.end(*ending_of(error))

@@ -37,6 +37,11 @@ def named_path(name: str | os.PathLike[str], key: str) -> Path:
         raise UsageError(str(error), key=key, way_out="Give the name of a file or folder.") from error
 
 
+def optional_path(name: Any, key: str) -> Path | None:
+    """`named_path` of an argument that may be left out."""
+    return named_path(name, key) if name is not None else None
+
+
 def listed_rows(rows: Any, name: str) -> Any:
     """Rows that are rows: a `datasets.Dataset` as it is, everything else as a list of mappings.
 

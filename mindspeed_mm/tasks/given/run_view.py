@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder, list_iterations
-from mindspeed_mm.fsdp.train.hooks.trackers import TrackedRun, Tracker
+from mindspeed_mm.fsdp.train.run.trackers import TrackedRun, Tracker
 from mindspeed_mm.tasks.report.data import read_run
 
 if TYPE_CHECKING:
@@ -86,6 +86,14 @@ def load_run(folder: Path) -> Run:
     """
     found = read_run(folder)
     return Run(folder, sorted([*found.steps, *found.validations], key=lambda record: record["step"]), found.facts)
+
+
+def run_of(save: str | None, records: Sequence[Record], model: nn.Module | None) -> Run:
+    """The run that this process has trained: as its folder has it, else as `records` have it."""
+    if save is None:
+        return Run(None, records, model=model)
+    run = load_run(Path(save))
+    return Run(run.folder, run.records, run.facts, model)
 
 
 class RecordsInMemory(Tracker):

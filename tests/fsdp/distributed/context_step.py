@@ -227,7 +227,7 @@ def spread_step(
     state = init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
     spec = resolve_spec(model)
     head = HeadLoss(model.get_submodule(spec.head))
-    if state.is_tp_enable():
+    if state.axis_size("tp") > 1:
         apply_tensor_parallel(model, arguments.tp_plan, state.get_tp_device_mesh())
     head.vocabulary = split_vocabulary(model)
     objective = TokenCrossEntropy(model, head, per_sample=per_sample)

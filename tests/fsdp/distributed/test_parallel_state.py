@@ -42,17 +42,17 @@ def describe_plans() -> dict[str, dict[str, Any]]:
     found = {}
     for name, plan in PLANS.items():
         state = init_parallel_state(plan, "cpu")
-        groups = {axis: getattr(state, f"get_{axis}_group")() for axis in (*AXES, "fsdp", "hsdp")}
+        names = {axis: axis for axis in (*AXES, "fsdp")} | {"hsdp": "dp_replicate"}
+        groups = {shown: state.axis_group(axis) for shown, axis in names.items()}
         found[name] = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
         for axis in AXES:
             members = found[name][axis]
-            mesh = getattr(state, f"get_{axis}_device_mesh")()
-            assert getattr(state, f"is_{axis}_enable")() == (len(members) > 1)
-            assert getattr(state, f"get_{axis}_group_size")() == mesh.size() == len(members)
-            assert members[getattr(state, f"get_{axis}_rank")()] == dist.get_rank()
-            assert state.axis_mesh(axis) is mesh
-        assert found[name]["fsdp"][state.get_fsdp_rank()] == dist.get_rank()
-        assert state.get_fsdp_group_size() == state.get_fsdp_device_mesh().size() == len(found[name]["fsdp"])
+            assert state.axis_size(axis) == state.axis_mesh(axis).size() == len(members)
+            assert members[state.axis_rank(axis)] == dist.get_rank()
+        assert found[name]["fsdp"][state.axis_rank("fsdp")] == dist.get_rank()
+        assert state.axis_size("fsdp") == state.get_fsdp_device_mesh().size() == len(found[name]["fsdp"])
+        assert state.is_cp_enable() == (len(found[name]["cp"]) > 1)
+        assert state.is_pp_enable() == (len(found[name]["pp"]) > 1)
         assert state.get_hsdp_device_mesh().shape == (plan.dp_replicate, plan.fsdp)
         assert state.build_copies_device_mesh().shape == (plan.dp_replicate * plan.fsdp, 1)
         assert state.is_hsdp_enable() == (plan.dp_replicate > 1)

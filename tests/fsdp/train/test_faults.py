@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ import torch
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.checkpoint import commit
+from mindspeed_mm.fsdp.data.dataloader import dataloader as loader_module
+from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.train.run import record as run_record
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
@@ -248,8 +252,6 @@ def test_validation_that_fails_finds_the_weights_committed(
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 @pytest.mark.parametrize("mode", ["false", "true"])
 def test_save_that_fails(policy: str, mode: str, yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_mm.fsdp.checkpoint import commit
-
     real = commit.write_tree
 
     def write_tree(tree: Any, draft: Path, ranks: Any) -> None:
@@ -267,6 +269,43 @@ def test_save_that_fails(policy: str, mode: str, yaml: Path, tmp_path: Path, mon
     assert 4 not in saved and 2 in saved
     if policy == "continue":
         assert saved == [2, 6, 8, 9] and len(losses(tmp_path)) == 9
+
+
+def expect_told(save: Path, said: str, line: str, kind: str) -> None:
+    """A line is on the screen, in the log and, without its "warning: ", in the events."""
+    events = [event for event in lines(save / "events.jsonl") if event["kind"] == kind]
+    messages = [event["message"] for event in events if line.endswith(event["message"])]
+    assert line in said and line in (save / "log" / "train.log").read_text() and messages
+
+
+def test_deleted_checkpoints_and_a_disk_that_is_nearly_full_are_in_the_log_and_the_events(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "SPACE_MARGIN", 1e12)  # every disk is nearly full
+    monkeypatch.setattr(commit, "free_bytes", lambda _folder: 10**12)
+    said = train(yaml, tmp_path, "training.save_interval=1", "training.save_total_limit=2", "--steps", 3)
+    expect_told(tmp_path, said, f"deleted {tmp_path / 'iter_0000001'}", "note")
+    (warning,) = {line for line in said.splitlines() if "are free" in line}
+    assert warning.startswith(f"warning: {tmp_path}: a checkpoint needs ") and "1,000,000,000,000 are free" in warning
+    expect_told(tmp_path, said, warning, "warning")
+
+
+def test_warnings_of_rows_are_in_the_log_and_the_events(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = MMDataLoader.__iter__
+
+    def warn(loader: MMDataLoader) -> Any:
+        warnings.warn_explicit("a row is odd", UserWarning, loader_module.__file__, 1)
+        warnings.warn_explicit("a library is odd", UserWarning, torch.__file__, 1)
+        return real(loader)
+
+    monkeypatch.setattr(MMDataLoader, "__iter__", warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        said = train(yaml, tmp_path, "--steps", 1)
+    expect_told(tmp_path, said, "warning: a row is odd", "warning")
+    assert "a library is odd" not in (tmp_path / "events.jsonl").read_text()
 
 
 # --- numbers that are shown ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
@@ -33,6 +34,7 @@ from mindspeed_mm.fsdp.utils.plugin_import import plugin_hashes
 RECORDED_PACKAGES = ("torch", "torchvision", "transformers", "peft", "safetensors", "datasets", "numpy", "pillow")
 
 
+_PACKAGE = Path(__file__).parents[3]
 WARNING = "warning: "
 """How a line begins that people should not miss."""
 
@@ -134,6 +136,31 @@ class RunRecord:
         """
         kind = "warning" if text.startswith(WARNING) else "note"
         self.event(kind, self.step if step is None else step, text, message=text.removeprefix(WARNING))
+
+    @contextmanager
+    def noting_warnings(self) -> Iterator[None]:
+        """Inside, what code that knows of no run warns of by `warnings.warn` (rows, media, caches, also in worker
+        processes) is noted. Warnings of libraries go on as before."""
+        before = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
+                self.note(f"{WARNING}{message}")
+            else:
+                before(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        try:
+            yield
+        finally:
+            warnings.showwarning = before
 
     def event(self, kind: str, step: int, line: str = "", /, **details: Any) -> None:
         """Append to `events.jsonl`, and tell people by a line when one is given."""

@@ -1,0 +1,36 @@
+"""Checking with what a caller in Python gives."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.python_words import problem_for_python
+from mindspeed_mm.tasks.check import check as check_task
+from mindspeed_mm.tasks.given.arguments import named_by
+from mindspeed_mm.tasks.given.configuration import GivenConfig
+
+
+def check_given(config: GivenConfig, rows: Any, val_rows: Any, nproc: int | None) -> check_task.CheckResult:
+    """What is wrong with a configuration; arguments as of `mm.check`."""
+    if config.model is not None:
+        raise UsageError(
+            "a model object is not checked", key="model", way_out="Give its folder, or train it for a step: steps=1."
+        )
+    words = list(config.overrides)
+    with ExitStack() as stack:
+        if rows is not None or val_rows is not None:
+            from mindspeed_mm.tasks.given.objects import is_data_set, with_objects  # torch
+
+            for key, each in (("rows", rows), ("val_rows", val_rows)):
+                if is_data_set(each):
+                    raise UsageError(
+                        "a data set of your own is not checked", key=key, way_out="Train it for a step: steps=1."
+                    )
+            words, _ = with_objects(config.source, words, None, (rows, val_rows), None, stack, keeps=False)
+        result = check_task.run(config.source, words, nproc=nproc)
+    named_as = named_by(rows=rows, val_rows=val_rows)
+    result.findings = [replace(each, problem=problem_for_python(named_as(each.problem))) for each in result.findings]
+    return result

@@ -1,0 +1,69 @@
+"""A configuration as the Python door is given it: a file or a mapping, sections beside it, a model object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.tasks.given.arguments import given_sections
+from mindspeed_mm.tasks.given.rows import named_path
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mindspeed_mm.fsdp.params.loader import ResolvedConfig
+
+
+@dataclass(frozen=True)
+class GivenConfig:
+    """What was given, not looked into yet."""
+
+    source: Path | Mapping[str, Any]
+    """A YAML file, or a mapping of its sections."""
+    overrides: tuple[Any, ...]
+    """Mappings of sections and `section.key=value`; later ones win."""
+    model: nn.Module | None
+    """A model object, which stands for the folder of one."""
+
+    @classmethod
+    def of(cls, config: Any, model: Any, overrides: Sequence[str], **sections: Any) -> GivenConfig:
+        """From the arguments of `mm.train` and `mm.check`.
+
+        Raises:
+            UsageError: One of them is of another kind.
+        """
+        module, named = _model(model)
+        source = {} if config is None else config
+        if not isinstance(source, Mapping):
+            source = named_path(source, "config")
+        return cls(source, (given_sections(**sections) | named, *overrides), module)
+
+
+def resolved(source: Path | Mapping[str, Any], overrides: Sequence[Any] = ()) -> ResolvedConfig:
+    """The configuration, validated, with the plugins that it names."""
+    from mindspeed_mm.fsdp.train.configuration import load_with_plugins  # pydantic
+
+    return load_with_plugins(source, overrides)
+
+
+def _model(model: Any) -> tuple[nn.Module | None, dict[str, Any]]:
+    """A model object, and what is said of the `model` section."""
+    if model is None:
+        return None, {}
+    if isinstance(model, Mapping):
+        return None, {"model": model}
+    if isinstance(model, str | os.PathLike):
+        return None, {"model": {"model_name_or_path": str(named_path(model, "model"))}}
+    from torch import nn  # heavy
+
+    if isinstance(model, nn.Module):
+        return model, {}
+    raise UsageError(
+        f"{type(model).__name__} is no model",
+        key="model",
+        way_out="Give the model's folder, a torch module, or a mapping of the section.",
+    )

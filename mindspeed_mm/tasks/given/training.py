@@ -1,0 +1,43 @@
+"""Training with what a caller in Python gives: rows in memory, a model object, functions."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from mindspeed_mm.core.errors import UsageError, told_as
+from mindspeed_mm.fsdp.train.train_engine import Hook
+from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.tasks.given.arguments import named_by, short
+from mindspeed_mm.tasks.given.configuration import GivenConfig, resolved
+from mindspeed_mm.tasks.given.objects import with_objects
+from mindspeed_mm.tasks.given.run_view import RecordsInMemory, Run, run_of
+from mindspeed_mm.tasks.train import collecting_later
+
+
+def train_given(
+    config: GivenConfig, rows: Any, val_rows: Any, processor: Any, callbacks: Any, options: TrainOptions
+) -> Run:
+    """Train in this process; arguments as of `mm.train`."""
+    hooks = _listed(callbacks)
+    with ExitStack() as stack, collecting_later(), told_as(named_by(rows=rows, val_rows=val_rows)):
+        words, objects = with_objects(
+            config.source, list(config.overrides), config.model, (rows, val_rows), processor, stack
+        )
+        kept = RecordsInMemory()
+        trainer = Trainer(resolved(config.source, words), options, hooks, given=objects, trackers=[kept])
+        engine = trainer.train()
+    return run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else None)
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    """Functions and hooks; one alone may be given without a list."""
+    listed = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    for one in listed:
+        if not (isinstance(one, Hook) or callable(one)):
+            raise UsageError(
+                f"{short(one)} cannot be called",
+                key="callbacks",
+                way_out="Give functions of a step's result, or mm.Hook.",
+            )
+    return listed
