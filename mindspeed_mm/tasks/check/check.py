@@ -291,7 +291,7 @@ class _Check:
 
         found = before_extraction(param)
         if found is not param:
-            folder = getattr(param.basic_parameters, "features_dir", None)
+            folder = param.basic_parameters.get("features_dir")
             self.result.warnings.append(
                 f"features_dir {folder} is not there yet: the media are checked instead. Run mm extract before mm train"
             )

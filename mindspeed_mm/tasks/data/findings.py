@@ -227,7 +227,7 @@ def above_the_budget(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding
         "max_patches_per_batch": np.asarray(tally.patches),
     }
     for name, sizes in budgets.items():
-        most = getattr(terms.dataloader, name, None)
+        most = terms.dataloader.get(name)
         over = int((sizes > most).sum()) if most is not None and len(sizes) else 0
         if over:
             # Where none fits there is no step to be made of them, whatever the policy.

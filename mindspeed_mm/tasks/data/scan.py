@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from torch.utils.data import DataLoader, Dataset
 
+from mindspeed_mm.core.cores import usable_cores
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.data.facts import Look, RowFacts
@@ -22,7 +23,7 @@ MOST_WORKERS = 8
 
 def default_workers() -> int:
     """As many as there are cores for this process, within reason."""
-    return min(MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(MOST_WORKERS, usable_cores())
 
 
 def scan(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mm.core.cores import usable_cores
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.datasets.generation.generation_dataset import GenerationDataset
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
@@ -130,11 +131,11 @@ def configured_sets(config: ResolvedConfig, out: Path | None) -> list[tuple[Path
             way_out="Set generation.",
         )
     basic = _rows(config, param.basic_parameters)
-    folder = out or getattr(param.basic_parameters, "features_dir", None)
+    folder = out or param.basic_parameters.get("features_dir")
     if folder is None:
         raise ConfigError("no folder is named", key=FEATURES_KEY, way_out="Set it, or say --out FOLDER.")
     sets = [(Path(folder), basic)]
-    val_folder = getattr(param.basic_parameters, "val_features_dir", None)
+    val_folder = param.basic_parameters.get("val_features_dir")
     has_validation = basic.val_dataset is not None and basic.val_max_samples != 0
     if out is None and val_folder is not None and has_validation:
         update = {"dataset": basic.val_dataset, "max_samples": basic.val_max_samples}
@@ -161,5 +162,5 @@ def _threads(config: ResolvedConfig) -> int:
     loader = config.arguments.data.dataloader_param
     if _is_set(config, "data.dataloader_param.num_workers"):
         return max(1, loader.num_workers)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return min(_MOST_THREADS, max(2, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -239,7 +239,7 @@ def _comparable_data(data: DataArguments, cache: Path) -> DataArguments:
     """The training rows alone, read by the ranks themselves; what is converted of them goes to `cache`."""
     basic = data.dataset_param.basic_parameters
     update: dict[str, Any] = {"val_dataset": None, "cache_dir": str(cache)}
-    update |= {"val_features_dir": None} if hasattr(basic, "val_features_dir") else {}
+    update |= {"val_features_dir": None} if "val_features_dir" in basic else {}
     dataset = data.dataset_param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})
     loading = {"num_workers": 0, "prefetch_factor": None, "max_tokens_per_batch": None}
     loader = data.dataloader_param.model_copy(update=loading)

@@ -111,7 +111,6 @@ def test_elements_of_any_list_are_found_whatever_the_blocks(
         (tmp_path / name).write_text(content)
         reader = open_reader(tmp_path / name)
         assert [reader.read(i) for i in range(len(reader))] == rows
-        assert [json.loads(reader.raw(i)) for i in range(len(reader))] == rows
 
 
 def test_a_stream_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +130,6 @@ def test_a_stream_reads_no_more_than_it_must(tmp_path: Path, monkeypatch: pytest
     assert stream.has(49)
     assert not stream.has(50)
     assert [stream.read(i) for i in range(50)] == rows
-    assert stream.raw(7) == json.dumps(rows[7]).encode()
 
 
 @pytest.mark.parametrize("name", ["r.json", "r.jsonl", "r.csv"])

@@ -110,14 +110,6 @@ def test_rows_of_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert display_names([a, b, a]) == {a: "x/1/t.jsonl", b: "y/1/t.jsonl"}
 
 
-def test_raw_rows_tell_equal_rows(tmp_path: Path) -> None:
-    write(tmp_path / "r.jsonl", "a", "b", "a")
-    (tmp_path / "r.csv").write_text("instruction,output\nx,a\ny,b\nx,a\n")
-    for name in ("r.jsonl", "r.csv"):
-        table = rows_of(tmp_path, name)
-        assert table.raw(0) == table.raw(2) != table.raw(1)
-
-
 def test_a_row_that_is_not_there_is_an_index_error(folder: Path) -> None:
     table = rows_of(folder, "own.jsonl")
     for index in (-1, 2):
@@ -273,7 +265,6 @@ def test_tables_of_one_entry_have_the_same_columns(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     table = rows_of(tmp_path, "p", {"formatting": "alpaca"}, cache_dir=cache)
     assert answers(table) == ["b", "b"]
-    assert table.raw(0) != b""
     write_parquet(tmp_path / "p" / "3.parquet", [{"instruction": 1, "input": "b"}])
     with pytest.raises(DataError) as caught:
         rows_of(tmp_path, "p", {"formatting": "alpaca"}, cache_dir=cache)

@@ -255,12 +255,12 @@ def _weights_of(sample: EncodedSample) -> np.ndarray:
 
 def _further_arrays(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
     """What a plugin's data set adds to its samples."""
-    names = dict.fromkeys(name for sample in samples for name in sample if name not in _SAMPLE_KEYS)
-    having = {name: [sample for sample in samples if name in sample] for name in names}
-    return {
-        name: torch.cat([torch.as_tensor(sample[name]) for sample in found])  # type: ignore[literal-required]
-        for name, found in having.items()
-    }
+    found: dict[str, list[torch.Tensor]] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            if name not in _SAMPLE_KEYS:
+                found.setdefault(name, []).append(torch.as_tensor(value))
+    return {name: torch.cat(values) for name, values in found.items()}
 
 
 _SAMPLE_KEYS = EncodedSample.__annotations__.keys()

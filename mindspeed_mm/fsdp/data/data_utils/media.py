@@ -41,7 +41,7 @@ DEFAULT_SAMPLING_RATE = 16000
 MAX_FILE_BYTES = 256 * 2**20
 """Maximum size of image and audio files, which are read as a whole."""
 
-_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 @dataclass(frozen=True)

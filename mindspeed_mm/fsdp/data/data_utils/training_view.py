@@ -7,6 +7,7 @@ An exported folder's own processor and chat template carry what transformers has
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.plugins.qwen_patches import frame_limits, pixel_limits
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.params.value_types import Section
 
 VIEW_FILE = "training_view.json"
 _PREPROCESS = (
@@ -53,9 +55,7 @@ def with_view(dataset_param: DatasetParam, folder: str | Path | None) -> Dataset
         ModelFolderError: The file is broken.
     """
     found = read_view(Path(folder)) if folder else {}
-    sections = {
-        name: _filled(getattr(dataset_param, name), found.get(name, {}), keys) for name, keys in _SECTIONS.items()
-    }
+    sections = {name: _filled(dataset_param[name], values) for name, values in found.items()}
     return dataset_param.model_copy(update=sections)
 
 
@@ -70,9 +70,7 @@ def read_view(folder: Path) -> dict[str, dict[str, Any]]:
         return {}
     try:
         content = parse_json(path.read_bytes())
-        sections = {
-            name: {key: content[name][key] for key in keys if key in content[name]} for name, keys in _SECTIONS.items()
-        }
+        sections = {name: _only(keys, content[name]) for name, keys in _SECTIONS.items()}
         PreprocessParameters.model_validate(sections["preprocess_parameters"])
         BasicParameters.model_validate(sections["basic_parameters"])
     except (ValueError, TypeError, KeyError) as error:
@@ -84,65 +82,68 @@ def read_view(folder: Path) -> dict[str, dict[str, Any]]:
 
 def view_of(dataset_param: DatasetParam) -> dict[str, dict[str, Any]]:
     """What is given of what decides how rows look: section → key → value."""
-    return {name: _given(getattr(dataset_param, name), keys) for name, keys in _SECTIONS.items()}
+    return {name: _given(dataset_param[name], keys) for name, keys in _SECTIONS.items()}
 
 
 def told_view(dataset_param: DatasetParam) -> dict[str, dict[str, Any]]:
     """What a trained model's folder says: as `view_of`, with the values that are the defaults, since a folder below it
     may say something else."""
-    sections = ((name, getattr(dataset_param, name), keys) for name, keys in _SECTIONS.items())
-    return {
-        name: {key: getattr(section, key) for key in keys if getattr(section, key) is not None}
-        for name, section, keys in sections
-    }
+    view = {}
+    for name, keys in _SECTIONS.items():
+        values = _only(keys, dataset_param[name])
+        view[name] = {key: value for key, value in values.items() if value is not None}
+    return view
 
 
-def _given(section: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+def _only(keys: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: values[key] for key in keys if key in values}
+
+
+def _given(section: Section, keys: Iterable[str]) -> dict[str, Any]:
     defaults = type(section).model_fields
-    return {key: getattr(section, key) for key in keys if getattr(section, key) != defaults[key].default}
+    return {key: section[key] for key in keys if section[key] != defaults[key].default}
 
 
-def _filled(section: Any, found: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    is_open = [key for key in keys if getattr(section, key) is None or key not in section.model_fields_set]
-    return section.model_copy(update={key: found[key] for key in is_open if key in found})
+def _filled(section: Section, found: Mapping[str, Any]) -> Section:
+    """The section with found values for keys that nobody gave, or gave as null."""
+    is_open = [key for key in found if section[key] is None or key not in section.model_fields_set]
+    return section.model_copy(update=_only(is_open, found))
 
 
 # --- what processors have settings for -------------------------------------------------------------------------------
 
 
-def processor_settings(processor: Any, preprocess: Any) -> list[Override]:
+def processor_settings(processor: Any, preprocess: PreprocessParameters) -> list[Override]:
     """Settings of the processor that make it see what `preprocess_parameters` asks for, where it has such settings.
 
     Args:
         processor: As the model's folder has it.
         preprocess: The section.
     """
-    found = [*_image_settings(getattr(processor, "image_processor", None), preprocess)]
-    found += _video_settings(processor, preprocess)
+    found = [*_image_settings(processor, preprocess), *_video_settings(processor, preprocess)]
     return [setting for setting in found if setting.value != setting.before]
 
 
-def _image_settings(images: Any, preprocess: Any) -> list[Override]:
+def _image_settings(processor: Any, preprocess: PreprocessParameters) -> list[Override]:
     settings = []
+    images: Any = getattr(processor, "image_processor", None)  # processors differ in the parts that they have
     size_keys = _given_of(preprocess, "image_max_pixels", "image_min_pixels")
     if size_keys and type(images).__name__.startswith("Qwen2VLImageProcessor"):
         settings.append(_limits("image_processor", images, pixel_limits(images.size, preprocess), size_keys))
     if preprocess.crop_to_patches is not None and hasattr(images, "crop_to_patches"):
         asked = preprocess.crop_to_patches
         settings.append(_override("image_processor", images, "crop_to_patches", asked, "crop_to_patches"))
-        if not asked:  # processors may ask for tiles whatever their image processor says: let them be one
-            settings += [
-                _override("image_processor", images, name, 1, "crop_to_patches")
-                for name in ("min_patches", "max_patches")
-                if hasattr(images, name)
-            ]
+        for name in ("min_patches", "max_patches"):
+            # Processors may ask for tiles whatever their image processor says: then let there be one.
+            if not asked and hasattr(images, name):
+                settings.append(_override("image_processor", images, name, 1, "crop_to_patches"))
     if preprocess.image_do_pan_and_scan is not None and hasattr(images, "do_pan_and_scan"):
         key = "image_do_pan_and_scan"
         settings.append(_override("image_processor", images, "do_pan_and_scan", preprocess.image_do_pan_and_scan, key))
     return settings
 
 
-def _video_settings(processor: Any, preprocess: Any) -> list[Override]:
+def _video_settings(processor: Any, preprocess: PreprocessParameters) -> list[Override]:
     """Limits of a frame; those of whole clips have no setting that says the same of every clip."""
     videos: Any = getattr(processor, "video_processor", None)
     keys = _given_of(preprocess, "video_max_pixels", "video_min_pixels")
@@ -152,8 +153,8 @@ def _video_settings(processor: Any, preprocess: Any) -> list[Override]:
     return [_limits("video_processor", videos, frame_limits(videos.size, preprocess, 1), keys)]
 
 
-def _given_of(preprocess: Any, *keys: str) -> str:
-    return ", ".join(key for key in keys if getattr(preprocess, key) is not None)
+def _given_of(preprocess: PreprocessParameters, *keys: str) -> str:
+    return ", ".join(key for key in keys if preprocess[key] is not None)
 
 
 def _limits(part: str, owner: Any, limits: tuple[int, int], key: str) -> Override:
@@ -169,18 +170,14 @@ def _override(part: str, owner: Any, name: str, value: Any, key: str) -> Overrid
 def view_notes(dataset_param: DatasetParam, processor: Any) -> list[str]:
     """For the log: what is given, and what the model's folder says instead."""
     preprocess = dataset_param.preprocess_parameters
-    expressed = {
-        key: setting for setting in processor_settings(processor, preprocess) for key in setting.key.split(", ")
-    }
+    instead = {}
+    for setting in processor_settings(processor, preprocess):
+        for key in setting.key.split(", "):
+            instead[key] = f"the folder's {setting.part}.{setting.name} is {setting.before}"
     notes = []
     for key, value in view_of(dataset_param)["preprocess_parameters"].items():
-        setting = expressed.get(key)
-        instead = (
-            f"the folder's {setting.part}.{setting.name} is {setting.before}"
-            if setting
-            else "no setting of the folder's processor"
-        )
-        notes.append(f"{key} {value} ({instead})")
+        said = instead.get(key, "no setting of the folder's processor")
+        notes.append(f"{key} {value} ({said})")
     return notes
 
 
@@ -188,9 +185,7 @@ def chat_template_of_view(source: str, enable_thinking: bool | None) -> str:
     """A chat template that thinks or not as training did, unless who renders it says otherwise."""
     if enable_thinking is None:
         return source
-    value = str(enable_thinking).lower()
-    names = ("enable_thinking", "thinking")
-    defaults = "".join(
-        f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif -%}}\n" for name in names
-    )
+    value, defaults = str(enable_thinking).lower(), ""
+    for name in ("enable_thinking", "thinking"):  # families call it either way
+        defaults += f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif -%}}\n"
     return source if source.startswith(defaults) else defaults + source

@@ -183,14 +183,15 @@ class BucketOrder(Order):
         whole, leftovers = self._group(order)
         if drop_last:
             leftovers = self._without_rest(leftovers, epoch)
-        mixed = self._mix(leftovers)
-        rows = np.concatenate([*(each.rows for each in whole), *(np.concatenate(step) for step in mixed)])
-        cuts = np.concatenate(
-            [
-                *(np.full((each.steps, self._deal.micro_batches), each.bucket.rows) for each in whole),
-                np.array([[len(part) for part in step] for step in mixed]).reshape(-1, self._deal.micro_batches),
-            ]
-        ).astype(np.int64)
+        parts = [each.rows for each in whole]
+        # Sizes of the micro-batches, a line per step; the empty one gives the shape of an epoch without steps.
+        lines = [np.empty((0, self._deal.micro_batches), dtype=np.int64)]
+        for each in whole:
+            lines.append(np.full((each.steps, self._deal.micro_batches), each.bucket.rows))
+        for step in self._mix(leftovers):
+            parts += step
+            lines.append(np.array([[len(part) for part in step]]))
+        rows, cuts = np.concatenate(parts), np.concatenate(lines)
         return _permuted(rows, cuts, self._order_of_steps(rows, cuts.sum(axis=1), epoch))
 
     def _group(self, order: np.ndarray) -> tuple[list[_FullSteps], list[_Leftover]]:
@@ -277,8 +278,12 @@ class Layout:
 def _permuted(rows: np.ndarray, cuts: np.ndarray, order: np.ndarray) -> Layout:
     """The layout whose steps come in another order; `cuts` has the sizes of the micro-batches, a line per step."""
     lengths = cuts.sum(axis=1)
-    shift = (np.cumsum(lengths) - lengths)[order] - (np.cumsum(lengths[order]) - lengths[order])
-    moved = rows[np.arange(len(rows)) + np.repeat(shift, lengths[order])]
+    new_lengths = lengths[order]
+    old_starts = (np.cumsum(lengths) - lengths)[order]
+    new_starts = np.cumsum(new_lengths) - new_lengths
+    # All rows of a step move by the same distance, so place p of the new order is at p + distance in the old one.
+    distance = np.repeat(old_starts - new_starts, new_lengths)
+    moved = rows[np.arange(len(rows)) + distance]
     starts = np.concatenate([[0], np.cumsum(cuts[order])])
     return Layout(moved, starts, starts[:: cuts.shape[1]])
 

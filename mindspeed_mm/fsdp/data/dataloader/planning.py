@@ -78,23 +78,28 @@ class BatchShape:
         """By best fit. The oldest may have landed in what was filled last: then that is filled up from the others."""
         tokens, patches = [size.tokens for size in sizes], [size.patches for size in sizes]
         made = best_fit(tokens, self.tokens, patches, self.patches)
-        fills = [self.load(1, sum(tokens[i] for i in each), sum(patches[i] for i in each)) for each in made]
-        if len(made) > 1 and fills[0] == min(fills):
-            first = set(made[0])
-            for i in sorted(set(range(len(sizes))) - first, key=lambda i: (-tokens[i], i)):
-                if self._holds([sizes[k] for k in (*first, i)]):
-                    first.add(i)
-            others = [[i for i in each if i not in first] for each in made[1:]]
-            made = [sorted(first), *(each for each in others if each)]
-        return made
+        fills = [self._fill(sizes, each) for each in made]
+        if len(made) == 1 or fills[0] > min(fills):
+            return made
+        # The first pack holds the oldest sample, so it is used next, however empty. The longest go into it first: they
+        # leave room elsewhere for what is drawn later.
+        first = made[0]
+        for i in sorted(set(range(len(sizes))) - set(first), key=lambda i: (-tokens[i], i)):
+            if self._fill(sizes, [*first, i]) <= 1:
+                first.append(i)
+        moved = set(first)
+        others = [[i for i in each if i not in moved] for each in made[1:]]
+        return [first, *filter(None, others)]
 
-    def _holds(self, sizes: Sequence[SampleSize]) -> bool:
-        return self.load(1, sum(size.tokens for size in sizes), sum(size.patches for size in sizes)) <= 1
+    def _fill(self, sizes: Sequence[SampleSize], pack: Sequence[int]) -> float:
+        """How full a pack is; above 1 it holds too much."""
+        return self.load(len(pack), sum(sizes[i].tokens for i in pack), sum(sizes[i].patches for i in pack))
 
     def _grouped(self, sizes: Sequence[SampleSize]) -> list[list[int]]:
         """Neighbours by length. What does not fill a group remains at the end that the oldest is not at."""
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i].tokens, i))
         groups = self._cut(sizes, order)
+        # Cut from the longest on, the last group is the one that is not full; from the shortest on, the other end is.
         if len(groups) > 1 and 0 in groups[-1]:
             groups = self._cut(sizes, order[::-1])
         return groups
@@ -119,10 +124,11 @@ class BatchShape:
 def nearest_in_cost(costs: Sequence[float], wanted: Sequence[int], count: int) -> list[int]:
     """So many micro-batches, `wanted` (at most so many) among them, whose costs lie within the narrowest span; the
     costliest first."""
+    # In the order of costs the narrowest span is a window of neighbours, so it is found by trying where it may start.
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     places = sorted(order.index(number) for number in wanted)
     first, last = places[0], places[-1]
-    if last - first >= count:  # whatever lies between them makes the span no wider
+    if last - first >= count:  # they alone span more than a window: whatever lies between them makes it no wider
         between = [place for place in range(first, last) if place not in places]
         return [order[place] for place in sorted(places + between[: count - len(places)])]
     starts = range(max(0, last - count + 1), min(first, len(order) - count) + 1)
@@ -151,4 +157,5 @@ def imbalance(costs: Sequence[float], ranks: int) -> float:
         ranks: Ranks with different samples.
     """
     turns = np.asarray(costs, dtype=np.float64).reshape(-1, ranks)
+    # The last number keeps a step whose micro-batches cost nothing from dividing by zero.
     return float(turns.max(axis=1).sum() / max(turns.mean(axis=1).sum(), 1e-12))

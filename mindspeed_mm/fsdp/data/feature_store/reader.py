@@ -190,7 +190,7 @@ class _OpenShard:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._unread = dict(read_facts(path)[0].checksums)
-        self._file = safe_open(path, "pt").__enter__()
+        self._file: Any = safe_open(path, "pt")  # open until it is forgotten
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor of this name. Raises `DamagedFile` when its bytes are not what was written."""

@@ -130,12 +130,15 @@ class _Reader:
 
     def dict_(self, entries: dict[str, Any]) -> dict[str, Any]:
         """Labels come after the token ids that they repeat, whichever stands first."""
-        built: dict[str, Any] = {
-            name: None if _is_labels(entry) else self.build(entry) for name, entry in entries.items()
-        }
+        built: dict[str, Any] = dict.fromkeys(entries)  # keeps the order of the keys
+        spans = {}
         for name, entry in entries.items():
-            if _is_labels(entry):
-                built[name] = _labels(built["input_ids"], self.array(*entry[1:]))
+            if type(entry) is list and entry[0] == "labels":
+                spans[name] = self.array(*entry[1:])
+            else:
+                built[name] = self.build(entry)
+        for name, found in spans.items():
+            built[name] = _labels(built["input_ids"], found)
         return built
 
     def array(self, dtype: str, shape: list[int], stored: str | None, start: int) -> np.ndarray:
@@ -180,10 +183,6 @@ _READ: dict[str, Callable[..., Any]] = {
 }
 
 
-def _is_labels(plan: Any) -> bool:
-    return type(plan) is list and plan[0] == "labels"
-
-
 def _trained_spans(input_ids: Any, labels: Any) -> np.ndarray | None:
     """(2n,) first and end of each run of trained tokens; None where labels are something else."""
     if not (_is_row_of_tokens(input_ids) and _is_row_of_tokens(labels) and len(input_ids) == len(labels)):
@@ -206,7 +205,10 @@ def _labels(input_ids: np.ndarray, spans: np.ndarray) -> np.ndarray:
 
 
 def _narrowest(low: int, high: int) -> np.dtype[Any]:
-    return next((dtype for dtype in _NARROW if low >= 0 and high <= np.iinfo(dtype).max), np.dtype(np.int64))
+    for dtype in _NARROW:
+        if low >= 0 and high <= np.iinfo(dtype).max:
+            return dtype
+    return np.dtype(np.int64)
 
 
 def _aligned(size: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
+from mindspeed_mm.core.cores import usable_cores
 from mindspeed_mm.core.errors import DataError, MachineError
 from mindspeed_mm.fsdp.data.data_utils.sample import TooLongError
 from mindspeed_mm.fsdp.data.dataset import MMDataset
@@ -89,8 +90,7 @@ def workers_for(asked: int | None) -> int:
     """Processes that encode: as asked, else one a core."""
     if asked is not None:
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_WORKERS, cores)
+    return min(_MOST_WORKERS, usable_cores())
 
 
 class _KeyFinder(Dataset[np.ndarray]):

@@ -112,7 +112,7 @@ class CacheFolder:
 
         Where a file system knows no locks, several write at once: they then do the same work twice, and no harm.
         """
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             told = time.monotonic()
             while _is_taken(descriptor):

@@ -146,7 +146,7 @@ class RecordReader:
         if segment not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[segment] = os.open(self._paths[segment], os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._open[segment] = os.open(self._paths[segment], os.O_RDONLY)
         return self._open[segment]
 
     def __getstate__(self) -> dict[str, object]:

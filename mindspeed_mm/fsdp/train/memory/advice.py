@@ -74,7 +74,7 @@ def candidates(arguments: Arguments, batch: Batch, device_type: str) -> Iterator
             yield Change({"parallel.fsdp_plan.cpu_offload": True})
         elif training.optimizer == "adamw":
             yield Change({"training.optimizer": "adamw_swap"})
-    cutoff = getattr(arguments.data.dataset_param.basic_parameters, "cutoff_len", None)
+    cutoff = arguments.data.dataset_param.basic_parameters.cutoff_len
     if is_text and cutoff and batch["input_ids"].shape[-1] * 2 > cutoff:
         yield Change({"data.dataset_param.basic_parameters.cutoff_len": cutoff // 2}, tokens_share=0.5)
     yield Change({}, ranks=2)

@@ -259,7 +259,7 @@ def _image_options(processor: Any, preprocess: Any) -> dict[str, bool]:
     known = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {})
     options = {}
     for step, key in steps.items():
-        asked = getattr(preprocess, key)
+        asked = preprocess[key]
         if step in known and asked is not None:
             options[step] = asked
         elif asked:

@@ -63,17 +63,16 @@ class JsonRows:
 
     def read(self, index: int) -> dict[str, Any]:
         """Parse row `index`."""
-        return parse_row(self.raw(index), str(self.place(index)))
+        return parse_row(self._text(index), str(self.place(index)))
 
-    def raw(self, index: int) -> bytes:
-        """The row's text."""
+    def _text(self, index: int) -> bytes:
         start, size = self._spans.starts[index], self._spans.ends[index] - self._spans.starts[index]
         check_row_bytes(size, self.place(index))
         return os.pread(self._descriptor(), size, start).strip(_SPACE)
 
     def _descriptor(self) -> int:
         if self._file is None or self._file[0] != os.getpid():
-            self._file = (os.getpid(), os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+            self._file = (os.getpid(), os.open(self.path, os.O_RDONLY))
         return self._file[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class JsonReader(JsonRows):
         while not lines.is_done:
             lines.grow()
         if path.suffix == ".json" and len(self):
-            _check_object_per_line(self.raw(0), path)
+            _check_object_per_line(self._text(0), path)
 
     def __len__(self) -> int:
         return len(self._spans.starts)
@@ -211,18 +210,27 @@ class _ListScan:
                 raise _broken_list(len(spans.starts), f"{rest[:20]!r} comes after its ']'", path)
 
     def _look_at(self, block: np.ndarray, offset: int) -> None:
+        """Find the elements that end in a block, which begins `offset` bytes into the file."""
+        # Everything below is told by the few bytes that are marks: where they stand, and which they are.
         at = np.flatnonzero(_MARKS[block])
+        if not len(at):
+            return
         marks = block[at]
+        # A mark is inside a string where the quotes so far are odd in number, those of earlier blocks counted in.
         is_quote = (marks == ord('"')) & ~_escaped(at, marks)
         in_text = (np.cumsum(is_quote) + self._is_in_text) % 2 == 1
+        # Outside of strings each bracket changes the depth by one; `depth` is that behind each mark.
         step = np.where(in_text, 0, _STEPS[marks])
         depth = np.cumsum(step) + self._depth
+        # The first bracket that brings the depth back to 0 ends the list: what follows it is no element.
         closed = np.flatnonzero((depth == 0) & (step < 0))[:1]
-        limit = closed[0] if len(closed) else len(at)
-        if self._depth == 0 and len(at):
-            self._element_start = int(at[0]) + offset + 1  # the first mark opens the list
-        commas = at[:limit][((marks == ord(",")) & ~in_text & (depth == 1))[:limit]] + offset
-        ends = np.append(commas, at[closed] + offset)
+        is_comma = (marks == ord(",")) & ~in_text & (depth == 1)
+        if len(closed):
+            is_comma[closed[0] :] = False
+        if self._depth == 0:
+            self._element_start = int(at[0]) + offset + 1  # the first mark of all opens the list
+        # An element ends at a comma of the list itself or at its end, and the next one starts right behind.
+        ends = np.append(at[is_comma], at[closed]) + offset
         if len(ends):
             first = len(self._spans.starts) + 1
             starts = np.concatenate([[self._element_start], ends[:-1] + 1])
@@ -230,17 +238,18 @@ class _ListScan:
             self._element_start = int(ends[-1]) + 1
         if len(closed):
             self._end = int(ends[-1])
-        elif len(at):
-            self._depth, self._is_in_text = int(depth[-1]), bool(in_text[-1])
+        self._depth, self._is_in_text = int(depth[-1]), bool(in_text[-1])
 
 
 def _escaped(at: np.ndarray, marks: np.ndarray) -> np.ndarray:
-    """Which of the marks stand after an odd number of backslashes."""
+    """Which of the marks stand after an odd number of backslashes: backslashes escape one another in pairs."""
     is_backslash = marks == ord("\\")
     touches = np.zeros(len(at), dtype=bool)  # a backslash comes right before
     touches[1:] = is_backslash[:-1] & (np.diff(at) == 1)
+    # Backslashes are marks themselves, so those in a row have numbers in a row. A mark that none touches starts a run;
+    # the running maximum hands the number of its start on to all of the run.
     numbers = np.arange(len(at))
-    run_start = np.maximum.accumulate(np.where(touches, 0, numbers))  # first mark of the run that ends here
+    run_start = np.maximum.accumulate(np.where(touches, 0, numbers))
     return (numbers - run_start) % 2 == 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, short
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import Row, first_column, first_given, short
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.sample import MEDIA_KINDS, REPAIR, MediaItem, MediaKind, Sample
 
@@ -50,38 +50,36 @@ def _part(part: Any, where: str, key: str) -> dict[str, Any]:
         if not isinstance(part.get("text"), str):
             raise DataError(f"{short(part.get('text'))} is not text", where=where, key=f"{key}.text", way_out=REPAIR)
         return {"type": "text", "text": part["text"]}
-    kind = _PART_KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
+    if not isinstance(name, str) or name not in _PART_KINDS:
         raise DataError(
             f"{short(part)} is no part of a message",
             where=where,
             key=key,
             way_out=f"A part is an object whose type is text, {', '.join(_PART_KINDS)}.",
         )
-    own = next((part[field] for field in (name, kind) if part.get(field) is not None), part)
-    is_bare = own is part and all(part.get(field) is None for field in (*_PATHS, *_BYTES))
-    return {"type": kind} if is_bare else {"type": kind, "source": _source(own, kind, where, key)}
+    kind = _PART_KINDS[name]
+    field = first_given(part, (name, kind))
+    if field is not None:
+        return {"type": kind, "source": _source(part[field], kind, where, key)}
+    if first_given(part, (*_PATHS, *_BYTES)) is not None:
+        return {"type": kind, "source": _source(part, kind, where, key)}
+    return {"type": kind}  # its source is in a column of the row
 
 
 def _source(value: Any, kind: MediaKind, where: str, key: str) -> Any:
     """A source as the media loader takes it: a path, bytes, `{"path" | "bytes"}`; of a video also a list of frames."""
     if isinstance(value, Mapping):
-        path = next((value[field] for field in _PATHS if value.get(field) is not None), None)
-        data = next((value[field] for field in _BYTES if value.get(field) is not None), None)
-        if isinstance(data, str | bytes):
-            return {"bytes": data}
-        value = path
+        path, data = first_given(value, _PATHS), first_given(value, _BYTES)
+        if data is not None and isinstance(value[data], str | bytes):
+            return {"bytes": value[data]}
+        value = None if path is None else value[path]
     if isinstance(value, str | bytes) and value:
         return value
     if kind == "video" and isinstance(value, list | tuple) and value:
         return [_source(frame, "image", where, key) for frame in value]
-    raise DataError(
-        f"{short(value)} is no {kind}",
-        where=where,
-        key=key,
-        way_out='Give a path, bytes, {"path": …} or {"bytes": …}'
-        + ("; of a video also the list of its frames." if kind == "video" else "."),
-    )
+    of_video = "; of a video also the list of its frames" if kind == "video" else ""
+    way_out = f'Give a path, bytes, {{"path": …}} or {{"bytes": …}}{of_video}.'
+    raise DataError(f"{short(value)} is no {kind}", where=where, key=key, way_out=way_out)
 
 
 def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
@@ -94,7 +92,9 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
     waiting = {kind: iter(sources) for kind, (_, sources) in columns.items()}
     counts = dict.fromkeys(MEDIA_KINDS, 0)
     for message in sample.messages:
-        for part in message["content"] if isinstance(message["content"], list) else ():
+        if isinstance(message["content"], str):
+            continue
+        for part in message["content"]:
             kind = part["type"]
             if kind != "text":
                 counts[kind] += "source" not in part
@@ -111,7 +111,7 @@ def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
 
 def _column(sample: Sample, row: Row, row_format: RowFormat, kind: MediaKind) -> tuple[str, list[Any]]:
     """The name of a kind's column, and the sources in it."""
-    configured: str | None = getattr(row_format, f"{kind}s")
+    configured = {"image": row_format.images, "video": row_format.videos, "audio": row_format.audios}[kind]
     name = first_column(row, configured, (f"{kind}s", kind))
     if name is None:
         return configured or f"{kind}s", []

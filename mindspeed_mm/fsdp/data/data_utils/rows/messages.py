@@ -13,7 +13,15 @@ import numpy as np
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.media_parts import read_parts, split_text
-from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import ATTR_KEY, Row, first_column, short, text_of, wrong_field
+from mindspeed_mm.fsdp.data.data_utils.rows.row_fields import (
+    ATTR_KEY,
+    Row,
+    first_column,
+    first_given,
+    short,
+    text_of,
+    wrong_field,
+)
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
 from mindspeed_mm.fsdp.data.data_utils.rows.tool_calls import read_call_text, read_calls
 from mindspeed_mm.fsdp.data.data_utils.sample import REPAIR, RowLocation, Sample
@@ -154,8 +162,10 @@ def _content(content: Any, may_be_absent: bool, where: str, key: str) -> str | l
 
 def _calls(message: Row, where: str, key: str) -> list[dict[str, Any]] | None:
     """The calls of a turn of the model, in OpenAI's form of today or of old (`function_call`)."""
-    name = next((name for name in ("tool_calls", "function_call") if message.get(name)), None)
-    return None if name is None else read_calls(message[name], where, f"{key}.{name}")
+    for name in ("tool_calls", "function_call"):
+        if message.get(name):
+            return read_calls(message[name], where, f"{key}.{name}")
+    return None
 
 
 def _spelled_call(content: Any, where: str, key: str) -> dict[str, Any]:
@@ -169,7 +179,7 @@ def _spelled_call(content: Any, where: str, key: str) -> dict[str, Any]:
 
 
 def _reasoning(message: Row, where: str, key: str) -> dict[str, str]:
-    name = next((name for name in _REASONING if message.get(name) is not None), None)
+    name = first_given(message, _REASONING)
     if name is None:
         return {}
     if not isinstance(message[name], str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,9 +35,6 @@ class RowReader(Protocol):
 
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`, from 0. Raises `DataError` for a row that cannot be read."""
-
-    def raw(self, index: int) -> bytes:
-        """What tells the content of row `index` from another's: equal bytes are equal rows."""
 
     def place(self, index: int) -> RowLocation:
         """Where the row stands."""
@@ -112,9 +108,6 @@ class RowStream(Protocol):
     def read(self, index: int) -> dict[str, Any]:
         """Row `index`, which there is."""
 
-    def raw(self, index: int) -> bytes:
-        """What tells the content of row `index` from another's."""
-
     def place(self, index: int) -> RowLocation:
         """Where the row stands."""
 
@@ -147,7 +140,7 @@ class WholeStream:
 
     def __init__(self, reader: RowReader) -> None:
         self.path, self.name, self._reader = reader.path, reader.name, reader
-        self.read, self.raw, self.place = reader.read, reader.raw, reader.place
+        self.read, self.place = reader.read, reader.place
 
     def has(self, index: int) -> bool:
         """Whether there is a row `index`."""
@@ -189,10 +182,6 @@ class CsvReader:
                 way_out=REPAIR,
             )
         return {name: value for name, value in cells.items() if name and value != ""}
-
-    def raw(self, index: int) -> bytes:
-        """The row's cells."""
-        return _as_bytes(self._table[index])
 
 
 class ParquetReader:
@@ -237,16 +226,3 @@ class ParquetReader:
         row = self._table.fast_slice(index, 1)
         check_row_bytes(row.nbytes, self.place(index))
         return row.to_pylist()[0]
-
-    def raw(self, index: int) -> bytes:
-        """The row's values."""
-        return _as_bytes(self.read(index))
-
-
-def _as_bytes(row: dict[str, Any]) -> bytes:
-    """A row of a table in one spelling; bytes in it by their hash."""
-
-    def plain(value: Any) -> str:
-        return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else repr(value)
-
-    return json.dumps(row, ensure_ascii=False, default=plain).encode("utf-8", "surrogatepass")

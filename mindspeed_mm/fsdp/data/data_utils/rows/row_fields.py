@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindspeed_mm.core.errors import DataError
@@ -23,7 +23,15 @@ def first_column(row: Row, configured: str | None, usual: tuple[str, ...]) -> st
         usual: Names that are recognised as they are, the likeliest first.
     """
     names = usual if configured is None else (configured, *(usual if configured in usual else ()))
-    return next((name for name in names if name and row.get(name) is not None), None)
+    return first_given(row, filter(None, names))
+
+
+def first_given(row: Row, names: Iterable[str]) -> str | None:
+    """The first of these keys that is there and not null."""
+    for name in names:
+        if row.get(name) is not None:
+            return name
+    return None
 
 
 def text_of(row: Row, column: str | None, place: RowLocation) -> str:

@@ -77,11 +77,6 @@ class RowTable:
         which, number = self._locate(index)
         return self._readers[which].read(number)
 
-    def raw(self, index: int) -> bytes:
-        """What tells the content of row `index` from another's: equal bytes are equal rows."""
-        which, number = self._locate(index)
-        return self._readers[which].raw(number)
-
     def place(self, index: int) -> RowLocation:
         """Where row `index` stands."""
         which, number = self._locate(index)

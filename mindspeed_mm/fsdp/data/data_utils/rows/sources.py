@@ -12,6 +12,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
+from mindspeed_mm.fsdp.params.value_types import Section
 
 _KEY = "data.dataset_param.basic_parameters.dataset"
 INFO_FILE = "dataset_info.json"
@@ -49,10 +50,10 @@ class RowFormat:
     system_tag: str = "system"
 
     @classmethod
-    def from_attr(cls, attr: Any) -> RowFormat:
+    def from_attr(cls, attr: Section) -> RowFormat:
         """From the `attr` section of the configuration."""
-        found = {f.name: getattr(attr, f.name, None) for f in fields(cls)}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in attr.items() if name in names and value is not None})
 
     @classmethod
     def from_dataset_info(cls, name: str, entry: Mapping[str, Any]) -> RowFormat:

@@ -60,11 +60,6 @@ class StreamTable:
         file, number = self._locate(index)
         return file.stream.read(number)
 
-    def raw(self, index: int) -> bytes:
-        """What tells the content of row `index` from another's."""
-        file, number = self._locate(index)
-        return file.stream.raw(number)
-
     def place(self, index: int) -> RowLocation:
         """Where row `index` stands."""
         file, number = self._locate(index)

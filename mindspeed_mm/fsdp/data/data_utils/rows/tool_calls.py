@@ -28,9 +28,11 @@ def read_tools(row: Row, column: str | None, place: RowLocation) -> list[dict[st
         DataError: A description has no name, or is none.
     """
     name = first_column(row, column, ("tools",))
-    value = row[name] if name else None
+    if name is None:
+        return None
+    value = row[name]
     if isinstance(value, str):
-        value = parsed_json(value, str(place), name or "") if value.strip() else None
+        value = parsed_json(value, str(place), name) if value.strip() else None
     if not value:
         return None
     items = value if isinstance(value, list) else [value]
@@ -38,24 +40,27 @@ def read_tools(row: Row, column: str | None, place: RowLocation) -> list[dict[st
 
 
 def _description(item: Any, place: RowLocation, key: str) -> dict[str, Any]:
-    where = str(place)
-    described = without_nulls(parsed_json(item, where, key) if isinstance(item, str) else item)
-    function = described.get("function", described) if isinstance(described, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(
-            f"{short(item)} does not describe a tool",
-            where=where,
-            key=key,
-            way_out='A tool is {"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}.',
-        )
-    return described if "function" in described else {"type": "function", "function": described}
+    described = parsed_json(item, str(place), key) if isinstance(item, str) else item
+    if isinstance(described, dict):
+        described = without_nulls(described)
+        function = described.get("function", described)
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return described if "function" in described else {"type": "function", "function": described}
+    raise DataError(
+        f"{short(item)} does not describe a tool",
+        where=str(place),
+        key=key,
+        way_out='A tool is {"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}.',
+    )
 
 
 def without_nulls(value: Any) -> Any:
     """The value without keys that are null: parquet gives every object of a column all keys of all objects."""
     if isinstance(value, dict):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    return value
 
 
 def read_calls(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
@@ -73,17 +78,21 @@ def _call(item: Any, where: str, key: str) -> dict[str, Any]:
     function = item.get("function", item) if isinstance(item, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{short(item)} is no tool call", where=where, key=key, way_out=_CALL_WAY_OUT)
-    arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = parsed_json(arguments, where, f"{key}.arguments") if arguments.strip() else {}
-    elif arguments is None:
-        arguments = {}
-    else:
-        arguments = without_nulls(arguments)
-    if not isinstance(arguments, dict):
-        raise DataError(f"{short(arguments)} is not an object", where=where, key=f"{key}.arguments", way_out=REPAIR)
+    arguments = _arguments(function, where, f"{key}.arguments")
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": item["id"], **call} if isinstance(item.get("id"), str) and function is not item else call
+    has_id = function is not item and isinstance(item.get("id"), str)
+    return {"id": item["id"], **call} if has_id else call
+
+
+def _arguments(function: Mapping[str, Any], where: str, key: str) -> dict[str, Any]:
+    arguments = function.get("arguments", function.get("parameters"))
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    # What stands in text was written as it is meant: its nulls are kept.
+    arguments = parsed_json(arguments, where, key) if isinstance(arguments, str) else without_nulls(arguments)
+    if not isinstance(arguments, dict):
+        raise DataError(f"{short(arguments)} is not an object", where=where, key=key, way_out=REPAIR)
+    return arguments
 
 
 def read_call_text(text: str, where: str, key: str) -> tuple[str, str, list[dict[str, Any]]]:
@@ -95,8 +104,9 @@ def read_call_text(text: str, where: str, key: str) -> tuple[str, str, list[dict
     Raises:
         DataError: The text holds no call.
     """
-    thought = _THOUGHT.fullmatch(text)
-    reasoning, rest = (thought[1].strip(), thought[2].strip()) if thought else ("", text.strip())
+    reasoning, rest = "", text.strip()
+    if thought := _THOUGHT.fullmatch(text):
+        reasoning, rest = thought[1].strip(), thought[2].strip()
     tagged = _TAGGED.findall(rest)
     if tagged:
         calls = [parsed_json(part, where, key) for part in tagged]

@@ -127,7 +127,7 @@ class RawSource:
         """What a resumed run compares: files of rows with their content, what shapes samples, and what decides their
         order: which rows could not be used at the start, and the sizes of the others."""
         settings = {
-            "basic_parameters": {name: _plain(getattr(self._basic, name, None)) for name in sorted(_SHAPING_BASIC)},
+            "basic_parameters": {name: _plain(self._basic.get(name)) for name in sorted(_SHAPING_BASIC)},
             "preprocess_parameters": {name: _plain(value) for name, value in vars(self._settings).items()},
         }
         files = [{**file_facts(file.reader), "folder": file.folder} for file in self.rows.files]

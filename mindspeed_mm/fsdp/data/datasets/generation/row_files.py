@@ -72,7 +72,7 @@ def open_row_files(basic: BasicParameters) -> list[RowFile]:
         DataError: A file is missing, empty or broken as a whole.
         ConfigError: No file is named, or the storage mode is unknown or does not fit.
     """
-    mode = getattr(basic, "data_storage_mode", None)
+    mode = basic.get("data_storage_mode")
     if mode not in (None, *_MODES):
         raise ConfigError(f"'{mode}' is not one of {', '.join(_MODES)}", key=_MODE_KEY)
     sources = find_sources(basic.dataset, basic.dataset_dir, RowFormat())

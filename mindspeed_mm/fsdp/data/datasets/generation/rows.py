@@ -210,7 +210,7 @@ def read_rows(basic: BasicParameters, look: Callable[[GenerationRow], Any] | Non
     """
     check_remote_media_off(basic.allow_remote_media)
     files = open_row_files(basic)
-    columns = ColumnNames(getattr(basic, "media_column", None), getattr(basic, "caption_column", None))
+    columns = ColumnNames(basic.get("media_column"), basic.get("caption_column"))
     return GenerationRows(files, columns, basic.max_samples, may_skip=basic.on_bad_sample == "skip", look=look)
 
 
@@ -220,7 +220,7 @@ def build_media_loader(basic: BasicParameters) -> MediaLoader:
     Raises:
         DataError: That folder is not there.
     """
-    folder = getattr(basic, "data_folder", None)
+    folder = basic.get("data_folder")
     root = Path(basic.dataset_dir)
     if folder is not None:
         root = Path(folder) if Path(folder).is_dir() else root / folder

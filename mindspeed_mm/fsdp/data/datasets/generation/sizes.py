@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
@@ -56,14 +56,13 @@ class SizeSettings:
         Raises:
             ConfigError: A value is of the wrong kind; all such are reported at once.
         """
-        given = {name: getattr(preprocess, name, None) for name in cls.__dataclass_fields__}
-        problems = [problem for name, value in given.items() for problem in _problems_of(name, value)]
-        problems += _conflicts(given)
+        given = {name: preprocess[name] for name in _ALLOWED if preprocess.get(name) is not None}
+        problems = [*_wrong_values(given), *_conflicts(given)]
         if problems:
             raise ConfigError("sizes cannot be read", problems=problems)
-        if isinstance(given["buckets"], str):
+        if isinstance(given.get("buckets"), str):
             given["buckets"] = [part.strip() for part in given["buckets"].split(",")]
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return cls(**given)
 
     @classmethod
     def noted(cls, preprocessing: Mapping[str, Any]) -> SizeSettings:
@@ -109,19 +108,17 @@ class Buckets:
         """
         size = self._nearest(header)
         change = SizeChange.of(header, size)
-        over = [
-            key
-            for key, value in (("max_enlargement", change.enlarged), ("max_cut", change.cut))
-            if value > getattr(self._settings, key) + _ROUNDING
-        ]
-        if over:
-            raise DataError(
-                f"{name} is {header.height}×{header.width}: of the size {size} nearest to it, it would be enlarged "
-                f"{change.enlarged:.3g} times and {change.cut:.1%} of it would be cut away",
-                key=f"{_KEY}.{over[0]}",
-                way_out=f"Leave it out, add a size that is nearer to it, or raise {over[0]} "
-                f"({getattr(self._settings, over[0]):g}).",
-            )
+        for key, value, limit in (
+            ("max_enlargement", change.enlarged, self._settings.max_enlargement),
+            ("max_cut", change.cut, self._settings.max_cut),
+        ):
+            if value > limit + _ROUNDING:
+                raise DataError(
+                    f"{name} is {header.height}×{header.width}: of the size {size} nearest to it, it would be enlarged "
+                    f"{change.enlarged:.3g} times and {change.cut:.1%} of it would be cut away",
+                    key=f"{_KEY}.{key}",
+                    way_out=f"Leave it out, add a size that is nearer to it, or raise {key} ({limit:g}).",
+                )
         frames = self._frames(header)
         if size.frames > frames and not self._sampling.repeats_short:
             raise too_short(name, frames, size.frames)
@@ -184,25 +181,28 @@ def differences(then: SizeSettings, now: SizeSettings, geometry: MediaGeometry) 
         geometry: What the model takes; the keys about clips count for models of videos only.
     """
     before, today = _effect(then, geometry), _effect(now, geometry)
-    size_key = next(key for key in ("buckets", "max_pixels", "height") if getattr(now, key) is not None)
-    return [
-        Problem(f"was {before[name]}, is {today[name]}", key=f"{_KEY}.{size_key if name == 'sizes' else name}")
-        for name in today
-        if before[name] != today[name]
-    ]
+    size_key = next(key for key in ("buckets", "max_pixels", "height") if vars(now)[key] is not None)
+    problems = []
+    for name, value in today.items():
+        if before[name] != value:
+            key = size_key if name == "sizes" else name
+            problems.append(Problem(f"was {before[name]}, is {value}", key=f"{_KEY}.{key}"))
+    return problems
 
 
 def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
     """What settings come to: number and order of buckets, and the way that they are written, do not count."""
-    sizes = sorted({(size.height, size.width, size.frames) for size in Buckets(settings, geometry).sizes})
-    has_own_length = settings.num_frames is None and settings.buckets is None
+    sizes = sorted(Buckets(settings, geometry).sizes, key=lambda size: (size.height, size.width, size.frames))
+    effect: dict[str, Any] = {"sizes": ", ".join(map(str, sizes))}
     names = ["max_enlargement", "max_cut"]
-    effect: dict[str, Any] = {"sizes": ", ".join(str(MediaSize(frames, *plane)) for *plane, frames in sizes)}
     if geometry.is_video:
+        has_own_length = settings.num_frames is None and settings.buckets is None
         effect["num_frames"] = "each clip's own" if has_own_length else "set"
         names += ["fps", "frame_interval", "clip_position", "short_clips"]
-    given = {name: getattr(settings, name) for name in names}
-    return effect | {name: "not set" if value is None else value for name, value in given.items()}
+    for name in names:
+        value = vars(settings)[name]
+        effect[name] = "not set" if value is None else value
+    return effect
 
 
 # --- the sizes that the configuration names --------------------------------------------------------------------------
@@ -263,23 +263,6 @@ def _key_of(settings: SizeSettings, size: MediaSize, geometry: MediaGeometry) ->
 # --- what may stand there --------------------------------------------------------------------------------------------
 
 
-def _problems_of(name: str, value: Any) -> list[Problem]:
-    if value is None:
-        return []
-    words = {
-        "buckets": "a list of sizes such as 480x832x81 (height, width, frames) or 512x512",
-        "num_frames": "a whole number above 0, nor a list of them",
-        "fps": "a number above 0",
-        "clip_position": "start or middle",
-        "short_clips": "error or repeat",
-        "max_enlargement": "a number from 1 on",
-        "max_cut": "a share from 0 to 1",
-    }
-    if _IS_RIGHT[name](value):
-        return []
-    return [Problem(f"{value!r} is not {words.get(name, 'a whole number above 0')}", key=f"{_KEY}.{name}")]
-
-
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -297,32 +280,48 @@ def _is_rate(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-_IS_RIGHT = {
-    "height": _is_count,
-    "width": _is_count,
-    "max_pixels": _is_count,
-    "frame_interval": _is_count,
-    "num_frames": lambda value: _is_count(value) or (isinstance(value, list | tuple) and all(map(_is_count, value))),
-    "buckets": _is_bucket_list,
-    "fps": _is_rate,
-    "clip_position": lambda value: value in ("start", "middle"),
-    "short_clips": lambda value: value in ("error", "repeat"),
-    "max_enlargement": lambda value: _is_rate(value) and value >= 1,
-    "max_cut": lambda value: value == 0 or (_is_rate(value) and value <= 1),
+def _is_whole_or_list(value: Any) -> bool:
+    return _is_count(value) or (isinstance(value, list | tuple) and all(map(_is_count, value)))
+
+
+class _Allowed(NamedTuple):
+    """What a key may hold."""
+
+    is_right: Callable[[Any], bool]
+    words: str = "a whole number above 0"
+
+
+_ALLOWED = {
+    "height": _Allowed(_is_count),
+    "width": _Allowed(_is_count),
+    "num_frames": _Allowed(_is_whole_or_list, "a whole number above 0, nor a list of them"),
+    "buckets": _Allowed(_is_bucket_list, "a list of sizes such as 480x832x81 (height, width, frames) or 512x512"),
+    "max_pixels": _Allowed(_is_count),
+    "fps": _Allowed(_is_rate, "a number above 0"),
+    "frame_interval": _Allowed(_is_count),
+    "clip_position": _Allowed(lambda value: value in ("start", "middle"), "start or middle"),
+    "short_clips": _Allowed(lambda value: value in ("error", "repeat"), "error or repeat"),
+    "max_enlargement": _Allowed(lambda value: _is_rate(value) and value >= 1, "a number from 1 on"),
+    "max_cut": _Allowed(lambda value: value == 0 or (_is_rate(value) and value <= 1), "a share from 0 to 1"),
 }
+"""Every key of `SizeSettings`, in its order."""
+_EXCLUDED_BY = {"buckets": ("num_frames", "height"), "max_pixels": ("height", "buckets")}
+"""Key → keys that say the same in another way."""
 
 
-def _conflicts(given: Mapping[str, Any]) -> list[Problem]:
-    problems = []
-    if (given["height"] is None) != (given["width"] is None):
-        absent = "height" if given["height"] is None else "width"
-        problems.append(Problem("only one side is given", key=f"{_KEY}.{absent}", way_out="Give height and width."))
-    if given["buckets"] is not None and (given["num_frames"] is not None or given["height"] is not None):
-        beside = "num_frames" if given["num_frames"] is not None else "height"
-        problems.append(Problem(f"is given beside {beside}", key=f"{_KEY}.buckets", way_out="Keep one of them."))
-    if given["max_pixels"] is not None and (given["height"] is not None or given["buckets"] is not None):
-        beside = "height" if given["height"] is not None else "buckets"
-        problems.append(Problem(f"is given beside {beside}", key=f"{_KEY}.max_pixels", way_out="Keep one of them."))
-    if given["fps"] is not None and given["frame_interval"] not in (None, 1):
-        problems.append(Problem("is given beside fps", key=f"{_KEY}.frame_interval", way_out="Keep one of them."))
-    return problems
+def _wrong_values(given: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, value in given.items():
+        if not _ALLOWED[name].is_right(value):
+            yield Problem(f"{value!r} is not {_ALLOWED[name].words}", key=f"{_KEY}.{name}")
+
+
+def _conflicts(given: Mapping[str, Any]) -> Iterator[Problem]:
+    if ("height" in given) != ("width" in given):
+        absent = "width" if "height" in given else "height"
+        yield Problem("only one side is given", key=f"{_KEY}.{absent}", way_out="Give height and width.")
+    for key, others in _EXCLUDED_BY.items():
+        beside = next((other for other in others if other in given), None)
+        if key in given and beside is not None:
+            yield Problem(f"is given beside {beside}", key=f"{_KEY}.{key}", way_out="Keep one of them.")
+    if "fps" in given and given.get("frame_interval", 1) != 1:
+        yield Problem("is given beside fps", key=f"{_KEY}.frame_interval", way_out="Keep one of them.")

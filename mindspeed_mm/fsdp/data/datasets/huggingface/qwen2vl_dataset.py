@@ -118,10 +118,6 @@ class Qwen2VLDataset(MMDataset):
         """Row `index` as it stands in its file."""
         return self._rows.row(index)
 
-    def raw(self, index: int) -> bytes:
-        """What tells the content of row `index` from another's."""
-        return self._rows.raw(index)
-
     def place(self, index: int) -> RowLocation:
         """Where row `index` stands."""
         return self._rows.place(index)
