@@ -24,6 +24,9 @@ quickstart: install
 quickstart-generation: install
 	$(BIN)/python examples/quickstart_generation.py
 
+# Test files and the package are compiled once, not by each worker and by each command that a test starts.
+test test-floor: export PYTHONDONTWRITEBYTECODE =
+
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

@@ -1,4 +1,4 @@
-"""Kill -9 of the real command at random moments while it saves every step: every start resumes at the newest committed
+"""Kill -9 of `mm train` at random moments while it saves every step: every start resumes at the newest committed
 step, and the weights in the end are bitwise those of a run that nobody killed.
 
 How far a start gets depends on the machine: runs are long until the last start, which ends soon after the others.
@@ -12,10 +12,12 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.distributed import start_mm
 from tests.helpers.runs import differing, newest, tensors, train
 from tests.helpers.tiny_run import make_tiny_run
 
@@ -23,36 +25,18 @@ ENDLESS = 100_000
 LIMIT_S = 120.0
 
 
-COMMAND = ("-m", "mindspeed_mm", "train")
-SCRIPT = (str(Path(__file__).parents[2] / "mindspeed_mm" / "fsdp" / "train" / "trainer.py"),)
+SCRIPT = str(Path(__file__).parents[2] / "mindspeed_mm" / "fsdp" / "train" / "trainer.py")
 """What launch scripts of older files start, torchrun in front; the same as the command."""
 
 
-def start(yaml: Path, save: Path, *extra: str, entry: tuple[str, ...] = COMMAND) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *entry, str(yaml), f"training.save={save}", *extra],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, output
-    return output
-
-
-def kill_after(process: subprocess.Popen[str], save: Path, step: int, delay_s: float) -> None:
+def kill_after(process: ForkServerProcess, save: Path, step: int, delay_s: float) -> None:
     """Kill the process group a moment after step `step` was committed."""
     deadline = time.monotonic() + LIMIT_S
-    while newest(save) < step and process.poll() is None and time.monotonic() < deadline:
+    while newest(save) < step and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(delay_s)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +48,8 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kill_and_restart(yaml: Path, save: Path, kills: int, *extra: str) -> None:
     draw = random.Random(kills)
     for _ in range(kills):
-        process = start(yaml, save, *extra)
+        log = save.with_name(f"{save.name}.log")
+        process = start_mm("train", yaml, f"training.save={save}", *extra, log=log)
         kill_after(process, save, newest(save) + draw.randint(1, 3), draw.uniform(0.0, 0.2))
 
 
@@ -72,8 +57,10 @@ def finish_and_compare(yaml: Path, save: Path, *extra: str) -> None:
     """Run a few steps more, to the end, and compare every tensor with a run in one piece."""
     resumed_from = newest(save)
     iters = f"training.train_iters={resumed_from + 3}"
-    output = finish(start(yaml, save, iters, *extra, entry=SCRIPT))
-    assert f"resume from {save / f'iter_{resumed_from:07d}'}" in output, output
+    command = [sys.executable, SCRIPT, str(yaml), f"training.save={save}", iters, *extra]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"resume from {save / f'iter_{resumed_from:07d}'}" in done.stdout, done.stdout
     whole = save.with_name(f"{save.name}-whole")
     train(yaml, whole, iters, "training.save_interval=0")
     assert newest(save) == newest(whole) == resumed_from + 3

@@ -111,6 +111,25 @@ def _run(
         return [_load(folder / f"result{rank}.pt") for rank in range(world_size)]
 
 
+def start_mm(*words: object, log: Path) -> ForkServerProcess:
+    """`mm WORDS` in a process, and a process group, of its own, like a command in a shell but without the seconds
+    that its imports take; what it prints goes into a file."""
+    process = _context().Process(target=_mm_main, args=([str(word) for word in words], log), daemon=True)
+    process.start()
+    return process
+
+
+def _mm_main(words: list[str], log: Path) -> None:
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    from mindspeed_mm.cli.main import run
+
+    os._exit(run(words))
+
+
 def _load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
