@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.features.memory.selection import select_modules
 from mindspeed_mm.fsdp.features.memory.skipped_kernels import apply_kept_results, check_skipped_kernels
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import check_compile, compile_blocks
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
@@ -65,10 +66,11 @@ class FeaturesApplier:
         """
         self.check(whole_of(model))
         if not self._keeps_operations:
-            self._compile(model)  # innermost: what stands around a block is not traced
+            self._compile(model, ForwardKind.COMPILE)  # innermost: what stands around a block is not traced
         self._recompute(model)
         if self._keeps_operations:
-            self._compile(model)  # what is kept is asked of single operations, which a graph hides
+            # What is kept is asked of single operations, which a graph hides.
+            self._compile(model, ForwardKind.COMPILE_RECOMPUTED)
         self._offload_activations(model)
         self._run_in_slices(model)
 
@@ -99,9 +101,9 @@ class FeaturesApplier:
         is_selective = self._features.recompute_plan.mode == "selective"
         return self._features.recompute and (is_selective or self._model_args.skip_flash_attn_recompute)
 
-    def _compile(self, model: nn.Module) -> None:
+    def _compile(self, model: nn.Module, kind: ForwardKind) -> None:
         if self._features.compile:
-            compile_blocks(model, self._features.compile_plan, self._blocks)
+            compile_blocks(model, self._features.compile_plan, self._blocks, kind)
 
     def modules_by_key(self, model: nn.Module) -> dict[str, list[str]]:
         """Key of a feature that is on → names of the modules that it is about.

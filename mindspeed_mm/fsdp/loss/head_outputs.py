@@ -8,8 +8,7 @@ remembers what is done to it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.ops.forward_stack import Forward, forwards_replaced
 
 KEY = "features.enable_chunk_loss"
 _ELEMENTWISE = {"mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__", "tanh"}
@@ -116,7 +116,10 @@ def find_steps_behind(model: nn.Module, head_name: str) -> StepsBehind:
     owner = model.get_submodule(head_name.rpartition(".")[0])
     head = model.get_submodule(head_name)
     returned = watched(torch.zeros(1, 1, 2))
-    with _replaced_forwards(owner, head, returned), torch.no_grad():
+    hidden = torch.zeros(1, 1, 2)
+    answers: dict[nn.Module, Forward] = {child: lambda *_, **__: _Outputs(hidden) for child in owner.children()}
+    answers[head] = lambda *_, **__: returned
+    with forwards_replaced(answers), torch.no_grad():
         try:
             output = owner.forward(**_inputs_of(owner))
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
@@ -156,21 +159,6 @@ class _Outputs:
 
     def __getitem__(self, at: Any) -> Any:
         return () if isinstance(at, slice) else self.last_hidden_state
-
-
-@contextmanager
-def _replaced_forwards(owner: nn.Module, head: nn.Module, returned: Watched) -> Iterator[None]:
-    replaced = {child: vars(child).get("forward") for child in owner.children()}
-    hidden = torch.zeros(1, 1, 2)
-    for child in replaced:
-        child.forward = (lambda *_, **__: returned) if child is head else (lambda *_, **__: _Outputs(hidden))
-    try:
-        yield
-    finally:
-        for child, own in replaced.items():
-            del child.forward
-            if own is not None:
-                child.forward = own
 
 
 def _inputs_of(owner: nn.Module) -> dict[str, Any]:

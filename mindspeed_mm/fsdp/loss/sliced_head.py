@@ -6,7 +6,6 @@ hooks and other forwards around this one (sharding, layers split over ranks, rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, Watched, watched
 from mindspeed_mm.fsdp.loss.liger import LigerKernel
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import (
     LossPlan,
     LossSums,
@@ -72,12 +72,11 @@ class SlicedHead:
     def __init__(
         self, head: nn.Module, slices: Slices, behind: StepsBehind | None = None, liger: LigerKernel | None = None
     ) -> None:
-        self._forward: Callable[..., Any] = head.forward  # bound: a deep copy of the head takes its own along
         self._head, self._slices, self._behind = head, slices, behind
         self._is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         self._is_linear = self._is_linear and "forward" not in vars(head)
         self._liger = liger if self._is_linear and not behind else None
-        head.forward = self
+        self._forward = replace_forward(head, ForwardKind.HEAD_LOSS, self)
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """(…, H) → logits; with a question, (n, H) → (2,) the sums of loss and z-loss."""

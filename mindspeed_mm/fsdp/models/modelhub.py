@@ -34,6 +34,7 @@ from mindspeed_mm.fsdp.models.loading.materialize import materialize
 from mindspeed_mm.fsdp.models.loading.stream import LoadReport, stream_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, undo_forwards
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class ModelHub:
                 key="model",
                 way_out="Give a model with weights, or name its folder.",
             )
+        undo_forwards(model, ForwardKind.COMPILE)  # features of an earlier training of this model
         return _prepared(model, model_args, param_dtype)
 
     @staticmethod

@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, B
 from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim, resolve_expert_plan
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, own_experts_of, use_own_experts
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
 from mindspeed_mm.fsdp.params.parallel_args import EpPlan, ParallelArguments
 
@@ -53,7 +54,7 @@ def apply_expert_parallel(
         module = model.get_submodule(name)
         _cut_experts(module, ranks)
         if hasattr(module, "ep_forward"):
-            module.forward = own_forward(module, ranks, parallel.ep_plan)
+            replace_forward(module, ForwardKind.EXPERT, own_forward(module, ranks, parallel.ep_plan))
         else:
             use_own_experts(module, _dispatcher(plan, ranks, own_experts_of(module).real_tokens))
     return plan

@@ -7,7 +7,8 @@ each rank, R ranks, H hidden features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -117,7 +118,8 @@ class AllGather(AllToAll):
         return whole if tokens == longest else whole[:tokens].clone()  # sharding warns of modules that return views
 
 
-class OwnForward(NamedTuple):
+@dataclass(frozen=True)
+class OwnForward:
     """A module's own `ep_forward(hidden_states, …, ep_group=…)` in place of its forward. It may ask for `ep_group` and
     `ep_plan`, by name or as its first arguments."""
 

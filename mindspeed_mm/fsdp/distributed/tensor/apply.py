@@ -42,6 +42,7 @@ from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS, check_split_
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 
 
@@ -93,7 +94,7 @@ class _Splitter:
         module = self._model.get_submodule(name)
         if rule.style in CUT_DIMS and not rule.blocks:
             self._cut_parameters(module, rule.style)
-        module.forward = self._forward(module, name, rule)
+        replace_forward(module, ForwardKind.TENSOR, self._forward(module, name, rule))
 
     def _forward(self, module: nn.Module, name: str, rule: SplitRule) -> LocalForward:
         in_sequence = self._in_sequence(name)

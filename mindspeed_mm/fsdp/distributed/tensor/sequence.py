@@ -29,6 +29,7 @@ from mindspeed_mm.fsdp.distributed.tensor.forward import LocalForward
 from mindspeed_mm.fsdp.distributed.tensor.plan import KEY, Style, TensorPlan
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 
 SEQUENCE_KEY = f"{KEY}.sequence_parallel"
 
@@ -84,7 +85,7 @@ def apply_sequence_parallel(
     for parent in plan.sequence:
         for name, module in model.get_submodule(parent).named_modules(prefix=parent):
             if any(p is not None for p in module._parameters.values()) and not is_split(name, plan):
-                module.forward = LocalForward(module, ranks)
+                replace_forward(module, ForwardKind.SEQUENCE, LocalForward(module, ranks))
     for stretch in stretches:
         crossing = _Borders(ranks)
         first, last = (model.get_submodule(stretch.modules[end]) for end in (0, -1))

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.host_copies import HostCopies
 
@@ -38,7 +39,7 @@ def offload_activations(model: nn.Module, names: Iterable[str]) -> None:
     traffic = OffloadParcels()
     for name in names:
         module = model.get_submodule(name)
-        module.forward = OffloadedForward(module, traffic)
+        replace_forward(module, ForwardKind.OFFLOAD, OffloadedForward(module, traffic))
 
 
 class OffloadedForward:

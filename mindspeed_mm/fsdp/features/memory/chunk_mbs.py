@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.memory.recompute import CACHES
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.params.feature_args import ChunkMbsPlan
 
 PLACES = "features.chunkmbs_plan.chunk_arg_indexs"
@@ -38,7 +39,7 @@ def run_in_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) ->
     """
     for name in names:
         module = model.get_submodule(name)
-        module.forward = SlicedForward(module, name, plan)
+        replace_forward(module, ForwardKind.SLICES, SlicedForward(module, name, plan))
 
 
 def check_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> None:

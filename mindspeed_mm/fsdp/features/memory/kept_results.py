@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.utils.device import rng_state, set_rng_state
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -127,7 +128,7 @@ def keep_calls_of(module: nn.Module, key: str) -> None:
         module: Its `forward` is replaced on the instance.
         key: The configuration key that asked for it, for errors.
     """
-    module.forward = KeptForward(module, key)
+    replace_forward(module, ForwardKind.KEPT_RESULTS, KeptForward(module, key))
 
 
 class KeptForward:

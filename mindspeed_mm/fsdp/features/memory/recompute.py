@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from mindspeed_mm.fsdp.features.memory.kept_results import Contexts
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 
 CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 """Arguments of layers → what they are without a cache. A second forward pass would write into it a second time, and a
@@ -35,7 +36,7 @@ def recompute_modules(
     """
     for name in names:
         module = model.get_submodule(name)
-        module.forward = RecomputedForward(module, use_reentrant, contexts)
+        replace_forward(module, ForwardKind.RECOMPUTE, RecomputedForward(module, use_reentrant, contexts))
 
 
 class RecomputedForward:

@@ -1,7 +1,6 @@
 """Repeated blocks compiled one by one by torch.compile, in place.
 
-A block's `forward` is replaced on the instance: no parameter changes its name, and the hooks of sharding run outside of
-the graph, as plain Python. Blocks of one class share their graphs.
+The hooks of sharding run outside of the graph, as plain Python. Blocks of one class share their graphs.
 
 Within recomputation, offloading and slicing, whatever they do to a block: their own code is not traced. Only selective
 recomputation, which asks of each operation whether to keep it, is compiled together with what it recomputes.
@@ -26,6 +25,7 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
+from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.graph_borders import draw_graph_borders
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -38,16 +38,17 @@ GRAPHS_PER_FORWARD = 32
 
 _READS_THE_DEVICE = frozenset({"tolist", "item", "nonzero"})
 
-Forward = Callable[..., Any]
 
-
-def compile_blocks(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -> None:
+def compile_blocks(
+    model: nn.Module, plan: CompilePlan, blocks: Sequence[str], kind: ForwardKind = ForwardKind.COMPILE
+) -> None:
     """Compile modules' forward passes at their first call; call it before sharding.
 
     Args:
         model: Parameters on meta or real; of a pipeline, this rank's part.
         plan: Compiler, what it is told, and patterns of modules.
         blocks: The model's repeated blocks, which are taken where the plan has no patterns.
+        kind: `COMPILE_RECOMPUTED` around what computes blocks again.
 
     Raises:
         ConfigError: There is no such backend, it takes no modes, or a pattern matches nothing or what is never called.
@@ -58,8 +59,8 @@ def compile_blocks(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -
     for name in own_names(model, modules_to_compile(whole_of(model), plan, blocks)):
         module = model.get_submodule(name)
         for inner in readers_of_the_device(module):
-            inner.forward = RemadeForward(inner.forward, torch.compiler.disable)
-        module.forward = RemadeForward(module.forward, compiler_of(plan))
+            replace_forward(inner, kind, RemadeForward(inner.forward, torch.compiler.disable))
+        replace_forward(module, kind, RemadeForward(module.forward, compiler_of(plan)))
 
 
 def check_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.features.speed.fused_operators import KEY, FusedOperators, fused_operators
 from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers' attention layers call."""
@@ -116,7 +117,7 @@ def _replace(model: nn.Module, fits: Callable[[nn.Module], bool], forward: Calla
             known[kind] = "forward" not in vars(module) and fits(module)
         found += [module] if known[kind] else []
     for module in found:
-        module.forward = forward(module)
+        replace_forward(module, ForwardKind.KERNEL, forward(module))
     return len(found)
 
 

@@ -19,6 +19,7 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import compile_pattern, resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.params.training_args import QuantizationPlan
 from mindspeed_mm.fsdp.utils.device import device_capability, get_device_type
 from mindspeed_mm.fsdp.utils.torchao_library import load_torchao
@@ -261,7 +262,7 @@ def _convert_to_mx(linears: Linears, settings: Mapping[str, Any]) -> None:
     mode = formats.ScaleCalculationMode[str(settings.get("scale_calculation_mode", "rceil")).upper()]
     options = (preference, mode, bool(settings.get("wgrad_with_hp", False)))
     for module in linears.values():
-        module.forward = MxForward(module, product, options)  # type: ignore[method-assign]
+        replace_forward(module, ForwardKind.LOW_PRECISION, MxForward(module, product, options))
 
 
 class MxForward:

@@ -18,6 +18,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.fsdp.models.behaviour.segmented_mixer import SegmentedForward
 from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, PADDING_KEY, register_attention
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 
 KEY = "data.dataset_param.basic_parameters.packing"
 _ATTENTION_KEY = "model.attn_implementation"
@@ -53,7 +54,7 @@ def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None
         for name in _models_beside_the_decoder(model):
             model.get_submodule(name).register_forward_pre_hook(leave_borders_out, with_kwargs=True)
     for mixer in find_mixers(model):
-        mixer.forward = SegmentedForward(mixer)  # type: ignore[method-assign]
+        replace_forward(mixer, ForwardKind.PACKING, SegmentedForward(mixer))
     if (marks := image_blocks_key(model)) is not None:
         model.register_forward_pre_hook(_BlockMasks(model, marks), with_kwargs=True)
     model.register_forward_pre_hook(read_positions, with_kwargs=True)

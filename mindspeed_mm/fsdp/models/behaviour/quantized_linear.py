@@ -24,6 +24,7 @@ from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.lora.names import base_name
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 
 KEY = "training.lora.quantize"
 _NEEDS_TORCH = "2.13"
@@ -151,7 +152,7 @@ def quantize_linears(model: nn.Module, kind: str) -> list[str]:
             continue
         empty = torch.empty(module.out_features, packing.row_bytes, dtype=torch.uint8, device=module.weight.device)
         module._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
-        module.forward = QuantizedForward(module, packing)  # type: ignore[method-assign, assignment]
+        replace_forward(module, ForwardKind.QUANTIZED, QuantizedForward(module, packing))
         names.append(base_name(f"{name}.weight").removesuffix(".weight"))
     if not names:
         raise ConfigError(

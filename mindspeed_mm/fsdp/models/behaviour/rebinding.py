@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+
 
 def called_globals(module: nn.Module) -> set[str]:
     """Names of globals that a module's forward reads; none where something else stands in its place."""
@@ -33,7 +35,7 @@ def rebind_globals(module: nn.Module, others: Mapping[str, Callable[..., Any]]) 
     forward = FunctionType(own.__code__, names | dict(others), own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    replace_forward(module, ForwardKind.KERNEL, MethodType(forward, module))
 
 
 def _forward_of(module: nn.Module) -> FunctionType:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 
 
 def wrappers_of(model: nn.Module) -> dict[str, list[tuple[str, Any]]]:
@@ -33,9 +34,10 @@ def adapt_experts(model: nn.Module) -> None:
     """Let every module of experts with adapters compute with them; call it behind PEFT, before any plan."""
     for wrappers in wrappers_of(model).values():
         experts = wrappers[-1][1].base_layer
-        experts.forward = AdaptedForward(experts, [wrapper for _, wrapper in wrappers])
+        adapted = AdaptedForward(experts, [wrapper for _, wrapper in wrappers])
+        replace_forward(experts, ForwardKind.ADAPTER, adapted)
         for _, wrapper in wrappers:
-            wrapper.forward = Through(wrapper)
+            replace_forward(wrapper, ForwardKind.ADAPTER, Through(wrapper))
 
 
 class Through:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mm.fsdp.features.memory.activation_offload import SMALLEST_BYTES
+from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.tools.memory_model.ledger import ACTIVATIONS, HOST, Label
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation
 
@@ -39,7 +40,8 @@ class SimulatedOffload:
         listed = list(names)
         for name in listed:
             module = model.get_submodule(name)
-            module.forward = self._travelling(module.forward, stays=name == listed[-1])
+            forward = self._travelling(module.forward, stays=name == listed[-1])
+            replace_forward(module, ForwardKind.SIMULATION, forward)
 
     def _travelling(self, forward: Callable[..., Any], *, stays: bool) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
 from mindspeed_mm.fsdp.models.modelhub import LoadReport
 from mindspeed_mm.fsdp.models.structure.share import whole_of
+from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
 from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -82,6 +83,7 @@ def _parts(assembled: Assembled) -> dict[str, str]:
     described = {
         "lora": str(assembled.lora) if assembled.lora is not None else "",
         "split": "; ".join(split.describe() for split in splits if split is not None),
+        "layers": describe_forwards(assembled.model),
         "media": assembled.media.describe() if assembled.media is not None else "",
         "flops": assembled.utilisation.describe() if assembled.utilisation is not None else "",
     }
