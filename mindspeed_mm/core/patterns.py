@@ -64,6 +64,11 @@ def compile_pattern(pattern: str, *, key: str, allow_suffix: bool = False) -> re
     return re.compile("".join(parts))
 
 
+def is_inside(name: str, modules: Iterable[str], *, strict: bool = False) -> bool:
+    """Whether a dotted name is that of one of these modules or of something inside one; with `strict`, only inside."""
+    return any(name.startswith(f"{module}.") or (name == module and not strict) for module in modules)
+
+
 def _digits(inside: str, pattern: str, key: str) -> str:
     """Expression for what stands inside braces: any number, or one of those listed."""
     if inside.strip() == "*":

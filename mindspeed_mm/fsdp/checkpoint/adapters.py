@@ -21,9 +21,11 @@ from mindspeed_mm.fsdp.models.lora.files import (
     PEFT_CONFIG,
     PEFT_PREFIX,
     PEFT_WEIGHTS,
+    diffusers_metadata,
+    file_key,
+    peft_settings,
 )
 from mindspeed_mm.fsdp.models.lora.names import INITIAL, adapter_weight, initial_weights
-from mindspeed_mm.fsdp.models.lora.settings import diffusers_metadata, file_key, peft_settings
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 

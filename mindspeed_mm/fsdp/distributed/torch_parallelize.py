@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel, apply_context_parallel
 from mindspeed_mm.fsdp.distributed.expert.apply import apply_expert_parallel, shard_experts
 from mindspeed_mm.fsdp.distributed.expert.plan import (
@@ -28,7 +28,6 @@ from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
     Unit,
     build_expert_options,
     holds_wrapped,
-    is_below,
     plan_units,
     replicate_modules,
     set_gradient_sync,
@@ -190,7 +189,7 @@ class ParallelApplier:
             self.warnings += padding_warnings(model, shards)
             return {parameter: dim for _, parameter, dim in undivided(model, shards) if dim is not None}
         wrapped = [name for unit in self._units for name in unit.names]
-        check_inside(self.experts.modules, lambda name: is_below(name, wrapped) and not is_below(name, ignored))
+        check_inside(self.experts.modules, lambda name: is_inside(name, wrapped) and not is_inside(name, ignored))
         self._units = [unit for unit in self._units if not set(unit.names) & set(self.experts.modules)]
         shard_experts(model, self.experts, get_parallel_state(), **build_expert_options(self._plan))
         return {}
@@ -237,7 +236,7 @@ class ParallelApplier:
         if not self._plan.ignored_modules:
             return []
         names = resolve_patterns(self._plan.ignored_modules, _names(model), key="parallel.fsdp_plan.ignored_modules")
-        return [name for name in names if not is_below(name, set(names) - {name})]
+        return [name for name in names if not is_inside(name, set(names) - {name})]
 
 
 def changes_nothing_on_one_rank(plan: FsdpPlan) -> bool:

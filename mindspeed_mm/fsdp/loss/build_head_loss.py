@@ -8,7 +8,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import compile_pattern
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
-from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, find_steps_behind
+from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, find_logit_steps
 from mindspeed_mm.fsdp.loss.liger import find_liger
 from mindspeed_mm.fsdp.loss.sliced_head import SlicedHead, Slices
 from mindspeed_mm.fsdp.params.feature_args import ChunkLossPlan, FeatureArguments
@@ -41,7 +41,7 @@ def build_head_loss(model: nn.Module, head_name: str, features: FeatureArguments
         return HeadLoss(head, z_loss_coef=z_loss_coef)
     _check_named(model, head_name, features.chunkloss_plan.apply_module)
     is_here = next(head.parameters(), None) is not None  # the others of a pipeline's ranks never call it
-    behind = find_steps_behind(model, head_name) if is_here else StepsBehind()
+    behind = find_logit_steps(model, head_name) if is_here else LogitSteps()
     sliced = SlicedHead(head, slices, behind, find_liger(get_device_type()))
     return HeadLoss(head, sliced=sliced, behind=behind, z_loss_coef=z_loss_coef)
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, check_untouched
+from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, check_untouched
 from mindspeed_mm.fsdp.loss.labelled_rows import LabelledRowsHead
-from mindspeed_mm.fsdp.loss.sliced_head import Question, SlicedHead
+from mindspeed_mm.fsdp.loss.sliced_head import LossRequest, SlicedHead
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import LossSums, VocabularyShare, whole_cross_entropy
 
 
@@ -35,11 +35,11 @@ class HeadLoss:
         head: nn.Module,
         *,
         sliced: SlicedHead | None = None,
-        behind: StepsBehind | None = None,
+        behind: LogitSteps | None = None,
         z_loss_coef: float = 0.0,
     ) -> None:
         self._head, self._sliced = head, sliced
-        self._behind = behind or StepsBehind()
+        self._behind = behind or LogitSteps()
         self._rows = LabelledRowsHead(head)
         self.z_loss_coef = z_loss_coef
         self.vocabulary: VocabularyShare | None = None
@@ -64,7 +64,7 @@ class HeadLoss:
             with self._rows.select(rows):
                 logits = self._head(hidden)
             return self._sums(self._behind(logits), targets, weights, 0.0).loss
-        with self._rows.select(rows, Question(targets, weights, 0.0, self.vocabulary)):
+        with self._rows.select(rows, LossRequest(targets, weights, 0.0, self.vocabulary)):
             sums = self._head(hidden)
         return sums.as_subclass(torch.Tensor)[0]
 
@@ -85,10 +85,10 @@ class HeadLoss:
             with self._rows.select(rows):
                 logits = output_of(model(**inputs), "logits")
             return self._sums(logits, targets, weights, self.z_loss_coef)
-        question = Question(targets, weights, self.z_loss_coef, self.vocabulary)
-        with self._rows.select(rows, question):
+        request = LossRequest(targets, weights, self.z_loss_coef, self.vocabulary)
+        with self._rows.select(rows, request):
             returned = output_of(model(**inputs), "logits")
-        check_untouched(model, returned, question.answer, self._behind)
+        check_untouched(model, returned, request.sums, self._behind)
         loss, z_loss = returned.as_subclass(torch.Tensor).unbind()
         return LossSums(loss, z_loss)
 

@@ -24,7 +24,7 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "bfloat16": torch.bfl
 
 
 @dataclass(frozen=True)
-class Step:
+class LogitStep:
     """One operation on logits, element by element."""
 
     name: str
@@ -32,14 +32,14 @@ class Step:
     operands: tuple[Any, ...]
 
 
-class StepsBehind:
+class LogitSteps:
     """Operations between a head and the logits that its model returns.
 
     Args:
         steps: In order.
     """
 
-    def __init__(self, steps: tuple[Step, ...] = ()) -> None:
+    def __init__(self, steps: tuple[LogitStep, ...] = ()) -> None:
         self.steps = steps
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
@@ -52,10 +52,10 @@ class StepsBehind:
         return bool(self.steps)
 
 
-class Watched(torch.Tensor):
+class RecordingTensor(torch.Tensor):
     """A tensor that stays what it is under operations on its elements, and remembers them."""
 
-    steps: list[Step]
+    steps: list[LogitStep]
     others: list[str]
     """Operations that are no such ones."""
     is_written: bool
@@ -65,7 +65,7 @@ class Watched(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Remember an operation, or do what is asked."""
         kwargs = kwargs or {}
-        own = args[0] if args and isinstance(args[0], Watched) else None
+        own = args[0] if args and isinstance(args[0], RecordingTensor) else None
         if own is not None and (known := _step_of(func, args[1:], kwargs)) is not None:
             own.steps += known
             return own
@@ -78,29 +78,29 @@ class Watched(torch.Tensor):
         return result
 
 
-def watched(tensor: torch.Tensor) -> Watched:
+def recording(tensor: torch.Tensor) -> RecordingTensor:
     """The same values and gradients."""
-    own = tensor.as_subclass(Watched)
+    own = tensor.as_subclass(RecordingTensor)
     own.steps, own.others, own.is_written = [], [], False
     return own
 
 
-def _step_of(func: Any, operands: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Step] | None:
+def _step_of(func: Any, operands: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[LogitStep] | None:
     """What an operation adds to the list: nothing, if it changes no value; None when it is none on elements."""
     name = getattr(func, "__name__", "")
     if name in _CASTS:
-        return [Step("to", torch.Tensor.to, (_CASTS[name],))]
+        return [LogitStep("to", torch.Tensor.to, (_CASTS[name],))]
     if name == "to":
         dtypes = [each for each in (*operands, *kwargs.values()) if isinstance(each, torch.dtype)]
-        return [Step("to", torch.Tensor.to, (dtypes[0],))] if dtypes else []
+        return [LogitStep("to", torch.Tensor.to, (dtypes[0],))] if dtypes else []
     if name == "contiguous":
         return []
     if name in _ELEMENTWISE and not kwargs and all(isinstance(each, int | float) for each in operands):
-        return [Step(name, func, operands)]
+        return [LogitStep(name, func, operands)]
     return None
 
 
-def find_steps_behind(model: nn.Module, head_name: str) -> StepsBehind:
+def find_logit_steps(model: nn.Module, head_name: str) -> LogitSteps:
     """Ask a model what it does behind its head, by running the code around the head with everything else left out.
 
     Args:
@@ -115,7 +115,7 @@ def find_steps_behind(model: nn.Module, head_name: str) -> StepsBehind:
     """
     owner = model.get_submodule(head_name.rpartition(".")[0])
     head = model.get_submodule(head_name)
-    returned = watched(torch.zeros(1, 1, 2))
+    returned = recording(torch.zeros(1, 1, 2))
     hidden = torch.zeros(1, 1, 2)
     answers: dict[nn.Module, Forward] = {child: lambda *_, **__: _Outputs(hidden) for child in owner.children()}
     answers[head] = lambda *_, **__: returned
@@ -123,21 +123,23 @@ def find_steps_behind(model: nn.Module, head_name: str) -> StepsBehind:
         try:
             output = owner.forward(**_inputs_of(owner))
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            return StepsBehind()
+            return LogitSteps()
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if logits is not None and (logits is not returned or returned.is_written):
         raise _touched(owner, returned)
-    return StepsBehind(tuple(returned.steps))
+    return LogitSteps(tuple(returned.steps))
 
 
-def check_untouched(model: nn.Module, logits: torch.Tensor, returned: Watched | None, behind: StepsBehind) -> None:
+def check_untouched(
+    model: nn.Module, logits: torch.Tensor, returned: RecordingTensor | None, behind: LogitSteps
+) -> None:
     """Raise `ConfigError` when what a model returns is not what its head did, after the steps that the head did."""
     is_same = returned is not None and logits is returned and not returned.is_written
     if not is_same or returned is None or tuple(returned.steps) != behind.steps:
         raise _touched(model, returned)
 
 
-def _touched(model: nn.Module, returned: Watched | None) -> ConfigError:
+def _touched(model: nn.Module, returned: RecordingTensor | None) -> ConfigError:
     seen = [] if returned is None else [*returned.others, *(step.name for step in returned.steps)]
     done = f" ({', '.join(dict.fromkeys(seen))})" if seen else ""
     return ConfigError(

@@ -43,25 +43,25 @@ class LabelledRowsHead:
 
     def __init__(self, head: nn.Module) -> None:
         self._rows: torch.Tensor | None = None
-        self._question: tuple[object, ...] = ()
+        self._request: tuple[object, ...] = ()
         head.register_forward_pre_hook(self._keep_rows)
 
     @contextmanager
-    def select(self, rows: torch.Tensor, *question: object) -> Iterator[None]:
+    def select(self, rows: torch.Tensor, *request: object) -> Iterator[None]:
         """While inside, the head sees only `rows` (n,) of the flattened tokens and returns logits (n, V).
 
         Args:
             rows: Their indices.
-            question: A further argument for the head, which may ask for something else than logits.
+            request: A further argument for the head, which may ask for something else than logits.
         """
-        self._rows, self._question = rows, question
+        self._rows, self._request = rows, request
         try:
             yield
         finally:
-            self._rows, self._question = None, ()
+            self._rows, self._request = None, ()
 
     def _keep_rows(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._rows is None:
             return None
         hidden, *rest = inputs
-        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._rows), *rest, *self._question)
+        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._rows), *rest, *self._request)

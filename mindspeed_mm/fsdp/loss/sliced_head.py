@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, Watched, watched
+from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, RecordingTensor, recording
 from mindspeed_mm.fsdp.loss.liger import LigerKernel
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.linear_cross_entropy import (
@@ -25,8 +25,8 @@ from mindspeed_mm.fsdp.ops.linear_cross_entropy import (
 
 
 @dataclass
-class Question:
-    """What a head is asked of the rows that it gets."""
+class LossRequest:
+    """Asks a head for the sums of the loss over the rows that it gets, instead of for logits."""
 
     targets: torch.Tensor
     """(n,) ids."""
@@ -34,8 +34,8 @@ class Question:
     """(n,); 1 each when None."""
     z_loss_coef: float = 0.0
     vocabulary: VocabularyShare | None = None
-    answer: Watched | None = None
-    """(2,): loss and z-loss."""
+    sums: RecordingTensor | None = None
+    """(2,): loss and z-loss; the head fills them in."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class SlicedHead:
     """
 
     def __init__(
-        self, head: nn.Module, slices: Slices, behind: StepsBehind | None = None, liger: LigerKernel | None = None
+        self, head: nn.Module, slices: Slices, behind: LogitSteps | None = None, liger: LigerKernel | None = None
     ) -> None:
         self._head, self._slices, self._behind = head, slices, behind
         self._is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
@@ -79,12 +79,12 @@ class SlicedHead:
         self._forward = replace_forward(head, ForwardKind.HEAD_LOSS, self)
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """(…, H) → logits; with a question, (n, H) → (2,) the sums of loss and z-loss."""
-        if not args or not isinstance(args[-1], Question):
+        """(…, H) → logits; with a request, (n, H) → (2,) the sums of loss and z-loss."""
+        if not args or not isinstance(args[-1], LossRequest):
             return self._forward(hidden, *args, **kwargs)
-        question: Question = args[-1]
-        question.answer = watched(torch.stack(self._sums(hidden, question)))
-        return question.answer
+        request: LossRequest = args[-1]
+        request.sums = recording(torch.stack(self._sums(hidden, request)))
+        return request.sums
 
     def describe(self) -> str:
         """For the log: what computes the loss."""
@@ -93,11 +93,9 @@ class SlicedHead:
         how = "gradients formed in the forward pass" if self._is_linear else "computed again in the backward pass"
         return f"in {self._slices.describe()}, {how}"
 
-    def _sums(self, hidden_NH: torch.Tensor, question: Question) -> LossSums:
-        targets, weights, head = question.targets, question.weights, self._head
-        plan = LossPlan(
-            self._slices.size(len(targets)), question.z_loss_coef, self._behind or None, question.vocabulary
-        )
+    def _sums(self, hidden_NH: torch.Tensor, request: LossRequest) -> LossSums:
+        targets, weights, head = request.targets, request.weights, self._head
+        plan = LossPlan(self._slices.size(len(targets)), request.z_loss_coef, self._behind or None, request.vocabulary)
         if not self._is_linear:
             return recomputed_cross_entropy(self._forward, hidden_NH, targets, plan, weights_N=weights)
         weight, bias = head._parameters["weight"], head._parameters["bias"]

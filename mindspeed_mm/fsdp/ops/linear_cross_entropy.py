@@ -85,7 +85,7 @@ def linear_cross_entropy(
     """Σ w · cross-entropy of `hidden · weightᵀ + bias`, differentiable in hidden states, weight and bias.
 
     Sums, exponentials and the weight's gradient are in fp32 (fp64 for fp64). Gradients are formed in the forward pass,
-    of what needs one only; none where no gradient is recorded.
+    of what needs one only; none where no gradient is recording.
 
     Args:
         hidden_NH: (N, H).
@@ -93,7 +93,7 @@ def linear_cross_entropy(
         targets_N: (N,) ids in the whole vocabulary, none of them ignored.
         plan: How the rows go through.
         bias_V: (V,).
-        weights_N: (N,) of the rows; 1 each when None. Where no gradient is recorded, also (N, S): a column for each of
+        weights_N: (N,) of the rows; 1 each when None. Where no gradient is recording, also (N, S): a column for each of
             S sums.
     """
     keeps = torch.is_grad_enabled()

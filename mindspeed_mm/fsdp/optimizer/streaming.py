@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from mindspeed_mm.fsdp.utils.device import Beside
+from mindspeed_mm.fsdp.utils.device import CopyStream
 
 MOST_BYTES = 128 << 20
 """Larger buckets win no time: moving one takes milliseconds, starting to move it microseconds."""
@@ -70,7 +70,7 @@ def work_in_buckets(
     work: Callable[[list[Cargo[Item]]], None],
     most_bytes: int,
     device: torch.device,
-    beside: Beside | None = None,
+    copies: CopyStream | None = None,
 ) -> None:
     """Do `work` on all pieces, bucket by bucket, with their tensors on the device.
 
@@ -79,7 +79,7 @@ def work_in_buckets(
         work: Is handed the pieces of a bucket, `staged` filled; it changes the copies of `visits` in place.
         most_bytes: Of a bucket; a single piece may be larger.
         device: Where the work is done.
-        beside: What runs the copies.
+        copies: What runs the copies.
     """
     buckets = list(in_buckets(cargo, most_bytes))
     sizes = [sum(piece.moved_bytes for piece in bucket) for bucket in buckets]
@@ -87,23 +87,23 @@ def work_in_buckets(
         for bucket in buckets:
             work(bucket)
         return
-    beside = beside or Beside(device)
+    copies = copies or CopyStream(device)
     buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in buckets[:2]]
-    beside.follow()  # whatever last used the memory of the buffers, and wrote what comes in, comes first
-    arrived = [_bring(buckets[0], buffers[0], beside)]
+    copies.follow()  # whatever last used the memory of the buffers, and wrote what comes in, comes first
+    arrived = [_bring(buckets[0], buffers[0], copies)]
     for number, bucket in enumerate(buckets):
         if number + 1 < len(buckets):  # into the buffer that the bucket before this one has left
-            arrived.append(_bring(buckets[number + 1], buffers[(number + 1) % 2], beside))
-        beside.wait_for(arrived[number])
+            arrived.append(_bring(buckets[number + 1], buffers[(number + 1) % 2], copies))
+        copies.wait_for(arrived[number])
         work(bucket)
-        beside.follow()
-        _take_home(bucket, beside)
-    beside.finish()
+        copies.follow()
+        _take_home(bucket, copies)
+    copies.finish()
 
 
-def _bring(bucket: list[Cargo[Item]], buffer: torch.Tensor, beside: Beside) -> torch.Event | None:
+def _bring(bucket: list[Cargo[Item]], buffer: torch.Tensor, copies: CopyStream) -> torch.Event | None:
     start = 0
-    with beside:
+    with copies:
         for piece in bucket:
             piece.staged = []
             for tensor in (*piece.visits, *piece.gifts):
@@ -112,11 +112,11 @@ def _bring(bucket: list[Cargo[Item]], buffer: torch.Tensor, beside: Beside) -> t
                 copy.copy_(tensor, non_blocking=True)
                 piece.staged.append(copy)
                 start += _room(tensor)
-        return beside.mark()
+        return copies.mark()
 
 
-def _take_home(bucket: list[Cargo[Item]], beside: Beside) -> None:
-    with beside:
+def _take_home(bucket: list[Cargo[Item]], copies: CopyStream) -> None:
+    with copies:
         for piece in bucket:
             for home, copy in zip(piece.visits, piece.staged, strict=False):
                 home.copy_(copy, non_blocking=True)

@@ -211,7 +211,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
         get_torch_device().set_rng_state(state["device"])
 
 
-class Beside:
+class CopyStream:
     """A queue of copies that runs beside the computation; on a CPU everything happens in its turn.
 
     Args:

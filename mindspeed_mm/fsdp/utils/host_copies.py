@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_mm.fsdp.utils.device import Beside, get_device_type
+from mindspeed_mm.fsdp.utils.device import CopyStream, get_device_type
 
 
 class HostCopies:
     """One queue of copies."""
 
     def __init__(self) -> None:
-        self._queue: Beside | None = None
+        self._queue: CopyStream | None = None
 
     def to_host(self, source: torch.Tensor) -> torch.Tensor:
         """Start to copy; `source` must stay until a mark set after this was waited for.
@@ -47,7 +47,7 @@ class HostCopies:
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, where: torch.device) -> None:
         if self._queue is None:  # made when there is a device to make it for: models are assembled without one
-            self._queue = Beside(where)
+            self._queue = CopyStream(where)
         self._queue.follow()  # what is copied is computed there, or its memory was used there
         with self._queue:
             target.copy_(source, non_blocking=True)

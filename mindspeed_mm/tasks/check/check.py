@@ -17,7 +17,7 @@ from typing import Any
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, ModelFolderError, Problem
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import Given, Override, PluginKeys, ResolvedConfig, load_config, read_plugins
@@ -478,7 +478,6 @@ def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes
         check_inside,
         is_spread,
     )
-    from mindspeed_mm.fsdp.distributed.sharding.fully_shard import is_below
     from mindspeed_mm.fsdp.loss.router_aux import RouterLogits
     from mindspeed_mm.fsdp.models.behaviour.experts import choose_experts
     from mindspeed_mm.fsdp.models.facts import facts_of
@@ -497,7 +496,7 @@ def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes
     own = [*spec.shard_modules, *(name for group in spec.tie_groups for name in group)]
     wrapped = resolve_patterns(plan.apply_modules, names, key="parallel.fsdp_plan.apply_modules") or own
     ignored = resolve_patterns(plan.ignored_modules, names, key="parallel.fsdp_plan.ignored_modules")
-    check_inside(experts, lambda name: is_below(name, wrapped) and not is_below(name, ignored))
+    check_inside(experts, lambda name: is_inside(name, wrapped) and not is_inside(name, ignored))
 
 
 _ABOUT_KEYS = re.compile(

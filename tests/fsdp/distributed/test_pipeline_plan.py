@@ -11,10 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLForConditionalGen
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.pipeline.apply import check_units
-from mindspeed_mm.fsdp.distributed.pipeline.cut import Exit, cut_to_rank, stage_of
+from mindspeed_mm.fsdp.distributed.pipeline.cut import PlaceholderExit, cut_to_rank, stage_of
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, even_borders, plan_stages
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints, find_cut_points
-from mindspeed_mm.fsdp.models.structure.share import Elsewhere
+from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan
 from tests.helpers.runs import mm
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
@@ -143,10 +143,10 @@ def test_placeholders_keep_numbers_and_end_the_stage() -> None:
     cut_to_rank(model, plan, 0, torch.float32)
     stage = stage_of(model, plan, 0, torch.float32)
     kinds = [type(layer).__name__ for layer in stage.get_submodule("model.layers").children()]
-    assert kinds == ["Qwen3DecoderLayer"] * 3 + ["Exit"] + ["Elsewhere"] * 2
-    assert isinstance(stage.get_submodule("model.layers.3"), Exit)
-    assert isinstance(model.get_submodule("model.layers.3"), Elsewhere)
-    assert not isinstance(model.get_submodule("model.layers.3"), Exit)
+    assert kinds == ["Qwen3DecoderLayer"] * 3 + ["PlaceholderExit"] + ["PlaceholderModule"] * 2
+    assert isinstance(stage.get_submodule("model.layers.3"), PlaceholderExit)
+    assert isinstance(model.get_submodule("model.layers.3"), PlaceholderModule)
+    assert not isinstance(model.get_submodule("model.layers.3"), PlaceholderExit)
 
 
 def test_mm_check_judges_the_stages(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mindspeed_mm.fsdp.loss import sliced_head
-from mindspeed_mm.fsdp.loss.sliced_head import Question, SlicedHead
+from mindspeed_mm.fsdp.loss.sliced_head import LossRequest, SlicedHead
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
@@ -69,8 +69,8 @@ def steps(yaml: str, words: list[str], fault: bool = False) -> Any:
 def one_row_lost() -> Any:
     real = SlicedHead._sums
 
-    def sums(self: SlicedHead, hidden: torch.Tensor, question: Question) -> Any:
-        return real(self, hidden[1:], Question(question.targets[1:], None, question.z_loss_coef, question.vocabulary))
+    def sums(self: SlicedHead, hidden: torch.Tensor, request: LossRequest) -> Any:
+        return real(self, hidden[1:], LossRequest(request.targets[1:], None, request.z_loss_coef, request.vocabulary))
 
     return mock.patch.object(sliced_head.SlicedHead, "_sums", sums)
 

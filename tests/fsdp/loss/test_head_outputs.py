@@ -11,7 +11,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
-from mindspeed_mm.fsdp.loss.head_outputs import StepsBehind, find_steps_behind
+from mindspeed_mm.fsdp.loss.head_outputs import LogitSteps, find_logit_steps
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
@@ -87,7 +87,7 @@ def test_families_in_slices_equal_whole_logits(name: str) -> None:
 def test_steps_are_found_before_there_are_weights(name: str) -> None:
     with torch.device("meta"):
         model = build(name)
-    steps = find_steps_behind(model, resolve_spec(model).head)
+    steps = find_logit_steps(model, resolve_spec(model).head)
     assert [step.name for step in steps.steps] == FAMILIES[name][2]
     assert "forward" not in vars(model.get_submodule("model" if hasattr(model, "model") else "transformer"))
 
@@ -126,7 +126,7 @@ def test_what_slices_cannot_follow_is_refused_before_training(change: Any, word:
 
 
 def test_what_could_not_be_asked_is_seen_in_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_mm.fsdp.loss.build_head_loss.find_steps_behind", lambda *_: StepsBehind())
+    monkeypatch.setattr("mindspeed_mm.fsdp.loss.build_head_loss.find_logit_steps", lambda *_: LogitSteps())
     model = Own(lambda logits: logits * 2)
     head = build_head_loss(model, "lm_head", CHUNKED)
     assert head is not None

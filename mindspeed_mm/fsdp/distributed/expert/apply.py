@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks
-from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, BalancedAllToAll, OwnForward
+from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, BalancedAllToAll, PluginExpertForward
 from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim, resolve_expert_plan
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, own_experts_of, use_own_experts
@@ -81,13 +81,13 @@ def shard_experts(model: nn.Module, plan: ExpertPlan, state: ParallelState, **op
         fully_shard(model.get_submodule(name), mesh=mesh, shard_placement_fn=placement, **options)
 
 
-def own_forward(module: Any, ranks: ExpertRanks, plan: EpPlan) -> OwnForward:
+def own_forward(module: Any, ranks: ExpertRanks, plan: EpPlan) -> PluginExpertForward:
     """A module's `ep_forward` with what it asks for: the group, and the section `parallel.ep_plan`."""
     given = {"ep_group": ranks.group, "ep_plan": plan}
     names = list(inspect.signature(module.ep_forward).parameters)
     leading = next((index for index, name in enumerate(names) if name not in given), len(names))
     asked = {name: given[name] for name in names[leading:] if name in given}
-    return OwnForward(module.ep_forward, tuple(given[name] for name in names[:leading]), asked)
+    return PluginExpertForward(module.ep_forward, tuple(given[name] for name in names[:leading]), asked)
 
 
 def _dispatcher(plan: ExpertPlan, ranks: ExpertRanks, real_tokens: RealTokens | None) -> ExpertsForward:

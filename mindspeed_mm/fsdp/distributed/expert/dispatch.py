@@ -119,7 +119,7 @@ class AllGather(AllToAll):
 
 
 @dataclass(frozen=True)
-class OwnForward:
+class PluginExpertForward:
     """A module's own `ep_forward(hidden_states, …, ep_group=…)` in place of its forward. It may ask for `ep_group` and
     `ep_plan`, by name or as its first arguments."""
 

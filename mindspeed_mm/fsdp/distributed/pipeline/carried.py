@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.distributed.pipeline.cut import OutputsElsewhere, replace_module
+from mindspeed_mm.fsdp.distributed.pipeline.cut import ReceivedOutputs, replace_module
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
@@ -70,7 +70,7 @@ class CarriedOutputs(Carried):
         if self._is_first:
             module.register_forward_hook(self._note)
         else:
-            replace_module(model, name, OutputsElsewhere(module, self._handed_in))
+            replace_module(model, name, ReceivedOutputs(module, self._handed_in))
 
     def count(self, batch: Batch, stage: int) -> int:
         """The same for all stages."""

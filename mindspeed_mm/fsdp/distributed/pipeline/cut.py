@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.structure.cut_points import KEY
-from mindspeed_mm.fsdp.models.structure.share import Elsewhere
+from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 
 _TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
@@ -35,7 +35,7 @@ class StageExit(Exception):
         self.hidden = hidden
 
 
-class Exit(Elsewhere):
+class PlaceholderExit(PlaceholderModule):
     """Stands for the first module of the next stage."""
 
     def forward(self, hidden: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ class Exit(Elsewhere):
         raise StageExit(hidden if hidden is not None else kwargs["hidden_states"])
 
 
-class EmbeddingElsewhere(Elsewhere):
+class PlaceholderEmbedding(PlaceholderModule):
     """Stands for the token embedding: hidden states of the right shape, of zeros, for the code in front of the layers.
 
     Args:
@@ -61,7 +61,7 @@ class EmbeddingElsewhere(Elsewhere):
         return torch.zeros(*hidden.shape, self.width, dtype=self.dtype, device=hidden.device)
 
 
-class OutputsElsewhere(Elsewhere):
+class ReceivedOutputs(PlaceholderModule):
     """Stands for a module whose outputs came along with the hidden states.
 
     Args:
@@ -133,7 +133,7 @@ def _parts(model: nn.Module, plan: StagePlan) -> list[tuple[str, nn.Module]]:
         for child_name, child in model.get_submodule(name).named_children():
             full = f"{name}.{child_name}" if name else child_name
             is_single = full not in _path(plan) and full not in plan.points.behind
-            is_whole = name == plan.points.layers or isinstance(child, Elsewhere)
+            is_whole = name == plan.points.layers or isinstance(child, PlaceholderModule)
             if is_single and (is_whole or next(child.parameters(), None) is not None):
                 found.append((full, child))
     return found + [(name, model.get_submodule(name)) for name in plan.points.behind]
@@ -176,7 +176,7 @@ def stage_of(part: nn.Module, plan: StagePlan, stage: int, dtype: torch.dtype) -
                 _drop_parameter(model, name)
         end = plan.layers_of(stage).stop
         name = f"{points.layers}.{end}" if end < plan.layers else points.behind[0]
-        replace_module(model, name, Exit(model.get_submodule(name)))
+        replace_module(model, name, PlaceholderExit(model.get_submodule(name)))
     return model
 
 
@@ -188,8 +188,8 @@ def entry_of(model: nn.Module, plan: StagePlan, stage: int) -> nn.Module:
 
 def _placeholder(name: str, module: nn.Module, embedding: str, dtype: torch.dtype) -> nn.Module:
     if name == embedding:
-        return module if isinstance(module, EmbeddingElsewhere) else EmbeddingElsewhere(module, dtype)
-    return module if isinstance(module, Elsewhere) else Elsewhere(module)
+        return module if isinstance(module, PlaceholderEmbedding) else PlaceholderEmbedding(module, dtype)
+    return module if isinstance(module, PlaceholderModule) else PlaceholderModule(module)
 
 
 def _copied_path(part: nn.Module, plan: StagePlan) -> nn.Module:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import show_outputs
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
@@ -61,12 +62,7 @@ def plan_units(
     tied = {name for group in tie_groups for name in group}
     alone = [Unit((name,)) for name in shard_modules if name not in tied]
     units = [*(Unit(tuple(group)) for group in tie_groups), *alone]
-    return [unit for unit in units if not any(is_below(name, ignored) for name in unit.names)]
-
-
-def is_below(name: str, parents: Iterable[str]) -> bool:
-    """Whether a module is one of `parents` or lies inside one."""
-    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+    return [unit for unit in units if not any(is_inside(name, ignored) for name in unit.names)]
 
 
 def shard_units(

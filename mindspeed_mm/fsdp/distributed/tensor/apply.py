@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
 from mindspeed_mm.fsdp.distributed.tensor.forward import (
     ColumnForward,
     EmbeddingForward,
-    Entry,
     HeadNumbersForward,
     LocalForward,
     RowForward,
+    SplitInput,
     WideNormForward,
 )
 from mindspeed_mm.fsdp.distributed.tensor.plan import (
@@ -35,7 +36,6 @@ from mindspeed_mm.fsdp.distributed.tensor.plan import (
 )
 from mindspeed_mm.fsdp.distributed.tensor.sequence import (
     apply_sequence_parallel,
-    is_inside,
     sequence_regions,
 )
 from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS, check_split_sizes
@@ -77,7 +77,7 @@ class _Splitter:
     def __init__(self, model: nn.Module, plan: TensorPlan, ranks: TensorRanks, gather_logits: bool) -> None:
         self._model, self._plan, self._ranks, self._gathers = model, plan, ranks, gather_logits
         self._stretches = sequence_regions(model, plan)
-        self._entry, self._head = Entry(ranks), output_head(model)
+        self._entry, self._head = SplitInput(ranks), output_head(model)
         self._split: dict[int, nn.Parameter] = {}
 
     def split(self) -> None:

@@ -28,7 +28,7 @@ from mindspeed_mm.fsdp.distributed.tensor.collectives import (
 )
 
 
-class Entry:
+class SplitInput:
     """The way into split layers. Modules that take the very same tensor (queries, keys, values) share one crossing, and
     so one collective in the backward pass.
 
@@ -51,8 +51,8 @@ class Entry:
         self._last, self._crossed = weakref.ref(tensor, self._forget), crossed
         return crossed
 
-    def __deepcopy__(self, memo: Any) -> Entry:
-        return Entry(self._ranks)
+    def __deepcopy__(self, memo: Any) -> SplitInput:
+        return SplitInput(self._ranks)
 
     def _forget(self, dead: weakref.ref[torch.Tensor]) -> None:
         if self._last is dead:
@@ -97,7 +97,7 @@ class ColumnForward(LocalForward):
         self,
         module: nn.Module,
         ranks: TensorRanks,
-        entry: Entry | None,
+        entry: SplitInput | None,
         blocks: Sequence[int] = (),
         gathers: bool = False,
     ) -> None:

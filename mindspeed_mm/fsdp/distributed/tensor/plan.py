@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
-from mindspeed_mm.core.patterns import compile_pattern, resolve_patterns
+from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patterns
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 
@@ -75,7 +75,7 @@ class TensorPlan:
         """The plan of a model in which these modules, with all below them, stay whole."""
 
         def is_split(name: str) -> bool:
-            return not any(name == module or name.startswith(f"{module}.") for module in modules)
+            return not is_inside(name, modules)
 
         rules = {name: rule for name, rule in self.rules.items() if is_split(name)}
         return TensorPlan(rules, tuple(filter(is_split, self.sequence)), (*self.whole, *sorted(modules)))
@@ -146,7 +146,7 @@ def resolve_tensor_plan(model: nn.Module, tp_plan: TpPlan) -> TensorPlan:
             output features and none behind it by input features, the class's plan has a style that is not supported,
             or nothing is split at all.
     """
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    linear = {name: module for name, module in model.named_modules() if is_linear_or_adapted(module)}
     if tp_plan.colwise_parallel or tp_plan.rowwise_parallel:
         draft = _Draft(_given(model, tp_plan, linear))
     else:
@@ -162,7 +162,7 @@ def resolve_tensor_plan(model: nn.Module, tp_plan: TpPlan) -> TensorPlan:
     return TensorPlan(rules, tuple(sequence), tuple(draft.whole))
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear_or_adapted(module: nn.Module) -> bool:
     """Whether it is a linear layer, under an adapter or not."""
     return isinstance(getattr(module, "base_layer", module), nn.Linear)
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.tensor.collectives import (
     TensorRanks,
     copy_to_ranks,
@@ -95,11 +96,6 @@ def apply_sequence_parallel(
         last.register_forward_hook(crossing.join)
         for name in split_children(model, plan, stretch.modules):
             model.get_submodule(name).register_forward_pre_hook(_GatherInput(ranks), with_kwargs=True)
-
-
-def is_inside(name: str, parents: Iterable[str]) -> bool:
-    """Whether a module is one of `parents` or lies inside one."""
-    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
 
 
 def is_split(name: str, plan: TensorPlan) -> bool:

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
-from mindspeed_mm.fsdp.distributed.sharding.fully_shard import Unit, is_below
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import Unit
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
@@ -69,8 +70,8 @@ def on_tower_mesh(
     check_tower_sums(model, towers, ignored)
     mesh = build_tower_mesh(state.sizes, state.device_type)
     wrapped = {name for unit in units for name in unit.names}
-    missing = [Unit((name,)) for name in towers if name not in wrapped and not is_below(name, ignored)]
-    return [replace(unit, mesh=mesh) if is_below(unit.names[0], towers) else unit for unit in (*units, *missing)]
+    missing = [Unit((name,)) for name in towers if name not in wrapped and not is_inside(name, ignored)]
+    return [replace(unit, mesh=mesh) if is_inside(unit.names[0], towers) else unit for unit in (*units, *missing)]
 
 
 def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[str]) -> None:
@@ -81,7 +82,7 @@ def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[
         towers: Names of towers that stay whole although the decoder is split.
         ignored: Names of the modules that sharding leaves out.
     """
-    touching = [name for name in ignored if any(is_below(name, [t]) or is_below(t, [name]) for t in towers)]
+    touching = [name for name in ignored if any(is_inside(name, [t]) or is_inside(t, [name]) for t in towers)]
     if trained := [name for name in touching if any(p.requires_grad for p in model.get_submodule(name).parameters())]:
         raise unsummed_towers(f"parallel.fsdp_plan.ignored_modules leaves out {', '.join(trained)}")
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
@@ -82,7 +82,7 @@ def modules_to_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str
             key=MODULES_KEY,
             way_out="Name modules that are repeated, e.g. 'model.layers.{*}'.",
         )
-    return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
+    return [name for name in found if not is_inside(name, found, strict=True)]
 
 
 def compiler_of(plan: CompilePlan) -> Callable[[Forward], Forward]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
-from mindspeed_mm.core.patterns import compile_pattern, resolve_patterns
+from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
@@ -222,7 +222,7 @@ def _inside(patterns: tuple[str, ...], names: list[str], linears: Linears, key: 
     if not patterns:
         return set()
     matched = resolve_patterns(patterns, names, key=f"{SECTION}.{key}")
-    found = {name for name in linears if any(name == outer or name.startswith(f"{outer}.") for outer in matched)}
+    found = {name for name in linears if is_inside(name, matched)}
     if not found:
         raise ConfigError(
             f"'{matched[0]}' holds no linear layer", key=f"{SECTION}.{key}", way_out="Name modules that hold some."

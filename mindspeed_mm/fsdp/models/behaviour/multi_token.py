@@ -88,7 +88,7 @@ class DecoderWatch:
     """Keeps, while asked to, what further heads need of a decoder's pass. Made before sharding."""
 
     def __init__(self, model: nn.Module) -> None:
-        decoder = find_decoder(model)
+        decoder = find_layered_decoder(model)
         self._kept: Pass | None = None
         decoder.layers[0].register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
         decoder.layers[like_layer(decoder)].register_forward_pre_hook(self._see_arguments, with_kwargs=True)
@@ -124,7 +124,7 @@ def attach_multi_token(model: nn.Module, depths: int) -> None:
     Raises:
         ConfigError: The model has no decoder of layers and a last norm, or no output head.
     """
-    decoder = find_decoder(model)
+    decoder = find_layered_decoder(model)
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise ConfigError(f"{type(model).__name__} has no output head", key=KEY, way_out="Set it to 0.")
     layer, width = decoder.layers[like_layer(decoder)], decoder.config.hidden_size
@@ -145,7 +145,7 @@ def renamings(model: nn.Module) -> list[Any]:
     """
     if not hasattr(model, NAME):
         return []
-    config = find_decoder(model).config
+    config = find_layered_decoder(model).config
     if not getattr(config, "num_nextn_predict_layers", 0):
         return []
     if (depths := len(getattr(model, NAME).layers)) > 1:
@@ -164,7 +164,7 @@ def renamings(model: nn.Module) -> list[Any]:
     return [*ours, WeightRenaming(rf"^{layer}\.", f"{NAME}.layers.0.")]
 
 
-def find_decoder(model: nn.Module) -> Any:
+def find_layered_decoder(model: nn.Module) -> Any:
     """The module that takes embeddings through `layers` and a last `norm`. Raises `ConfigError` where there is none."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
     if isinstance(getattr(decoder, "layers", None), nn.ModuleList) and hasattr(decoder, "norm"):

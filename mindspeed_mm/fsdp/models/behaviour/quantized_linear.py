@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.lora.names import base_name
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
@@ -144,7 +145,7 @@ def quantize_linears(model: nn.Module, kind: str) -> list[str]:
     blocks = find_blocks(model)
     names = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in blocks)
+        inside = is_inside(name, blocks, strict=True)
         if not inside or type(module) is not nn.Linear or module.weight.requires_grad:
             continue
         packing = _packing(kind, module.in_features)

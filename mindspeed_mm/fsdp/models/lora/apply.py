@@ -1,8 +1,7 @@
 """Low-rank adapters by PEFT (Hu et al. 2021: y = W·x + alpha / rank · B·A·x) on a model that has no weights yet.
 
 `apply_lora` stands right behind `ModelHub.build`, before any plan and before sharding; `initialize_lora` behind the
-loading of the base model's weights. First values are in `lora_first_values`, those that need data in
-`lora_calibration`, names in `lora_names`, files in `lora_files`.
+loading of the base model's weights.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.patterns import is_inside
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import quantize_linears
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import set_dtypes
 from mindspeed_mm.fsdp.models.lora.experts import adapt_experts
 from mindspeed_mm.fsdp.models.lora.files import load_adapters
 from mindspeed_mm.fsdp.models.lora.first_values import check_rank, set_first_values, take_from_base
-from mindspeed_mm.fsdp.models.lora.frozen import inject_frozen, load_frozen
-from mindspeed_mm.fsdp.models.lora.injection import inject, peft_names, shortest_ends
+from mindspeed_mm.fsdp.models.lora.injection import inject, inject_frozen, load_frozen, peft_names, shortest_ends
 from mindspeed_mm.fsdp.models.lora.names import LoraReport, is_adapter_weight
-from mindspeed_mm.fsdp.models.lora.targets import LoraTargets, is_below, resolve_targets
+from mindspeed_mm.fsdp.models.lora.targets import LoraTargets, resolve_targets
 from mindspeed_mm.fsdp.params.lora_args import LoraArguments
 
 __all__ = ["LoraReport", "apply_lora", "initialize_lora", "take_from_base"]
@@ -134,4 +133,4 @@ def _ends_of(parameters: Sequence[str], names: Sequence[str]) -> tuple[str, ...]
 def _trained_names(model: nn.Module, whole: Sequence[str]) -> Iterator[str]:
     yield from (name for name, parameter in model.named_parameters() if parameter.requires_grad)
     kept, state = dict(model.named_buffers()), model.state_dict(keep_vars=True)
-    yield from (name for name in state if name in kept and (is_below(name, whole) or is_adapter_weight(name)))
+    yield from (name for name in state if name in kept and (is_inside(name, whole) or is_adapter_weight(name)))

@@ -3,6 +3,11 @@
 EVA (Paischer et al. 2024, arXiv:2410.07170)    A: the principal directions of a layer's inputs, B: zero
 CorDA (Yang et al. 2024, arXiv:2406.05223)      A and B: the largest directions of W·C, with C = Σ x·xᵀ of the inputs,
                                                 which are taken out of W
+
+PEFT computes the same (the tests compare the numbers), and two of its functions are not called all the same.
+`get_eva_state_dict` runs the model itself, over a data loader and until the directions no longer move, which a pipeline
+or a spread sequence cannot do; what it is made of, `IncrementalPCA`, is used. `preprocess_corda` takes whole weights and
+one sample a call, sums nothing over ranks, and imports the package `attrs`, which PEFT does not install.
 """
 
 from __future__ import annotations

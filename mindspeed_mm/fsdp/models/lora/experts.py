@@ -37,10 +37,10 @@ def adapt_experts(model: nn.Module) -> None:
         adapted = AdaptedForward(experts, [wrapper for _, wrapper in wrappers])
         replace_forward(experts, ForwardKind.ADAPTER, adapted)
         for _, wrapper in wrappers:
-            replace_forward(wrapper, ForwardKind.ADAPTER, Through(wrapper))
+            replace_forward(wrapper, ForwardKind.ADAPTER, InnerForward(wrapper))
 
 
-class Through:
+class InnerForward:
     """The forward of a wrapper that leaves the work to the module inside."""
 
     def __init__(self, wrapper: Any) -> None:
@@ -80,7 +80,7 @@ def adapted_weight(weight: torch.Tensor, wrapper: Any) -> torch.Tensor:
     """W + scale · B·A of the experts that this rank holds, a plain tensor."""
     own = weight.to_local() if isinstance(weight, DTensor) else weight
     a_ErI, b_EOr = factors(wrapper.lora_A[ADAPTER].weight, wrapper.lora_B[ADAPTER].weight, wrapper.num_experts)
-    mine = own_experts(weight, wrapper.num_experts)
+    mine = held_experts(weight, wrapper.num_experts)
     first, second = b_EOr[mine].to(own.dtype), a_ErI[mine].to(own.dtype)
     if not wrapper._did_swap_in_out_features:  # the module keeps (E, inputs, outputs)
         first, second = second.transpose(1, 2), first.transpose(1, 2)
@@ -98,7 +98,7 @@ def factors(a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tenso
     return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
 
-def own_experts(weight: torch.Tensor, experts: int) -> slice:
+def held_experts(weight: torch.Tensor, experts: int) -> slice:
     """Which experts of a fused parameter are here: all, or those of this rank under expert parallelism."""
     if not isinstance(weight, DTensor) or not any(isinstance(p, Shard) and p.dim == 0 for p in weight.placements):
         return slice(0, experts)

@@ -36,7 +36,7 @@ from mindspeed_mm.fsdp.models.lora.names import (
 
 _KEY = "training.lora.init_lora_weights"
 FROM_DATA = ("eva", "corda")
-"""Initialisations that look at data before the first step: `lora_calibration`."""
+"""Initialisations that look at data before the first step: `calibration.py`."""
 
 
 class Started(NamedTuple):

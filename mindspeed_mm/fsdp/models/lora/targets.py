@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, Problem
-from mindspeed_mm.core.patterns import compile_pattern, resolve_patterns
+from mindspeed_mm.core.patterns import compile_pattern, is_inside, resolve_patterns
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.names import Strength
@@ -66,7 +66,7 @@ def resolve_targets(model: nn.Module, lora: LoraArguments) -> LoraTargets:
             problems.append(_frozen(pattern, frozen) if frozen else layers.none_there(pattern, parameters))
     problems += parameters.half_named()
     chosen = sorted({*found.layers, *found.parameters})
-    problems += [_in_both(name) for name in chosen if name in whole or is_below(name, whole)]
+    problems += [_in_both(name) for name in chosen if is_inside(name, whole)]
     if problems:
         raise ConfigError(f"{TARGETS}: {len(problems)} problem(s)", problems=problems)
     found.layers = [name for name in layers.linear if name in found.layers]
@@ -81,7 +81,7 @@ class _Layers:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {name: module for name, module in model.named_modules() if name}
-        self.linear = [name for name, module in self.modules.items() if is_linear(module)]
+        self.linear = [name for name, module in self.modules.items() if takes_adapter(module)]
         self.frozen = {name for name in self.linear if not self.modules[name].weight.requires_grad}  # type: ignore[union-attr]
 
     def named(self, pattern: str) -> set[str]:
@@ -90,7 +90,9 @@ class _Layers:
     def none_there(self, pattern: str, parameters: _FusedParameters) -> Problem:
         """The pattern names modules, and none that can have an adapter."""
         matched = _matched(pattern, [*self.modules, *parameters.names])
-        near = [name for name in self.linear if is_below(name, matched)] or nearest(matched[0], self.linear, most=3)
+        near = [name for name in self.linear if is_inside(name, matched, strict=True)] or nearest(
+            matched[0], self.linear, most=3
+        )
         return Problem(
             f"'{pattern}' matches {len(matched)} module(s), none of them a linear layer ({matched[0]} …)",
             key=TARGETS,
@@ -173,7 +175,7 @@ def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     if not patterns:
         return []
     names = resolve_patterns(patterns, [n for n, _ in model.named_modules()], key=WHOLE, allow_suffix=True)
-    whole = [name for name in names if not is_below(name, names)]
+    whole = [name for name in names if not is_inside(name, names, strict=True)]
     if facts_of(model).adapter is not None:
         raise ConfigError(
             f"{', '.join(whole)}: diffusers' pipelines load adapters only",
@@ -183,15 +185,10 @@ def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return whole
 
 
-def is_linear(module: nn.Module) -> bool:
+def takes_adapter(module: nn.Module) -> bool:
     """Whether PEFT can give a module the adapter of a linear layer."""
     # torch's attention reads the weight of its output layer without calling it: an adapter there would do nothing.
     return isinstance(module, nn.Linear) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
-
-def is_below(name: str, parents: Collection[str]) -> bool:
-    """Whether a name is that of something inside one of the modules."""
-    return any(name.startswith(f"{parent}.") for parent in parents)
 
 
 def _frozen(pattern: str, frozen: Sequence[str]) -> Problem:
@@ -218,7 +215,7 @@ def _check_ties(model: nn.Module, targets: Sequence[str], whole: Sequence[str]) 
                 key=TARGETS,
                 way_out="Leave it out: its adapter could not be merged.",
             )
-        trained = [home for home in homes if home in whole or is_below(home, whole)]
+        trained = [home for home in homes if is_inside(home, whole)]
         if trained and len(trained) < len(homes):
             others = ", ".join(f"'{home}'" for home in homes if home not in trained)
             raise ConfigError(

@@ -37,7 +37,7 @@ class Share:
     """Own stages, once they are made: each is sharded by itself and holds its part of the model as `model`."""
 
 
-class Elsewhere(nn.Module):
+class PlaceholderModule(nn.Module):
     """Stands where a module of another stage would be: returns its input, and has the plain attributes (sizes,
     configuration) that the code around it reads.
 
@@ -84,14 +84,14 @@ def bind_stages(model: nn.Module) -> None:
             continue
         for name, module in stage.get_submodule("model").named_modules():
             own = model.get_submodule(name)
-            if own is not module and not isinstance(module, Elsewhere):
+            if own is not module and not isinstance(module, PlaceholderModule):
                 own._parameters.update(module._parameters)
                 own._buffers.update({key: buffer for key, buffer in module._buffers.items() if key in own._buffers})
 
 
 def own_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Of these modules of the whole, those that this part holds."""
-    held = {name for name, module in model.named_modules() if not isinstance(module, Elsewhere)}
+    held = {name for name, module in model.named_modules() if not isinstance(module, PlaceholderModule)}
     return [name for name in names if name in held]
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.distributed.expert.plan import cut_dim, expert_modules, is_spread, undivided
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, plan_stages
-from mindspeed_mm.fsdp.distributed.sharding.fully_shard import build_precision_policy, is_below, plan_units
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import build_precision_policy, plan_units
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, TensorPlan, resolve_tensor_plan
 from mindspeed_mm.fsdp.distributed.torch_parallelize import changes_nothing_on_one_rank
 from mindspeed_mm.fsdp.models.structure.cut_points import find_cut_points
@@ -128,7 +128,7 @@ class _Cuts:
     def held(self, name: str, parameter: nn.Parameter, shards: int) -> Held:
         """One parameter of a unit that is cut over `shards` ranks; 0: not at all."""
         shape, dim = list(parameter.shape) or [1], self._dims.get(id(parameter), 0)
-        if is_below(name, self._experts):
+        if is_inside(name, self._experts):
             dim = cut_dim(shape, self._sizes.ep, max(shards, 1)) or 0
             shape[0] //= self._sizes.ep
         module, _, last = name.rpartition(".")
