@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.ops.context_attention.gathered import AttentionRule, gath
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups, context_attention
 from mindspeed_mm.fsdp.ops.context_attention.layout import LayoutError, SequenceLayout, build_layout
 from mindspeed_mm.fsdp.ops.context_attention.share import ContextShare
-from mindspeed_mm.fsdp.ops.context_attention.traffic import AttentionSizes, attention_traffic
+from tests.helpers.attention_traffic import AttentionSizes, attention_traffic
 from tests.helpers.distributed import run_ranks
 
 Tensor = torch.Tensor

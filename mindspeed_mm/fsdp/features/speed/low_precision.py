@@ -7,7 +7,7 @@ Rouhani et al. 2023, arXiv:2310.10537). No parameter changes its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -310,10 +310,3 @@ def _plain(tensor: Any) -> Any:
         )
     inner = getattr(tensor, "_tensor", None) if type(tensor) not in (torch.Tensor, nn.Parameter) else None
     return tensor if inner is None else inner.detach()
-
-
-def linear_names(model: nn.Module) -> Iterator[str]:
-    """Names of the layers that compute in 8 bits, for tests and reports."""
-    for name, module in model.named_modules():
-        if type(module).__name__ == "Float8Linear" or isinstance(vars(module).get("forward"), MxForward):
-            yield name

@@ -5,9 +5,9 @@ CorDA (Yang et al. 2024, arXiv:2406.05223)      A and B: the largest directions 
                                                 which are taken out of W
 
 PEFT computes the same (the tests compare the numbers), and two of its functions are not called all the same.
-`get_eva_state_dict` runs the model itself, over a data loader and until the directions no longer move, which a pipeline
-or a spread sequence cannot do; what it is made of, `IncrementalPCA`, is used. `preprocess_corda` takes whole weights and
-one sample a call, sums nothing over ranks, and imports the package `attrs`, which PEFT does not install.
+`get_eva_state_dict` runs the model itself, over a data loader and until the directions no longer move, which stages of
+a pipeline and spread sequences cannot do; what it is made of, `IncrementalPCA`, is used. `preprocess_corda` takes whole
+weights and one sample a call, sums nothing over ranks, and imports the package `attrs`, which PEFT does not install.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,18 +38,6 @@ from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 _KEY = "training.lora.init_lora_weights"
 
 
-class Statistic(Protocol):
-    """What is kept of a layer's inputs."""
-
-    def add(self, samples: list[torch.Tensor]) -> None:
-        """Take in a micro-batch: (tokens, features) of each sample, without padding. Called by all ranks."""
-        ...
-
-    def start(self, weight: torch.Tensor, layer: Any, seed: int) -> Started:
-        """The adapter of a layer with this whole weight. Called on one rank."""
-        ...
-
-
 class Directions:
     """EVA's: principal directions, batch by batch, of the inputs of all ranks together; all layers keep their rank."""
 
@@ -62,13 +50,14 @@ class Directions:
         self._pca = IncrementalPCA(n_components=rank, copy=True, lowrank=True, lowrank_seed=42)
 
     def add(self, samples: list[torch.Tensor]) -> None:
-        """As of `Statistic`. A batch of fewer tokens than the rank says nothing."""
+        """Take in a micro-batch: (tokens, features) of each sample, without padding. Called by all ranks. A batch of
+        fewer tokens than the rank says nothing."""
         rows = of_all_ranks(torch.cat(samples).float())
         if len(rows) >= self._rank:
             self._pca.partial_fit(rows)
 
     def start(self, weight: torch.Tensor, layer: Any, seed: int) -> Started:
-        """As of `Statistic`."""
+        """The adapter of a layer with this whole weight. Called on one rank."""
         if not hasattr(self._pca, "components_"):
             raise ConfigError(
                 f"'eva' found no batch of at least {self._rank} tokens to look at",
@@ -89,7 +78,7 @@ class Covariance:
         self._samples = 0
 
     def add(self, samples: list[torch.Tensor]) -> None:
-        """As of `Statistic`."""
+        """As of `Directions`."""
         for sample in samples:
             rows = sample.float()
             rows = rows / rows.max().abs()
@@ -98,7 +87,7 @@ class Covariance:
             self._samples += 1
 
     def start(self, weight: torch.Tensor, layer: Any, seed: int) -> Started:
-        """As of `Statistic`."""
+        """As of `Directions`."""
         covariance, inverse = invertible(self._mean)
         u, s, vh = torch.linalg.svd(weight.float() @ covariance, full_matrices=False)
         found = {"U_WC": u, "S_WC": s, "V_WC": (vh @ inverse).T}

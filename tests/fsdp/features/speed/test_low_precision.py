@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import MachineError, MMError
 from mindspeed_mm.fsdp.features.speed import low_precision
-from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision, apply_low_precision, linear_names
+from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision, MxForward, apply_low_precision
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
@@ -24,6 +24,15 @@ from tests.helpers.tiny_models import make_tiny_qwen3
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
 EMULATED = {"emulate": True}
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Names of the layers that compute in 8 bits."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Float8Linear" or isinstance(module.forward, MxForward)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,7 @@ def test_gradients_are_near_and_names_are_the_same(recipe: str, folder: Path) ->
     apply_low_precision(model, plan(recipe))
     assert list(model.state_dict()) == names
     assert all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in model.state_dict().values())
-    assert len(list(linear_names(model))) == 14
+    assert len(linear_names(model)) == 14
     assert 1e-3 < error_of(gradients(plain), gradients(model)) < 0.25  # three bits of mantissa
     described = str(facts_of(model).noted(LowPrecision))
     assert "14 linear layers" in described and "lm_head (the output head)" in described
@@ -93,7 +102,7 @@ def test_of_a_holder_the_layers_that_fit_are_taken(folder: Path) -> None:
     model = build(folder)
     model.model.layers[0].mlp.gate_proj = nn.Linear(32, 63, bias=False)
     apply_low_precision(model, plan(apply_modules=["model.layers.0"]))
-    assert len(list(linear_names(model))) == 6
+    assert len(linear_names(model)) == 6
     assert "model.layers.0.mlp.gate_proj (no multiple of 16)" in str(facts_of(model).noted(LowPrecision))
 
 
