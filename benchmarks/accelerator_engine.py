@@ -52,14 +52,14 @@ def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
         training=arguments.training,
         device=device,
         loader=NoLoader(),
-        towers=assembled.towers,
+        towers=assembled.applied.towers,
     )
 
 
 def objective_of(assembled: Assembled, arguments: Arguments) -> Objective:
     """What the model is trained for; a generator on features."""
     if assembled.adapter is None:
-        return build_objective(None, assembled.model, assembled.head)
+        return build_objective(None, assembled.model, assembled.applied.head)
     dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
     diffusion, seed = arguments.training.diffusion, arguments.training.seed
     return FlowMatching(assembled.adapter, diffusion, seed=seed, compute_dtype=dtype)

@@ -30,12 +30,15 @@ from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll  #
 from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed  # noqa: E402
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state, init_parallel_state  # noqa: E402
 from mindspeed_mm.fsdp.distributed.pipeline.apply import split_into_stages  # noqa: E402
+from mindspeed_mm.fsdp.distributed.pipeline.plan import plan_stages  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks  # noqa: E402
+from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import vocabulary_cross_entropy  # noqa: E402
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier  # noqa: E402
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss  # noqa: E402
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy  # noqa: E402
+from mindspeed_mm.fsdp.models.structure.cut_points import find_cut_points  # noqa: E402
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups  # noqa: E402
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout  # noqa: E402
@@ -166,7 +169,7 @@ def fully_sharded(model: Any, batch: Batch, device: torch.device) -> torch.Tenso
 def tensor_split(model: Any, batch: Batch, _device: torch.device) -> torch.Tensor:
     """Layers split over one rank, and the loss of a vocabulary in one part."""
     mesh = get_parallel_state().get_tp_device_mesh()
-    apply_tensor_parallel(model, TpPlan(), mesh)
+    apply_tensor_parallel(model, resolve_tensor_parallel(model, TpPlan(), 1), mesh)
     ranks = TensorRanks(mesh)
     return _summed(model, batch, lambda logits, targets: vocabulary_cross_entropy(logits, targets, ranks))
 
@@ -200,7 +203,8 @@ def two_stages(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
     """A schedule over two stages that one rank runs in turns, a micro-batch a row."""
     pp_plan = {"schedule": "interleaved1f1b", "virtual_stages": 2}
     parallel = ParallelArguments.model_validate({"pp_plan": pp_plan})
-    pipeline = split_into_stages(model, parallel, get_parallel_state())
+    plan = plan_stages(model, find_cut_points(model), 1, parallel.pp_plan)
+    pipeline = split_into_stages(model, plan, parallel, get_parallel_state())
     objective = TokenCrossEntropy(model, HeadLoss(model.lm_head))
     pipeline.build_stages([], casts_inputs=False)
     pipeline.equalise()

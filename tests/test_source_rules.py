@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
+from tests import architecture
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mindspeed_mm"
@@ -307,3 +308,9 @@ def test_the_engine_names_no_model_family() -> None:
     assert len(files) > 50
     found = {str(path.relative_to(PACKAGE)): families_named(path.read_text(encoding="utf-8")) for path in files}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_the_picture_of_the_architecture_shows_the_rooms_that_there_are() -> None:
+    """`python -m tests.architecture` draws it again."""
+    shown = re.findall(r'font-size="14">([^<]+)</text>', architecture.PICTURE.read_text(encoding="utf-8"))
+    assert shown == [room for rooms in architecture.floors() for room in rooms]

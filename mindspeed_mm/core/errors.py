@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class ExitCode(IntEnum):
@@ -97,6 +101,32 @@ def told_as(change: Callable[[Problem], Problem]) -> Iterator[None]:
     except MMError as error:
         error.change_problems(change)
         raise
+
+
+class CollectedErrors:
+    """Errors of steps that do not need one another, so that a person sees all of them at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[MMError] = []
+
+    def attempt(self, step: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result | None:
+        """What a step returns; None where it raised an `MMError`, which is kept."""
+        try:
+            return step(*args, **kwargs)
+        except MMError as error:
+            self.errors.append(error)
+            return None
+
+    def raise_all(self, headline: str) -> None:
+        """Raise what was kept, if anything was: one error as it is, several as one with all their problems and the
+        exit code of the first."""
+        if not self.errors:
+            return
+        first = self.errors[0]
+        if len(self.errors) == 1:
+            raise first
+        problems = dict.fromkeys(problem for error in self.errors for problem in error.problems)
+        raise type(first)(headline, problems=list(problems)) from first
 
 
 def align(problems: Sequence[Problem]) -> list[str]:

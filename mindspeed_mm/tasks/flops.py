@@ -124,7 +124,8 @@ def run(
 def _counted(
     target: Path, overrides: Sequence[str], *, lora: bool, recompute: str | None
 ) -> tuple[nn.Module, FlopCount | None]:
-    from mindspeed_mm.fsdp.train.assemble import build_model
+    from mindspeed_mm.fsdp.features.feature_plan import resolve_features
+    from mindspeed_mm.fsdp.plan.outline import build_outline
     from mindspeed_mm.fsdp.train.run.utilisation import count_step
 
     arguments = _arguments(target, overrides)
@@ -136,8 +137,11 @@ def _counted(
         plan = arguments.features.recompute_plan.model_copy(update={"mode": recompute})
         changes["features"] = arguments.features.model_copy(update={"recompute": True, "recompute_plan": plan})
     arguments = arguments.model_copy(update=changes)
-    model = build_model(arguments)
-    return model, count_step(model, arguments)
+    outline = build_outline(arguments)
+    of_features = resolve_features(
+        outline.model, arguments.features, outline.spec.blocks, model_args=arguments.model, towers=outline.towers
+    )
+    return outline.model, count_step(outline.model, of_features, arguments.features.loss_cfg.loss_type)
 
 
 def _arguments(target: Path, overrides: Sequence[str]) -> Arguments:

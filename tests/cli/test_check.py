@@ -14,6 +14,7 @@ from torch import nn
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.check import memory as memory_stage
@@ -36,13 +37,11 @@ class Model(nn.Module):
 def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stand-ins for the model hub and the data: what they give can be changed by a test."""
     given: dict[str, Any] = {"model": Model(), "batch": {"input_ids": 0, "shift_labels": 0, "sample_ids": []}}
-    hub = ModuleType("mindspeed_mm.fsdp.models.modelhub")
-    hub.ModelHub = type("ModelHub", (), {"build": staticmethod(lambda *_, **__: give(given["model"]))})  # type: ignore[attr-defined]
     import_module("mindspeed_mm.tasks.data.opening")  # it needs the real data modules
     data = ModuleType("mindspeed_mm.fsdp.data")
     data.build_mm_dataset = lambda *_, **__: ([1], given.get("validation"))  # type: ignore[attr-defined]
     data.build_mm_dataloader = lambda *_, **__: Loader(given)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, hub.__name__, hub)
+    monkeypatch.setattr(ModelHub, "build", lambda *_, **__: give(given["model"]))
     monkeypatch.setitem(sys.modules, data.__name__, data)
     monkeypatch.setattr(memory_stage, "predict", lambda *_: ([], {}, []))  # it builds the model again
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -299,7 +299,6 @@ OPTIMIZERS = (
         "are cut between ranks so that",
         "training.optimizer_state_dtype",
         ranks=2,
-        waits="how rows are cut is known when a plan is applied",
     ),
     Refusal(
         "a brace without its partner", ("model.freeze=['model.{*']",), "a brace without its partner", "model.freeze"

@@ -11,8 +11,6 @@ FSDP = "parallel.fsdp_plan"
 ACCUMULATION = "training.gradient_accumulation_steps"
 BLOCKS = "model.language_model.layers.{*}"
 TWO_STAGES = (f"{PIPELINE}=2", f"{ACCUMULATION}=2")
-CUT = "what is wrapped over stages is known when a plan is applied"
-APPLIED = "what is wrapped is known when a plan is applied"
 
 SIZES = (
     Refusal(
@@ -149,7 +147,6 @@ PIPELINES = (
         "holds the layers that stages are cut of",
         f"{FSDP}.apply_modules",
         ranks=2,
-        waits=CUT,
     ),
     Refusal(
         "recompute of all layers at once over stages",
@@ -157,7 +154,6 @@ PIPELINES = (
         "holds the layers that stages are cut of",
         "features.recompute_plan.apply_modules",
         ranks=2,
-        waits=CUT,
     ),
     Refusal(
         "quantised weights over stages",
@@ -219,7 +215,6 @@ SHARDS = (
         "is not wrapped itself",
         f"{FSDP}.hook_modules",
         ranks=2,
-        waits=APPLIED,
     ),
     Refusal(
         "hooks of a module with nothing inside",
@@ -227,7 +222,6 @@ SHARDS = (
         "holds no module",
         f"{FSDP}.hook_modules",
         ranks=2,
-        waits=APPLIED,
     ),
     Refusal(
         "groups that do not divide",
@@ -235,7 +229,6 @@ SHARDS = (
         "do not divide the 2 ranks",
         f"{FSDP}.reshard_after_forward",
         ranks=2,
-        waits="groups are made when a plan is applied",
     ),
 )
 """Sharding alone."""

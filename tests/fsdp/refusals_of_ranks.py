@@ -63,7 +63,6 @@ SEQUENCES = (
         DATA,
         ranks=32,
         base="flux",
-        waits="samples are cut when a step runs",
     ),
 )
 

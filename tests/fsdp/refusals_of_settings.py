@@ -11,7 +11,6 @@ from tests.helpers.refusal import (
 )
 
 PROFILE, MEMORY = "tools.profile", "tools.memory_profile"
-STEPS = "the steps of a run are counted when its loader is made"
 RUN = "{folder}/out"
 LOW_PRECISION = "training.quantization_plan"
 
@@ -59,7 +58,6 @@ TOOLS = (
         (f"{PROFILE}.enable=true", f"{PROFILE}.static_param.start_step=40", f"{PROFILE}.static_param.end_step=41"),
         "the run ends after step",
         f"{PROFILE}.static_param.start_step",
-        waits=STEPS,
     ),
     Refusal(
         "a profile without the host",
@@ -95,7 +93,6 @@ TOOLS = (
         (f"{MEMORY}.enable=true", f"{MEMORY}.start_step=30", f"{MEMORY}.end_step=31"),
         "the run ends after step",
         f"{MEMORY}.start_step",
-        waits=STEPS,
     ),
     Refusal("a peak of nothing", ("tools.peak_tflops=0",), "0", "tools.peak_tflops"),
 )

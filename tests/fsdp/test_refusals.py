@@ -34,7 +34,6 @@ def words_of(row: Refusal, folder: Path) -> list[str]:
 
 def _param(row: Refusal) -> Any:
     marks = [pytest.mark.slow] if row in LONG_TABLE else []
-    marks += [pytest.mark.xfail(strict=True, reason=row.waits)] if row.waits else []
     return pytest.param(row, marks=marks, id=f"{row.base}: {row.name}")
 
 

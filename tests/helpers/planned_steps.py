@@ -8,10 +8,13 @@ from typing import Any
 from unittest import mock
 
 from mindspeed_mm.fsdp.loss import objectives
+from mindspeed_mm.fsdp.train import trainer as trainers
+from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.verify import faults
+from tests.helpers.applied_plan import check_applied
 
 GLOBAL_BATCH = 8
 FAULTS = {
@@ -35,11 +38,17 @@ def train_steps(
     yaml: str, overrides: list[str], fault: str | None = None, *, packs: bool | None = None
 ) -> list[StepRecord]:
     """Two optimizer steps on this rank through the real trainer, recorded. `packs`: all samples of a micro-batch in one
-    row, or each in its own; None: as configured."""
+    row, or each in its own; None: as configured. What is done to the model is what its plan says."""
     recorder = StepRecorder()
-    with planted(fault):
+    with planted(fault), mock.patch.object(trainers, "assemble", _assemble_and_compare):
         Quiet(load_with_plugins(Path(yaml), overrides), TrainOptions(packs=packs), hooks=[recorder]).train()
     return recorder.steps
+
+
+def _assemble_and_compare(*args: Any, **kwargs: Any) -> Assembled:
+    assembled = assemble(*args, **kwargs)
+    check_applied(assembled)
+    return assembled
 
 
 def planted(fault: str | None) -> Any:

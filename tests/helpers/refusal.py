@@ -42,8 +42,6 @@ class Refusal:
     """Whether `mm data check` finds it, too: it has to do with the rows alone."""
     ranks: int = 1
     """Of the run."""
-    waits: str = ""
-    """Why `mm check` does not find it yet."""
     base: str = "vision"
     """Name of the run that is spoiled, see `make_base`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
@@ -17,16 +19,26 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 PLAN = "features.chunkloss_plan"
 
 
-def build_head_loss(model: nn.Module, head_name: str, features: FeatureArguments) -> HeadLoss | None:
-    """Behind adapters and the cut into stages, before layers are split over ranks.
+@dataclass(frozen=True)
+class HeadPlan:
+    """What is done to a model's output head."""
+
+    name: str
+    """Of the module that turns hidden states into logits."""
+    z_loss_coef: float = 0.0
+    slices: Slices | None = None
+    """How rows go through the head; None: all at once."""
+    behind: LogitSteps = field(default_factory=LogitSteps)
+    """What the model does to logits behind its head, which a head in slices must do itself."""
+
+
+def resolve_head(model: nn.Module, head_name: str, features: FeatureArguments) -> HeadPlan | None:
+    """What the `features` section asks of a model's output head; None when there is no head. Pure.
 
     Args:
-        model: Built, or this rank's part of it.
+        model: Whole, with adapters.
         head_name: The module that turns hidden states into logits; empty when there is none.
         features: The section.
-
-    Returns:
-        None when there is no head and nothing asks for one.
 
     Raises:
         ConfigError: A loss of a head is asked for and there is none, or not the one that is named, or the model
@@ -35,15 +47,31 @@ def build_head_loss(model: nn.Module, head_name: str, features: FeatureArguments
     if not head_name:
         _refuse_without_head(model, features)
         return None
-    head, z_loss_coef = model.get_submodule(head_name), features.loss_cfg.z_loss_coef
-    slices = slices_of(features)
+    z_loss_coef, slices = features.loss_cfg.z_loss_coef, slices_of(features)
     if slices is None:
-        return HeadLoss(head, z_loss_coef=z_loss_coef)
+        return HeadPlan(head_name, z_loss_coef)
     _check_named(model, head_name, features.chunkloss_plan.apply_module)
-    is_here = next(head.parameters(), None) is not None  # the others of a pipeline's ranks never call it
-    behind = find_logit_steps(model, head_name) if is_here else LogitSteps()
-    sliced = SlicedHead(head, slices, behind, find_liger(get_device_type()))
-    return HeadLoss(head, sliced=sliced, behind=behind, z_loss_coef=z_loss_coef)
+    return HeadPlan(head_name, z_loss_coef, slices, find_logit_steps(model, head_name))
+
+
+def apply_head_loss(model: nn.Module, plan: HeadPlan) -> HeadLoss:
+    """Behind adapters and the cut into stages, before layers are split over ranks.
+
+    Args:
+        model: Built, or this rank's part of it.
+        plan: Of the whole model.
+    """
+    head = model.get_submodule(plan.name)
+    if plan.slices is None:
+        return HeadLoss(head, z_loss_coef=plan.z_loss_coef)
+    sliced = SlicedHead(head, plan.slices, plan.behind, find_liger(get_device_type()))
+    return HeadLoss(head, sliced=sliced, behind=plan.behind, z_loss_coef=plan.z_loss_coef)
+
+
+def build_head_loss(model: nn.Module, head_name: str, features: FeatureArguments) -> HeadLoss | None:
+    """`resolve_head` and `apply_head_loss` in one, for a whole model."""
+    plan = resolve_head(model, head_name, features)
+    return apply_head_loss(model, plan) if plan is not None else None
 
 
 def slices_of(features: FeatureArguments) -> Slices | None:

@@ -17,6 +17,7 @@ from mindspeed_mm.core.batch import ENGINE_KEYS, IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss, output_of
 from mindspeed_mm.fsdp.loss.labelled_rows import labelled_rows, labels_per_sample
+from mindspeed_mm.fsdp.params.feature_args import LossConfig
 
 Terms = dict[str, torch.Tensor]
 """Loss terms by name, each a 0-d tensor."""
@@ -261,14 +262,34 @@ def build_objective(loss_type: str | None, model: nn.Module, head: HeadLoss | No
     Raises:
         ConfigError: Cross-entropy is asked for and the model has no output head.
     """
-    if loss_type is None:
-        loss_type = "default" if head is not None else "raw"
-    if loss_type == "raw":
+    check_loss_type(loss_type, model, has_head=head is not None)
+    if head is None or loss_type == "raw":
         return ModelLoss(model)
-    if head is None:
+    return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss")
+
+
+def check_loss_type(loss_type: str | None, model: nn.Module, *, has_head: bool) -> None:
+    """Raise `ConfigError` when cross-entropy is asked for and the model has no output head."""
+    if loss_type not in (None, "raw") and not has_head:
         raise ConfigError(
             f"'{loss_type}' needs a model with an output head; {type(model).__name__} has none",
             key="features.loss_cfg.loss_type",
             way_out="Set 'raw' to use the loss that the model returns.",
         )
-    return TokenCrossEntropy(model, head, per_sample=loss_type == "per_sample_loss")
+
+
+def check_generator_loss(loss: LossConfig) -> None:
+    """Raise `ConfigError` for what generators have none of (`features.loss_cfg`)."""
+    for name, value in (("router_aux_loss_coef", loss.router_aux_loss_coef), ("z_loss_coef", loss.z_loss_coef)):
+        if value:
+            raise ConfigError(
+                f"{value:g} is for language models, and the model is a generator",
+                key=f"features.loss_cfg.{name}",
+                way_out="Leave it out: generators learn by flow matching alone.",
+            )
+    if loss.loss_type not in (None, "default", "per_sample_loss"):
+        raise ConfigError(
+            f"'{loss.loss_type}' is a loss of language models, and the model is a generator",
+            key="features.loss_cfg.loss_type",
+            way_out="Leave it out: generators learn by flow matching, see training.diffusion.",
+        )

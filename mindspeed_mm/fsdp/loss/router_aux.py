@@ -43,6 +43,7 @@ class RouterLogits:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        check_routers(model)
         self._kept: dict[int, list[torch.Tensor]] | None = None
         self.choices: list[int] = []
         """How many experts a token has, by layer."""
@@ -50,10 +51,6 @@ class RouterLogits:
             self.choices.append(_choices(module))
             module.register_forward_hook(
                 lambda _module, _inputs, output, number=number, index=index: self._keep(number, output, index)
-            )
-        if not self.choices:
-            raise ConfigError(
-                f"{type(model).__name__} names no router", key=KEY, way_out="Set it to 0 for models without experts."
             )
 
     @contextmanager
@@ -195,3 +192,11 @@ def leave_router_loss_to_us(model: nn.Module) -> None:
         for config in (getattr(module, "config", None), getattr(getattr(module, "config", None), "text_config", None)):
             if getattr(config, "output_router_logits", False):
                 config.output_router_logits = False  # type: ignore[union-attr]
+
+
+def check_routers(model: nn.Module) -> None:
+    """Raise `ConfigError` unless the model's classes name their routers."""
+    if next(iter(find_routers(model)), None) is None:
+        raise ConfigError(
+            f"{type(model).__name__} names no router", key=KEY, way_out="Set it to 0 for models without experts."
+        )

@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from mindspeed_mm.fsdp.models.structure.share import first_names
 from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offload_gradients
-from mindspeed_mm.fsdp.optimizer.groups import parameter_groups
+from mindspeed_mm.fsdp.optimizer.groups import GroupPlan, parameter_groups
 from mindspeed_mm.fsdp.optimizer.muon import Muon
 from mindspeed_mm.fsdp.optimizer.sharded_adamw import ShardedAdamW
 from mindspeed_mm.fsdp.optimizer.shards import local
@@ -25,6 +25,7 @@ def build_optimizer(
     model: nn.Module,
     training: TrainingArguments,
     features: FeatureArguments | None = None,
+    plan: GroupPlan | None = None,
     *,
     note: Callable[[str], None],
 ) -> torch.optim.Optimizer:
@@ -36,6 +37,7 @@ def build_optimizer(
         model: Under any plan, its parameters off the meta device.
         training: The `training` section.
         features: The `features` section, whose `enable_gradient_offload` lets gradients leave the device.
+        plan: How the parameters of the whole model are treated; None: it is resolved here.
         note: Tells the user.
 
     Raises:
@@ -43,7 +45,7 @@ def build_optimizer(
             do with the model.
     """
     check_packages(training.optimizer_state_dtype)
-    groups = parameter_groups(model, training)
+    groups = parameter_groups(model, training, plan)
     options: dict[str, Any] = {
         "lr": training.lr,
         "betas": (training.adam_beta1, training.adam_beta2),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,40 +23,78 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def parameter_groups(model: nn.Module, training: TrainingArguments) -> list[dict[str, Any]]:
-    """Trainable parameters by (weight decay, lr scale, matrices to Muon); vectors (norms, biases) and what is named do
-    not decay.
+class GroupSettings(NamedTuple):
+    """How the optimizer treats a parameter."""
 
-    The groups are those of the whole model: a stage of a pipeline may have no parameter in some of them. Each carries
-    `lr_scale`, which `set_lr` multiplies in, and `matrices`, the matrices that one of its parameters (or experts) is, 0
-    for AdamW.
+    weight_decay: float
+    lr_scale: float
+    """Factor on the learning rate."""
+    matrices: int
+    """The matrices that the parameter (or each of its experts) is to Muon, 0 for AdamW."""
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """How the optimizer treats each trainable parameter of a whole model."""
+
+    settings: Mapping[str, GroupSettings]
+    """By name."""
+
+    def describe(self) -> str:
+        """One line for the log: `12 decay, 8 do not`."""
+        undecayed = sum(not each.weight_decay for each in self.settings.values())
+        scaled = sum(each.lr_scale != 1 for each in self.settings.values())
+        text = f"{len(self.settings) - undecayed} parameters decay, {undecayed} do not"
+        return text + (f", {scaled} with a learning rate of their own" if scaled else "")
+
+
+def resolve_groups(model: nn.Module, training: TrainingArguments) -> GroupPlan:
+    """The plan of a whole model. Vectors (norms, biases) and what is named do not decay. Pure.
+
+    Raises:
+        ConfigError: No parameter is trainable, a pattern or a rule matches nothing, or Muon cannot take a matrix.
     """
-    whole, copies = whole_of(model), first_names(model)
-    trainable = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ConfigError("every parameter is frozen", key="model.freeze", way_out="Leave something to train.")
-    undecayed = _undecayed_names(whole, trainable, training)
+    undecayed = _undecayed_names(model, trainable, training)
     scales = _lr_scales(trainable, training)
-    counts = matrices(whole, trainable) if training.optimizer == "muon" else {}
-    by_settings: dict[tuple[float, float, int], list[nn.Parameter]] = {}
-    settings = {
-        name: (0.0 if name in undecayed else training.weight_decay, scales[name], counts.get(name, 0))
-        for name in trainable
-    }
-    for each in settings.values():
-        by_settings.setdefault(each, [])
+    counts = matrices(model, trainable) if training.optimizer == "muon" else {}
+    settings = {}
+    for name in trainable:
+        decay = 0.0 if name in undecayed else training.weight_decay
+        settings[name] = GroupSettings(decay, scales[name], counts.get(name, 0))
+    return GroupPlan(settings)
+
+
+def parameter_groups(
+    model: nn.Module, training: TrainingArguments, plan: GroupPlan | None = None
+) -> list[dict[str, Any]]:
+    """Trainable parameters as the optimizer takes them, those with the same settings together.
+
+    The groups are those of the whole model: a stage of a pipeline may have no parameter in some of them. Each carries
+    `lr_scale`, which `set_lr` multiplies in, and `matrices`.
+
+    Args:
+        model: Under any plan.
+        training: The `training` section.
+        plan: Of the whole model; None: it is resolved here.
+    """
+    copies = first_names(model)
+    plan = plan or resolve_groups(whole_of(model), training)
+    members: dict[GroupSettings, list[nn.Parameter]] = {each: [] for each in sorted(set(plan.settings.values()))}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            by_settings[settings[copies.get(name, name)]].append(parameter)
+            members[plan.settings[copies.get(name, name)]].append(parameter)
     return [
         {
             "params": parameters,
-            "weight_decay": decay,
-            "lr_scale": scale,
-            "lr": training.lr * scale,
-            "matrices": count,
+            "weight_decay": settings.weight_decay,
+            "lr_scale": settings.lr_scale,
+            "lr": training.lr * settings.lr_scale,
+            "matrices": settings.matrices,
         }
-        for (decay, scale, count), parameters in sorted(by_settings.items(), key=lambda item: item[0])
+        for settings, parameters in members.items()
     ]
 
 

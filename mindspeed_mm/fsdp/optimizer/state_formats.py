@@ -5,6 +5,7 @@ In the step they are what the parameter is (fp32 masters, usually): a moment is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
@@ -100,17 +101,35 @@ def format_of(key: str, parameter: torch.Tensor, choice: str | None) -> Format:
     """
     if choice == "bf16":
         return Format(key, torch.bfloat16)
-    block = next((size for size in _blocks() if parameter.ndim > 1 and parameter.shape[-1] % size == 0), 0)
-    if choice != "int8" or not block or parameter.numel() < LEAST_NUMEL:
+    block = _block_of(tuple(parameter.shape)) if choice == "int8" else 0
+    if not block:
         return Format(key, parameter.dtype)
-    if own := local(parameter).shape[-1] % block:
+    check_rows(tuple(parameter.shape), local(parameter).shape[-1])
+    return Format(key, torch.uint8, block)
+
+
+def check_rows(shape: tuple[int, ...], own_width: int) -> None:
+    """Raise `ConfigError` when int8 would pack numbers together that ranks have apart.
+
+    Args:
+        shape: Of the whole parameter.
+        own_width: Numbers of a row that one rank holds.
+    """
+    block = _block_of(shape)
+    if block and own_width % block:
         raise ConfigError(
-            f"'int8' packs {block} numbers of a row together, and the rows of a parameter {tuple(parameter.shape)} are "
-            f"cut between ranks so that {own} are left over",
+            f"'int8' packs {block} numbers of a row together, and the rows of a parameter {shape} are cut between "
+            f"ranks so that {own_width % block} are left over",
             key=KEY,
             way_out="Set bf16, or parallel.tensor_parallel_size=1.",
         )
-    return Format(key, torch.uint8, block)
+
+
+def _block_of(shape: tuple[int, ...]) -> int:
+    """Numbers that are packed together, 0 for a parameter that is too small or of no fitting width."""
+    if len(shape) < 2 or math.prod(shape) < LEAST_NUMEL:
+        return 0
+    return next((size for size in _blocks() if shape[-1] % size == 0), 0)
 
 
 def check_packages(choice: str | None) -> None:

@@ -65,15 +65,15 @@ def build_engine(
         data_group=job.data_group,
         all_ranks=dist.group.WORLD if job.world_size > 1 else None,
         counts_samples=job.state.is_first_of_its_samples,
-        context=assembled.context,
-        pipeline=assembled.pipeline,
-        towers=assembled.towers,
+        context=assembled.applied.context,
+        pipeline=assembled.applied.pipeline,
+        towers=assembled.applied.towers,
         ema=ema,
         stop_after=stop_after,
         rank=job.rank,
         phase=job.phase,
         autopsy=partial(memory_report, arguments, job.world_size, job.device.type),
-        meter=assembled.utilisation.meter if assembled.utilisation is not None else None,
+        meter=assembled.utilisation.meter,
         loss_scale=build_loss_scale(arguments),
     )
 
@@ -92,8 +92,8 @@ def build_forward_backward(
     arguments: Arguments, job: Job, assembled: Assembled, objective: Objective
 ) -> ForwardBackward:
     """How a step's micro-batches go through the model under this plan."""
-    if assembled.pipeline is not None:
-        return PipelineForwardBackward(assembled.pipeline, objective, arguments.parallel.pp_plan, job.device)
+    if assembled.applied.pipeline is not None:
+        return PipelineForwardBackward(assembled.applied.pipeline, objective, arguments.parallel.pp_plan, job.device)
     offloads = arguments.features.enable_gradient_offload  # the host adds gradients up that are summed
     sync = (lambda _model, _enabled: None) if offloads else set_gradient_sync
     plain = PlainForwardBackward(assembled.model, objective, sync)

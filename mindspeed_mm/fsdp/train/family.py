@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import MMDataset
@@ -21,7 +20,6 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.feature_args import LossConfig
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
@@ -99,7 +97,7 @@ class LanguageFamily(Family):
 
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
         """Cross-entropy of the next token, with the terms that stand beside it."""
-        return build_language_objective(self.arguments, assembled, job.state)
+        return build_language_objective(self.arguments, assembled.model, assembled.applied.head, job.state.token_groups)
 
     def save_model(
         self,
@@ -150,7 +148,6 @@ class GeneratorFamily(Family):
         Raises:
             ConfigError: `features.loss_cfg` asks for a loss of language models.
         """
-        check_loss(self.arguments.features.loss_cfg)
         sets = [dataset for dataset in datasets if dataset is not None]
         for dataset in sets:
             self.adapter.note_components(dataset.noted_components)
@@ -191,22 +188,4 @@ class GeneratorFamily(Family):
             group=job.data_group,
             keeps=job.state.is_first_of_its_samples,
             parks_encoders=not self._encodes,
-        )
-
-
-def check_loss(loss: LossConfig) -> None:
-    """Raise `ConfigError` for losses of language models (`features.loss_cfg`), which generators do not have."""
-    loss_type = loss.loss_type
-    for name in ("router_aux_loss_coef", "z_loss_coef"):
-        if value := getattr(loss, name):
-            raise ConfigError(
-                f"{value:g} is for language models, and the model is a generator",
-                key=f"features.loss_cfg.{name}",
-                way_out="Leave it out: generators learn by flow matching alone.",
-            )
-    if loss_type not in (None, "default", "per_sample_loss"):
-        raise ConfigError(
-            f"'{loss_type}' is a loss of language models, and the model is a generator",
-            key="features.loss_cfg.loss_type",
-            way_out="Leave it out: generators learn by flow matching, see training.diffusion.",
         )

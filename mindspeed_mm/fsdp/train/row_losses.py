@@ -171,7 +171,7 @@ def loss_of_run(arguments: Arguments, checkpoint: Path, processor: Any) -> Itera
             )
             average = _load(found, assembled.model, arguments)
             raw = arguments.features.loss_cfg.loss_type == "raw"
-            objective = build_objective("raw" if raw else None, assembled.model, assembled.head)
+            objective = build_objective("raw" if raw else None, assembled.model, assembled.applied.head)
             with average.applied() if average is not None else nullcontext():
                 yield (
                     LossModel(assembled.model.eval(), objective, device),

@@ -181,7 +181,9 @@ class Trainer:
         training = self.arguments.training
         with job.setup("building the model"):
             assembled = self._assemble(job, data, resume)
-            optimizer = build_optimizer(assembled.model, training, self.arguments.features, note=record.note)
+            optimizer = build_optimizer(
+                assembled.model, training, self.arguments.features, assembled.plan.groups, note=record.note
+            )
             ema = Ema(assembled.model, training.ema) if training.ema.enable else None
         with job.setup("loading the checkpoint"):
             seed_everything(training.seed, job.state.random_rank)

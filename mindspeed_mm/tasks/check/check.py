@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
-from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, ModelFolderError, Problem
-from mindspeed_mm.core.patterns import is_inside, resolve_patterns
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.core.errors import CollectedErrors, ConfigError, ExitCode, MMError, ModelFolderError, Problem
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.loader import Given, Override, PluginKeys, ResolvedConfig, load_config, read_plugins
-from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
 from mindspeed_mm.fsdp.params.rules.path import check_paths
-from mindspeed_mm.fsdp.params.sizes.encoder import check_encoder_plan, is_given
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_ranks, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.overrides import CONFIGURATION
 
@@ -117,7 +113,8 @@ class _Check:
         self.accepts_data_change = False
         self.failed = set[str]()
         self.config: ResolvedConfig
-        self.model: Any = None
+        self.outline: Any = None
+        self.plan: Any = None
         self.dataset: Any = None
         self.batching: dict[str, Any] = {}
         self.batch: Batch = {}
@@ -214,48 +211,40 @@ class _Check:
             self.add(error)
 
     def module_patterns(self) -> None:
-        """The model builds, without weights, and every pattern names some of its modules."""
+        """The model builds, without weights; its plan is resolved, as training resolves it, and the folder has the
+        weights that it asks for."""
         # Imported here: what stands above answers without torch.
-        from mindspeed_mm.fsdp.models.modelhub import ModelHub
-        from mindspeed_mm.tasks.check.model import model_steps
+        from mindspeed_mm.fsdp.plan.outline import build_outline
+        from mindspeed_mm.fsdp.plan.resolve import resolve_plan
+        from mindspeed_mm.tasks.check.model import check_stored_weights
 
         arguments = self.config.arguments
         if arguments.model.model_name_or_path is None and arguments.model.model_id is None:
             raise ModelFolderError("is not given", key="model.model_name_or_path", way_out="Name the model's folder.")
+        errors = CollectedErrors()
+        self.outline = build_outline(arguments, errors=errors)
+        errors.attempt(check_stored_weights, self.outline, arguments)
+        sizes, ranks_known = self._sizes()
         try:
-            self.model = ModelHub.build(arguments.model, feature_args=arguments.features)
-        except ConfigError as error:
-            if error.problems[0].key != "model.freeze":
-                raise
-            self.add(error)  # the other patterns can still be judged
-            whole = arguments.model.model_copy(update={"freeze": ()})
-            self.model = ModelHub.build(whole, feature_args=arguments.features)
-        self._collect(model_steps(self.model, arguments))
-        self._collect([partial(check_plans, self.model, arguments), self.sharding, self.experts])
+            self.plan = resolve_plan(self.outline, arguments, sizes, ranks_known=ranks_known, errors=errors)
+        except MMError:
+            for error in errors.errors:
+                self.add(error)
+        else:
+            self.result.warnings += self.plan.parallel.warnings
 
-    def sharding(self) -> None:
-        """The installed torch can shard what the model has, where it is sharded."""
-        from mindspeed_mm.fsdp.distributed.torch_parallelize import changes_nothing_on_one_rank
-        from mindspeed_mm.fsdp.models.behaviour.quantized_linear import check_sharded_bytes
-
+    def _sizes(self) -> tuple[ParallelSizes, bool]:
+        """Sizes of the groups, and whether they are those of the run: of the fewest ranks that fit, where nobody says
+        how many there are or what was said does not fit, which is told already."""
         parallel = self.config.arguments.parallel
-        is_whole = (self.nproc or least_ranks(parallel)) == 1 and changes_nothing_on_one_rank(parallel.fsdp_plan)
-        if not is_whole:
-            check_sharded_bytes(self.model)
-
-    def experts(self) -> None:
-        """Experts can be spread, balanced and kept from padding as the plan says; a warning where they are padded."""
-        from mindspeed_mm.fsdp.distributed.expert.plan import is_spread, padding_warnings
-
-        parallel = self.config.arguments.parallel
-        sizes = resolve_parallel_sizes(parallel, self.nproc) if self.nproc else None
-        check_expert_features(self.model, self.config.arguments, sizes)
-        if sizes is not None and not is_spread(parallel):
-            self.result.warnings += padding_warnings(self.model, sizes.fsdp)
+        if self.nproc and "parallel sizes" in self.result.passed:
+            return resolve_parallel_sizes(parallel, self.nproc), True
+        return resolve_parallel_sizes(parallel, least_ranks(parallel)), False
 
     def first_samples(self) -> None:
         """The data set opens and its first batch is made."""
         from mindspeed_mm.fsdp.data import build_mm_dataloader, build_mm_dataset
+        from mindspeed_mm.fsdp.train.hooks.profiled_steps import check_steps_of_profiles
         from mindspeed_mm.fsdp.train.run.start_checks import check_encoders, check_rows_of_features
 
         arguments = self.config.arguments
@@ -274,12 +263,15 @@ class _Check:
             dataset,
             arguments.data.dataloader_param.model_copy(update={"num_workers": 0, "prefetch_factor": None}),
             micro_batch_size=arguments.training.micro_batch_size,
-            gradient_accumulation_steps=1,
+            gradient_accumulation_steps=arguments.training.gradient_accumulation_steps,
             dp_rank=0,
-            dp_size=1,
+            dp_size=self._sizes()[0].dp,
             seed=seed,
             dataset_param=arguments.data.dataset_param,
         )
+        epochs = arguments.training.train_epochs
+        steps = arguments.training.train_iters if epochs is None else loader.steps_for(epochs)
+        self._collect([partial(check_steps_of_profiles, arguments.tools, steps)])
         self.dataset, self.batching = dataset, loader.batching
         self.batch, self.processor = next(iter(loader))[0], dataset.processor
         if validation is not None:
@@ -327,16 +319,17 @@ class _Check:
         """The model's forward takes what the batch holds, and asks for nothing else; its tokens are the model's."""
         from mindspeed_mm.fsdp.models.vocabulary import check_processor
 
-        self._collect([partial(check_processor, self.model, self.processor)])
-        parameters = inspect.signature(self.model.forward).parameters
+        model = self.outline.model
+        self._collect([partial(check_processor, model, self.processor)])
+        parameters = inspect.signature(model.forward).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        given = self._generator_inputs() if self.adapter is not None else self.batch.keys() - ENGINE_KEYS
+        given = set(self._generator_inputs()) if self.adapter is not None else self.batch.keys() - ENGINE_KEYS
         too_many = [] if takes_any else sorted(given - parameters.keys())
         required = {name for name, parameter in parameters.items() if _is_required(parameter)}
         missing = sorted(required - given)
         if too_many or missing:
             raise ConfigError(
-                f"{type(self.model).__name__}.forward does not take {too_many} and misses {missing}",
+                f"{type(model).__name__}.forward does not take {too_many} and misses {missing}",
                 key="data.dataloader_param.collate_param.model_name",
                 way_out=f"It takes {', '.join(parameters)}. Choose the collator of this model.",
             )
@@ -348,15 +341,16 @@ class _Check:
         What cannot be computed without data is not looked at."""
         import torch
 
+        model = self.outline.model
         inputs = {key: _without_data(self.batch[key]) for key in given}
         try:
             with torch.no_grad():
-                self.model(**inputs)
+                model(**inputs)
         except (TypeError, ValueError) as error:
             if not _ABOUT_KEYS.search(str(error)):
                 return
             raise ConfigError(
-                f"{type(self.model).__name__}.forward refuses the batch: {str(error).splitlines()[-1]}",
+                f"{type(model).__name__}.forward refuses the batch: {str(error).splitlines()[-1]}",
                 key="data.dataloader_param.collate_param.model_name",
                 way_out=f"The batch holds {', '.join(sorted(given))}. Choose the collator of this model.",
             ) from error
@@ -366,18 +360,21 @@ class _Check:
     @property
     def adapter(self) -> Any:
         """The family's adapter when the model is a generator, else None."""
-        from mindspeed_mm.fsdp.models.facts import facts_of
+        return self.outline.adapter
 
-        return facts_of(self.model).adapter
-
-    def _generator_inputs(self) -> set[str]:
-        """What the family makes of a batch of features; of raw media the encoders decide."""
+    def _generator_inputs(self) -> dict[str, Any]:
+        """What the family makes of the first batch."""
         import torch
 
-        if "latents" not in self.batch:
-            return {name for name, p in inspect.signature(self.model.forward).parameters.items() if _is_required(p)}
-        latents = self.batch["latents"]
-        return set(self.adapter.inputs(latents, torch.ones(len(latents)), self.batch, guidance=1.0))
+        from mindspeed_mm.fsdp.distributed.context.plan import check_sample_tokens
+        from mindspeed_mm.fsdp.train.memory.forecast import features_of
+
+        batch = features_of(self.batch, self.adapter) if "pixels" in self.batch else self.batch
+        latents = batch["latents"]
+        inputs: dict[str, Any] = self.adapter.inputs(latents, torch.ones(len(latents)), batch, guidance=1.0)
+        if self.plan.parallel.context is not None:
+            check_sample_tokens(self.outline.model, inputs, self.plan.parallel.context)
+        return inputs
 
     def samples(self) -> None:
         """What is sampled while training has prompts, pictures and a size that the model takes."""
@@ -392,111 +389,9 @@ class _Check:
         """What a rank would hold with the first batch; a warning where the device has less."""
         from mindspeed_mm.tasks.check.memory import predict
 
-        ranks = self.nproc or least_ranks(self.config.arguments.parallel)
-        lines, record, warnings = predict(self.config.arguments, self.batch, ranks)
+        lines, record, warnings = predict(self.outline, self.plan, self.config.arguments, self.batch)
         self.result.memory, self.result.predicted_memory = lines, record
         self.result.warnings += warnings
-
-
-def check_plans(model: Any, arguments: Arguments) -> None:
-    """The model can be split, its sequences spread and packed as the plan says. Raises `ConfigError`."""
-    parallel = arguments.parallel
-    if getattr(arguments.data.dataset_param.basic_parameters, "packs", False):
-        from mindspeed_mm.fsdp.models.behaviour.packed_rows import check_packed_rows
-
-        check_packed_rows(model, attention=arguments.model.attn_implementation)
-    from mindspeed_mm.fsdp.distributed.tensor.plan import output_head
-    from mindspeed_mm.fsdp.loss.build_head_loss import build_head_loss
-    from mindspeed_mm.fsdp.loss.objectives import build_objective
-    from mindspeed_mm.fsdp.models.facts import facts_of
-
-    head = build_head_loss(model, output_head(model), arguments.features)
-    if facts_of(model).adapter is not None:
-        from mindspeed_mm.fsdp.train.family import check_loss
-
-        check_loss(arguments.features.loss_cfg)
-    else:
-        build_objective(arguments.features.loss_cfg.loss_type, model, head)
-    whole_towers = check_towers_plan(model, parallel)
-    if parallel.tensor_parallel_size > 1:
-        from mindspeed_mm.fsdp.distributed.tensor.apply import with_adapters
-        from mindspeed_mm.fsdp.distributed.tensor.plan import resolve_tensor_plan
-        from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
-        from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes
-        from mindspeed_mm.fsdp.distributed.towers.groups import check_tower_sums
-
-        names, key = [name for name, _ in model.named_modules()], "parallel.fsdp_plan.ignored_modules"
-        check_tower_sums(model, whole_towers, resolve_patterns(parallel.fsdp_plan.ignored_modules, names, key=key))
-        plan = resolve_tensor_plan(model, parallel.tp_plan).without(whole_towers)
-        check_split_sizes(model, plan, parallel.tensor_parallel_size)
-        sequence_regions(model, plan)
-        for name, rule in plan.rules.items():
-            with_adapters(model, name, rule, in_sequence=False)
-    if parallel.pipeline_parallel_size > 1:
-        from mindspeed_mm.fsdp.distributed.pipeline.apply import check_composition
-        from mindspeed_mm.fsdp.distributed.pipeline.plan import plan_stages
-        from mindspeed_mm.fsdp.models.structure.cut_points import find_cut_points
-
-        check_composition(model, parallel)
-        plan_stages(model, find_cut_points(model), parallel.pipeline_parallel_size, parallel.pp_plan)
-    is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
-    if is_spread and facts_of(model).adapter is None:
-        from mindspeed_mm.fsdp.train.assemble import check_spread_sequences
-
-        check_spread_sequences(model, arguments)
-
-
-def check_towers_plan(model: Any, parallel: ParallelArguments) -> list[str]:
-    """Towers can be laid out otherwise than the decoder, where they are to be. Raises `ConfigError`.
-
-    Returns:
-        Names of towers that stay whole although the decoder is split.
-    """
-    plan = parallel.encoder_plan
-    check_encoder_plan(parallel)
-    if not is_given(plan):
-        return []
-    from mindspeed_mm.fsdp.distributed.towers.media import check_towers
-    from mindspeed_mm.fsdp.models.structure.towers import find_towers
-
-    names = sorted({tower.module for tower in find_towers(model)})
-    check_towers(model, names, in_teams=(plan.ring_attention_size or 1) * (plan.ulysses_parallel_size or 1) > 1)
-    return names if plan.tensor_parallel_size == 1 else []
-
-
-def check_expert_features(model: Any, arguments: Arguments, sizes: ParallelSizes | None) -> None:
-    """What the configuration asks of a model's experts fits the model. Raises `ConfigError`.
-
-    Args:
-        model: Built; it is not for training afterwards.
-        arguments: The whole configuration.
-        sizes: Of the groups, if the number of ranks is known.
-    """
-    from mindspeed_mm.fsdp.distributed.expert.plan import (
-        balance_copies,
-        check_experts,
-        check_inside,
-        is_spread,
-    )
-    from mindspeed_mm.fsdp.loss.router_aux import RouterLogits
-    from mindspeed_mm.fsdp.models.behaviour.experts import choose_experts
-    from mindspeed_mm.fsdp.models.facts import facts_of
-    from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
-
-    features, parallel = arguments.features, arguments.parallel
-    copies = balance_copies(features, parallel)
-    choose_experts(model, grouped=False, skip_padding=features.skip_moe_pad_tokens)
-    if features.loss_cfg.router_aux_loss_coef and facts_of(model).adapter is None:
-        RouterLogits(model)
-    if not is_spread(parallel):
-        return
-    efsdp = sizes.efsdp if sizes is not None else parallel.expert_fully_shard_parallel_size or 1
-    experts = check_experts(model, parallel, parallel.expert_parallel_size, efsdp, copies)
-    names, plan, spec = [name for name, _ in model.named_modules()], parallel.fsdp_plan, resolve_spec(model)
-    own = [*spec.shard_modules, *(name for group in spec.tie_groups for name in group)]
-    wrapped = resolve_patterns(plan.apply_modules, names, key="parallel.fsdp_plan.apply_modules") or own
-    ignored = resolve_patterns(plan.ignored_modules, names, key="parallel.fsdp_plan.ignored_modules")
-    check_inside(experts, lambda name: is_inside(name, wrapped) and not is_inside(name, ignored))
 
 
 _ABOUT_KEYS = re.compile(

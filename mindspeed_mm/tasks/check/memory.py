@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.params.argument import Arguments
 
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
+    from mindspeed_mm.fsdp.plan.outline import Outline
 
-def predict(arguments: Arguments, batch: Batch, nproc: int) -> tuple[list[str], dict[str, object], list[str]]:
+
+def predict(
+    outline: Outline, plan: ModelPlan, arguments: Arguments, batch: Batch
+) -> tuple[list[str], dict[str, object], list[str]]:
     """Lines for people, a record for machines, and warnings.
 
     Args:
+        outline: The model, which is of no use afterwards.
+        plan: Resolved for it.
         arguments: The configuration.
         batch: Its first micro-batch, as collated.
-        nproc: Ranks.
 
     Raises:
         ConfigError: The model cannot be put together as the configuration says.
     """
     from mindspeed_mm.fsdp.tools.memory_model.report import as_record, in_units, table
-    from mindspeed_mm.fsdp.train.memory.forecast import forecast
+    from mindspeed_mm.fsdp.train.memory.forecast import forecast_plan
     from mindspeed_mm.fsdp.utils.device import get_device_type, memory_total_bytes
 
     try:
-        prediction = forecast(arguments, batch, nproc)
+        prediction = forecast_plan(outline, plan, arguments, batch)
     except MMError:
         raise
     except Exception as error:  # noqa: BLE001 (a plugin's model is foreign code, and nothing here keeps it from training)
         return [], {}, [f"memory could not be predicted: {type(error).__name__}: {error}".splitlines()[0]]
+    nproc = plan.parallel.sizes.world
     device, total = get_device_type(), memory_total_bytes()
     ranks = nproc if device == "cpu" else 1  # ranks on a CPU share its memory
     warnings = []

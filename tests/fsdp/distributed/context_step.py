@@ -23,9 +23,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel, apply_context_parallel
+from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
-from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
@@ -227,16 +226,15 @@ def spread_step(
     state = init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
     spec = resolve_spec(model)
     head = HeadLoss(model.get_submodule(spec.head))
-    if state.axis_size("tp") > 1:
-        apply_tensor_parallel(model, arguments.tp_plan, state.get_tp_device_mesh())
+    towers = {tower.module for tower in spec.towers} if split_towers else set()
+    applier = ParallelApplier(arguments, shard_modules=spec.shard_modules, tie_groups=spec.tie_groups, towers=towers)
+    applier.pre_fully_shard_apply(model)
     head.vocabulary = split_vocabulary(model)
     objective = TokenCrossEntropy(model, head, per_sample=per_sample)
-    towers = {tower.module for tower in spec.towers} if split_towers else ()
-    context = apply_context_parallel(model, state, towers)
+    context = applier.context
     assert context is not None
     if recompute:
         recompute_modules(model, spec.blocks)
-    applier = ParallelApplier(arguments, shard_modules=spec.shard_modules, tie_groups=spec.tie_groups)
     applier.fully_shard_apply(model)
     prepared = [objective.prepare(batch) for batch in make_batches(model.config, packed, 2, lengths)]
     divisor = objective.count(prepared)["loss"]

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import set_gradient_sync
-from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.distributed.towers.idle import IdleTowers
@@ -95,12 +94,11 @@ def build(case: Case, folder: str, after: Callable[[nn.Module], None] = lambda m
     head = LabelledRowsHead(model.get_submodule(spec.head)) if spec.head else None
     towers = IdleTowers(model, spec.towers) if spec.towers else None
     state = init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
-    if arguments.tensor_parallel_size > 1:
-        mesh = state.get_tp_device_mesh()
-        apply_tensor_parallel(model, arguments.tp_plan, mesh, gather_logits=case.gather_logits)
+    layout = {"shard_modules": spec.shard_modules, "tie_groups": spec.tie_groups}
+    applier = ParallelApplier(arguments, gather_logits=case.gather_logits, **layout)  # type: ignore[arg-type]
+    applier.pre_fully_shard_apply(model)
     if case.recompute:
         recompute_modules(model, spec.blocks)
-    applier = ParallelApplier(arguments, shard_modules=spec.shard_modules, tie_groups=spec.tie_groups)
     applier.fully_shard_apply(model)
     ModelHub.load_weights(model, model_args, seed=5, device=torch.device("cpu"))
     if case.lora:

@@ -21,10 +21,10 @@ from mindspeed_mm.fsdp.distributed.context import apply as context_parallel
 from mindspeed_mm.fsdp.distributed.context.apply import (
     ContextParallel,
     apply_to_decoder,
-    context_problems,
     split_rows,
     take_share,
 )
+from mindspeed_mm.fsdp.distributed.context.decoders import context_problems
 from mindspeed_mm.fsdp.distributed.context.towers import SpreadPatches
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.ops.attention import AttentionError

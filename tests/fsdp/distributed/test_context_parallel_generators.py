@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
-from mindspeed_mm.fsdp.distributed.context.apply import apply_context_parallel
 from mindspeed_mm.fsdp.distributed.context.generators import SpreadSample, apply_to_generator
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
@@ -121,11 +120,13 @@ def spread_step(
     model, objective = load(folder)
     arguments = ParallelArguments.model_validate(parallel | {"fsdp_plan": {"cast_forward_inputs": False}})
     state = init_parallel_state(resolve_parallel_sizes(arguments, dist.get_world_size()), "cpu")
-    context = apply_context_parallel(model, state)
+    applier = ParallelApplier(arguments, shard_modules=find_blocks(model))
+    applier.pre_fully_shard_apply(model)
+    context = applier.context
     assert context is not None
     if recompute:
         recompute_modules(model, find_blocks(model))
-    ParallelApplier(arguments, shard_modules=find_blocks(model)).fully_shard_apply(model)
+    applier.fully_shard_apply(model)
     prepared = [objective.prepare(batch) for batch in make_batches(family)]
     losses = torch.zeros((), dtype=torch.float64)
     with fault():

@@ -11,14 +11,15 @@ from torch import nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPlan, resolve_parallel_plan
 from mindspeed_mm.fsdp.distributed.tensor.plan import resolve_tensor_plan
-from mindspeed_mm.fsdp.distributed.towers.groups import on_tower_mesh, sharing_ranks
+from mindspeed_mm.fsdp.distributed.towers.groups import check_tower_sums, sharing_ranks
 from mindspeed_mm.fsdp.distributed.towers.media import check_towers, widths_of
+from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments, TpPlan
 from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes, resolve_encoder_sizes
-from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
-from mindspeed_mm.tasks.check.check import check_plans
+from mindspeed_mm.fsdp.params.sizes.parallel import least_ranks, resolve_parallel_sizes
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 
@@ -89,21 +90,30 @@ def arguments(**keys: Any) -> Arguments:
     return Arguments.model_validate({"parallel": keys})
 
 
-def test_check_judges_the_plan_of_towers(model: nn.Module) -> None:
-    check_plans(model, arguments(encoder_plan={"balance": True, "ulysses_parallel_size": 2}))
+def resolved(model: nn.Module, arguments: Arguments) -> ParallelPlan:
+    """For the fewest ranks that the sizes fit, and at least two."""
+    parallel = arguments.parallel
+    sizes = resolve_parallel_sizes(parallel, max(2, least_ranks(parallel)))
+    spec = resolve_spec(model)
+    layout = ModelLayout(spec.shard_modules, spec.tie_groups, {tower.module for tower in spec.towers})
+    return resolve_parallel_plan(model, parallel, sizes, layout)
+
+
+def test_the_plan_of_towers_is_judged(model: nn.Module) -> None:
+    resolved(model, arguments(encoder_plan={"balance": True, "ulysses_parallel_size": 2}))
     with pytest.raises(ConfigError, match="neither 1 nor that of the decoder"):
-        check_plans(model, arguments(encoder_plan={"tensor_parallel_size": 3}))
+        resolved(model, arguments(encoder_plan={"tensor_parallel_size": 3}))
     with pytest.raises(ConfigError, match="there is no tower"):
-        check_plans(nn.Linear(2, 2), arguments(encoder_plan={"balance": True}))
+        resolved(nn.Linear(2, 2), arguments(encoder_plan={"balance": True}))
 
 
 def test_a_whole_tower_need_not_be_divisible(model: nn.Module) -> None:
     heads = model.config.vision_config.num_heads  # type: ignore[union-attr]
     size = 2 * heads
     with pytest.raises(ConfigError, match="visual"):
-        check_plans(model, arguments(tensor_parallel_size=size))
+        resolved(model, arguments(tensor_parallel_size=size))
     with pytest.raises(ConfigError) as caught:  # of the decoder alone
-        check_plans(model, arguments(tensor_parallel_size=size, encoder_plan={"tensor_parallel_size": 1}))
+        resolved(model, arguments(tensor_parallel_size=size, encoder_plan={"tensor_parallel_size": 1}))
     assert all("visual" not in str(problem) for problem in caught.value.problems)
     plan = resolve_tensor_plan(model, TpPlan()).without(["model.visual"])
     assert plan.rules and not any(name.startswith("model.visual") for name in plan.rules)
@@ -125,7 +135,7 @@ def test_towers_that_take_no_grids_are_refused() -> None:
 
 def test_a_trained_tower_left_out_of_sharding_is_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match="nothing would sum"):
-        on_tower_mesh(model, [], ["model.visual"], ["model.visual.blocks.0"], None)  # type: ignore[arg-type]
+        check_tower_sums(model, ["model.visual"], ["model.visual.blocks.0"])
 
 
 def test_widths_of_towers() -> None:

@@ -167,7 +167,7 @@ def run_layers() -> dict[str, Any]:
                 model.zero_grad()
                 found[f"{way}, {name}, {biased}"] = step(model, routed(tokens, fixed)[dist.get_rank()])
             found["placements"] = [str(placement) for placement in model.block.experts.up_proj.placements]
-            found["line"] = applier.experts.describe()
+            found["line"] = applier.plan.experts.describe()
             destroy_parallel_state()
     found["own"] = run_own_forward()
     return found
@@ -372,7 +372,12 @@ def shard_over_more_ranks_than_experts() -> Any:
     shape, placements = list(model.block.experts.up_proj.to_local().shape), model.block.experts.up_proj.placements
     found = step(model, routed((2, 2, 2, 2), (0, 1))[dist.get_rank()])
     destroy_parallel_state()
-    return {"shape": shape, "placements": [str(p) for p in placements], "found": found, "warnings": applier.warnings}
+    return {
+        "shape": shape,
+        "placements": [str(p) for p in placements],
+        "found": found,
+        "warnings": list(applier.plan.warnings),
+    }
 
 
 def test_fewer_experts_than_ranks_are_cut_on_the_next_dimension() -> None:

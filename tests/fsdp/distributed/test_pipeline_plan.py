@@ -10,9 +10,8 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
 
 from mindspeed_mm.core.errors import ConfigError
-from mindspeed_mm.fsdp.distributed.pipeline.apply import check_units
 from mindspeed_mm.fsdp.distributed.pipeline.cut import PlaceholderExit, cut_to_rank, stage_of
-from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, even_borders, plan_stages
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_units, even_borders, plan_stages
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints, find_cut_points
 from mindspeed_mm.fsdp.models.structure.share import PlaceholderModule
 from mindspeed_mm.fsdp.params.parallel_args import PpPlan

@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
 from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, own_plan, resolve_tensor_plan
+from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
 from mindspeed_mm.fsdp.distributed.tensor.sizes import (
     check_split_sizes,
@@ -262,7 +263,7 @@ def refused_at_three_heads(folder: str) -> str:
     model = ModelHub.build(ModelArguments(model_name_or_path=folder), overrides={"num_key_value_heads": 1})
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     try:
-        apply_tensor_parallel(model, TpPlan(), mesh)
+        apply_tensor_parallel(model, resolve_tensor_parallel(model, TpPlan(), mesh.size()), mesh)
     except ConfigError as error:
         return str(error) + str(split_vocabulary(model))
     return "split"

@@ -13,7 +13,7 @@ from torch import nn
 
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
-from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_blocks
+from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
 from mindspeed_mm.fsdp.models.behaviour.kernels import choose_kernels
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
 from mindspeed_mm.fsdp.ops.forward_stack import (
@@ -109,7 +109,7 @@ def test_a_wrong_order_is_refused_and_leaves_the_module_as_it_is() -> None:
     recompute_modules(model, ["0"])
     before = model[0].forward
     with pytest.raises(RuntimeError, match=r"'compile' any more: .* 'recompute', which belongs around 'compile'"):
-        compile_blocks(model, CompilePlan(backend="eager"), ["0"])
+        compile_modules(model, CompilePlan(backend="eager"), ["0"])
     assert model[0].forward is before and kinds(model[0]) == ["recompute"]
 
 

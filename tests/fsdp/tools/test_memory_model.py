@@ -151,7 +151,6 @@ UNDER_PLANS = {
 
 
 @pytest.mark.edge("R7")
-@pytest.mark.xfail(strict=True, reason="the forecast decides about a plan by itself, otherwise than training")
 def test_a_forecast_under_tensor_parallelism_says_nothing_but_figures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,7 +161,6 @@ def test_a_forecast_under_tensor_parallelism_says_nothing_but_figures(
 
 @pytest.mark.edge("R7")
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the forecast decides about a plan by itself, otherwise than training")
 @pytest.mark.parametrize("name", UNDER_PLANS)
 def test_peak_of_pictures_under_plans(name: str, tmp_path: Path) -> None:
     run_ranks(2, _two_ranks_of_pictures, str(make_tiny_run(tmp_path)), UNDER_PLANS[name])

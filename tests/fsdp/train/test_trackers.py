@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.core.errors import MachineError
-from mindspeed_mm.fsdp.train.hooks import trackers
+from mindspeed_mm.fsdp.train.run import trackers
 from mindspeed_mm.fsdp.train.run.trackers import TrackedRun, Tracker, Trackers, check_trackers
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run

@@ -7,7 +7,6 @@ alone communicates. Gradients of parameters are parts, which FSDP's sum over the
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,18 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
-from mindspeed_mm.core.errors import ConfigError, DataError, MMError, Problem
+from mindspeed_mm.core.errors import ConfigError, DataError, MMError
+from mindspeed_mm.fsdp.distributed.context.decoders import KEYS, find_decoder
 from mindspeed_mm.fsdp.distributed.context.generators import apply_to_generator
+from mindspeed_mm.fsdp.distributed.context.plan import ContextPlan
 from mindspeed_mm.fsdp.distributed.context.towers import apply_to_tower
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
-from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.attention import is_right_padded
 from mindspeed_mm.fsdp.ops.context_attention.language import register_context_attention
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
 
-_KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that mark the documents of a packed row. The layout knows them; a tower that received them would cut its
 own tokens by them."""
@@ -83,31 +83,22 @@ class ContextParallel:
         return losses
 
 
-def apply_context_parallel(
-    model: nn.Module, state: ParallelState, towers: Collection[str] = ()
-) -> ContextParallel | None:
-    """Prepare a model for spread sequences, in place; call it before sharding. None where nothing is spread.
+def apply_context_parallel(model: nn.Module, plan: ContextPlan, state: ParallelState) -> ContextParallel:
+    """Prepare a model for spread sequences, in place; call it before sharding.
 
     Args:
-        model: Built, not sharded; parameters on meta or real. A language model of transformers, with or without
-            towers, or a generator that bears its adapter.
+        model: Built, not sharded; parameters on meta or real. Of a pipeline, this rank's part.
+        plan: From `resolve_context_plan`.
         state: Its ring and ulysses axes.
-        towers: Names of towers. Their patches are spread too where the tower's shape is known; any other is computed
-            whole on every rank.
-
-    Raises:
-        ConfigError: The model's attention cannot be spread, or its class brings no interface to it.
     """
-    if not state.is_cp_enable():
-        return None
     groups = groups_of(state)
-    if facts_of(model).adapter is not None:
+    if plan.is_generator:
         apply_to_generator(model, groups)
-        return ContextParallel(groups, replicates_loss=True)
-    apply_to_decoder(model)
-    for name in towers:
-        apply_to_tower(model.get_submodule(name))
-    return ContextParallel(groups, replicates_loss=False)
+    else:
+        apply_to_decoder(model)
+        for name in own_names(model, plan.towers):
+            apply_to_tower(model.get_submodule(name))
+    return ContextParallel(groups, replicates_loss=plan.is_generator)
 
 
 def groups_of(state: ParallelState) -> ContextGroups:
@@ -122,41 +113,9 @@ def groups_of(state: ParallelState) -> ContextGroups:
 def apply_to_decoder(model: nn.Module) -> None:
     """Let the decoder of a language model work on a share when the call brings one."""
     decoder = find_decoder(model)
-    if problems := context_problems(decoder.config):
-        raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)
     name = register_context_attention()
     decoder.set_attn_implementation(name)  # type: ignore[operator]
     decoder.register_forward_pre_hook(take_share, with_kwargs=True)
-
-
-def find_decoder(model: nn.Module) -> Any:
-    """The module that takes token embeddings through the layers.
-
-    Raises:
-        ConfigError: The model does not name one, or its attention is not behind transformers' interface.
-    """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-    if isinstance(decoder, nn.Module) and getattr(decoder, "_supports_attention_backend", False):
-        return decoder
-    raise ConfigError(
-        f"{type(model).__name__} has no decoder whose attention can be exchanged",
-        key=_KEYS,
-        way_out="Set both sizes to 1: the model class must name its decoder (get_decoder) and call transformers' "
-        "attention interface (_supports_attention_backend).",
-    )
-
-
-def context_problems(config: Any) -> list[Problem]:
-    """What in a decoder's configuration a spread sequence cannot do. Pure; it needs attributes only."""
-    problems = []
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if others := kinds - {"full_attention", "sliding_attention"}:
-        problems.append(f"layers of type {', '.join(sorted(others))}: only softmax attention goes over ranks")
-    if dropout := getattr(config, "attention_dropout", 0.0):
-        problems.append(f"attention_dropout is {dropout}: it would be drawn differently on each rank")
-    if (chunk := getattr(config, "attention_chunk_size", None)) is not None:
-        problems.append(f"attention_chunk_size is {chunk}: attention across ranks has no chunks")
-    return [Problem(what, key=_KEYS, way_out="Set both sizes to 1.") for what in problems]
 
 
 def split_rows(batch: Batch, groups: ContextGroups) -> Batch:
@@ -207,7 +166,7 @@ def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
     """
     unknown = [key for key in batch if key.startswith("_") and key not in ("_rows", *_BY_ROW, *_WHOLE)]
     if unknown:
-        raise MMError(f"an objective prepared {', '.join(unknown)}, which nobody can say how to cut", key=_KEYS)
+        raise MMError(f"an objective prepared {', '.join(unknown)}, which nobody can say how to cut", key=KEYS)
     if "_rows" not in batch:
         return {}
     own = len(share.positions)
@@ -233,7 +192,7 @@ def take_share(
     if args or isinstance(mask, dict) or (mask is not None and mask.dim() != 2):
         what = "passes inputs by position" if args else "makes attention masks of its own"
         raise ConfigError(
-            f"the model in front of {type(decoder).__name__} {what}", key=_KEYS, way_out="Set both sizes to 1."
+            f"the model in front of {type(decoder).__name__} {what}", key=KEYS, way_out="Set both sizes to 1."
         )
     tokens = kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
     # A mask in its last form, and empty: transformers makes none, nor looks for documents in positions, which would

@@ -63,26 +63,30 @@ class SpreadSample:
             self.attended = ContextShare(self._groups, concatenate_layouts(text, image))
 
     def _layout(self, tokens: int) -> SequenceLayout:
-        layout = build_layout(tokens, self._groups.ring_size, self._groups.ulysses_size)
-        if layout.leaves_ranks_empty:
-            ranks = self._groups.ring_size * self._groups.ulysses_size
-            raise DataError(
-                f"a sample of {tokens} tokens cannot be spread over {ranks} ranks",
-                key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
-                way_out=f"Let their product be at most {tokens}, or take larger samples.",
-            )
-        return layout
+        return spread_layout(tokens, self._groups.ring_size, self._groups.ulysses_size)
 
 
-def apply_to_generator(model: nn.Module, groups: ContextGroups) -> None:
-    """Let a generator work on a share when the call brings `mm_context`; call it before sharding.
-
-    Args:
-        model: Bears its adapter, which says where its family is cut.
-        groups: Who shares a sample.
+def spread_layout(tokens: int, ring: int, ulysses: int) -> SequenceLayout:
+    """The layout of tokens over `ring × ulysses` ranks, each of which has some.
 
     Raises:
-        ConfigError: The family does not say where it is cut.
+        DataError: There are fewer tokens than ranks.
+    """
+    layout = build_layout(tokens, ring, ulysses)
+    if layout.leaves_ranks_empty:
+        raise DataError(
+            f"a sample of {tokens} tokens cannot be spread over {ring * ulysses} ranks",
+            key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
+            way_out=f"Let their product be at most {tokens}, or take larger samples.",
+        )
+    return layout
+
+
+def require_sample_plan(model: nn.Module) -> SamplePlan:
+    """Where a generator's family is cut.
+
+    Raises:
+        ConfigError: The family does not say.
     """
     adapter = facts_of(model).adapter
     plan = adapter.sample_plan if adapter is not None else None
@@ -92,6 +96,18 @@ def apply_to_generator(model: nn.Module, groups: ContextGroups) -> None:
             key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
             way_out="Set both sizes to 1; its adapter has no sample_plan.",
         )
+    return plan
+
+
+def apply_to_generator(model: nn.Module, groups: ContextGroups) -> None:
+    """Let a generator work on a share when the call brings `mm_context`; call it before sharding.
+
+    Args:
+        model: Bears its adapter, which says where its family is cut.
+        groups: Who shares a sample.
+    """
+    adapter: Any = facts_of(model).adapter
+    plan = require_sample_plan(model)
     sample = SpreadSample(groups)
 
     def before_model(_: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[Any, ...], Inputs]:
@@ -123,15 +139,21 @@ def take_inputs(
         sample: Is placed here.
         tokens_of: Shape of latents without batch → image tokens, for families that take latents.
     """
-    hidden, text = (inputs[key] for key in ("hidden_states", "encoder_hidden_states"))
-    is_packed = "hidden_states" in plan.image_inputs
-    image_tokens = hidden.shape[plan.image_inputs["hidden_states"]] if is_packed else tokens_of(tuple(hidden.shape[1:]))
-    text_tokens = text.shape[plan.text_inputs["encoder_hidden_states"]] if plan.text_inputs else None
-    sample.place(image_tokens, text_tokens)
+    sample.place(*token_counts(inputs, plan, tokens_of))
     own = {key: sample.image.take(inputs[key], dim) for key, dim in plan.image_inputs.items()}  # type: ignore[union-attr]
     if sample.text is not None:
         own |= {key: sample.text.take(inputs[key], dim) for key, dim in plan.text_inputs.items()}
     return inputs | own
+
+
+def token_counts(
+    inputs: Inputs, plan: SamplePlan, tokens_of: Callable[[tuple[int, ...]], int]
+) -> tuple[int, int | None]:
+    """Tokens of the image and, where it is spread, of the text; arguments as of `take_inputs`."""
+    hidden, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
+    is_packed = "hidden_states" in plan.image_inputs
+    image = hidden.shape[plan.image_inputs["hidden_states"]] if is_packed else tokens_of(tuple(hidden.shape[1:]))
+    return image, text.shape[plan.text_inputs["encoder_hidden_states"]] if plan.text_inputs else None
 
 
 def _own_input(sample: SpreadSample, dim: int, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

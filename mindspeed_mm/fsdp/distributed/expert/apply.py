@@ -19,45 +19,31 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks
 from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, BalancedAllToAll, PluginExpertForward
-from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim, resolve_expert_plan
+from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, own_experts_of, use_own_experts
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
-from mindspeed_mm.fsdp.params.parallel_args import EpPlan, ParallelArguments
+from mindspeed_mm.fsdp.params.parallel_args import EpPlan
 
 
-def apply_expert_parallel(
-    model: nn.Module,
-    parallel: ParallelArguments,
-    state: ParallelState,
-    *,
-    copies: int = 0,
-) -> ExpertPlan:
+def apply_expert_parallel(model: nn.Module, plan: ExpertPlan, ep_plan: EpPlan, state: ParallelState) -> None:
     """Spread the experts of a model. Every rank calls it.
 
     Args:
         model: Built, not recomputed, not sharded.
-        parallel: The `parallel` section.
+        plan: From `resolve_expert_plan`.
+        ep_plan: The section, for modules with an `ep_forward` of their own.
         state: Its expert mesh.
-        copies: Copies of busy experts that a rank may hold (`features.enable_ep_balance`); 0: none.
-
-    Returns:
-        What was done, for the log and for `shard_experts`.
-
-    Raises:
-        ConfigError: The plan does not fit the model or the machine.
     """
-    plan = resolve_expert_plan(model, parallel, state.sizes, copies)
     ranks = ExpertRanks(state.get_ep_device_mesh())
     for name in plan.modules:
         module = model.get_submodule(name)
         _cut_experts(module, ranks)
         if hasattr(module, "ep_forward"):
-            replace_forward(module, ForwardKind.EXPERT, own_forward(module, ranks, parallel.ep_plan))
+            replace_forward(module, ForwardKind.EXPERT, own_forward(module, ranks, ep_plan))
         else:
             use_own_experts(module, _dispatcher(plan, ranks, own_experts_of(module).real_tokens))
-    return plan
 
 
 def shard_experts(model: nn.Module, plan: ExpertPlan, state: ParallelState, **options: Any) -> None:
@@ -65,7 +51,7 @@ def shard_experts(model: nn.Module, plan: ExpertPlan, state: ParallelState, **op
 
     Args:
         model: After `apply_expert_parallel`.
-        plan: What that returned.
+        plan: From `resolve_expert_plan`.
         state: Its expert mesh.
         options: Of `fully_shard`: precision, resharding, offload.
     """

@@ -7,7 +7,7 @@ which are sharded one by one. The part keeps the names of the whole: optimizer, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -86,19 +86,28 @@ class Pipeline:
         return [parameter for name, parameter in self.part.named_parameters() if name not in self.share.copies]
 
 
-def split_into_stages(model: nn.Module, parallel: ParallelArguments, state: ParallelState) -> Pipeline:
+def resolve_stages(model: nn.Module, parallel: ParallelArguments, *, is_generator: bool) -> StagePlan | None:
+    """The stages of a whole model, with adapters; None where it is not cut. Pure.
+
+    Raises:
+        ConfigError: The model cannot be cut as the plan says.
+        MachineError: The installed torch computes the schedule wrong.
+    """
+    if parallel.pipeline_parallel_size == 1:
+        return None
+    check_composition(model, parallel, is_generator=is_generator)
+    return plan_stages(model, find_cut_points(model), parallel.pipeline_parallel_size, parallel.pp_plan)
+
+
+def split_into_stages(model: nn.Module, plan: StagePlan, parallel: ParallelArguments, state: ParallelState) -> Pipeline:
     """Leave of a model what this rank has, in place. Every rank calls it.
 
     Args:
         model: Built, with adapters, ties live; nothing else was applied to it.
+        plan: From `resolve_stages`.
         parallel: The section.
         state: Its pipeline axis.
-
-    Raises:
-        ConfigError: The model cannot be cut as the plan says.
     """
-    check_composition(model, parallel)
-    plan = plan_stages(model, find_cut_points(model), state.get_pp_group_size(), parallel.pp_plan)
     whole = outline(model)
     copies = cut_to_rank(model, plan, state.get_pp_rank(), hidden_dtype(whole, parallel))
     share = Share(whole, stage_owners(whole, plan), state.get_pp_group(), copies)
@@ -111,7 +120,7 @@ def hidden_dtype(model: nn.Module, parallel: ParallelArguments) -> torch.dtype:
     return torch_dtype(parallel.fsdp_plan.param_dtype) or next(model.parameters()).dtype
 
 
-def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
+def check_composition(model: nn.Module, parallel: ParallelArguments, *, is_generator: bool) -> None:
     """What speaks against stages of this model with this torch; what the configuration alone shows is in
     `params/rules/pipeline.py`.
 
@@ -121,7 +130,7 @@ def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
     """
     check_schedule(parallel.pp_plan.schedule)
     is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
-    if is_spread and facts_of(model).adapter is not None:
+    if is_spread and is_generator:
         raise ConfigError(
             "a generator's samples cannot be spread over ranks as well: several are under way at a time",
             key=f"{KEY} · parallel.ring_attention_size · parallel.ulysses_parallel_size",
@@ -132,17 +141,6 @@ def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
             f"{type(model).__name__} shards itself, which is not possible stage by stage",
             key=KEY,
             way_out="Set it to 1.",
-        )
-
-
-def check_units(names: Collection[str], plan: StagePlan, key: str) -> None:
-    """Raise `ConfigError` when one of these modules holds the list of layers: a stage leaves in the middle of it."""
-    around = [name for name in names if f"{plan.points.layers}.".startswith(f"{name}.") or not name]
-    if around:
-        raise ConfigError(
-            f"'{around[0]}' holds the layers that stages are cut of",
-            key=key,
-            way_out=f"Name what is inside: '{plan.points.layers}.{{*}}'.",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -124,6 +124,17 @@ def even_borders(layers: Sequence[int], front: int, back: int, stages: int) -> t
             for end in ends
         }
     return best[len(layers)][1][:-1]
+
+
+def check_units(names: Collection[str], plan: StagePlan, key: str) -> None:
+    """Raise `ConfigError` when one of these modules holds the list of layers: a stage leaves in the middle of it."""
+    around = [name for name in names if f"{plan.points.layers}.".startswith(f"{name}.") or not name]
+    if around:
+        raise ConfigError(
+            f"'{around[0]}' holds the layers that stages are cut of",
+            key=key,
+            way_out=f"Name what is inside: '{plan.points.layers}.{{*}}'.",
+        )
 
 
 def _costs(model: nn.Module, points: CutPoints) -> tuple[list[int], int, int]:

@@ -35,8 +35,8 @@ class Unit:
     """Modules gathered and reduced together. More than one: they share a parameter."""
 
     names: tuple[str, ...]
-    mesh: DeviceMesh | None = None
-    """Over which the unit is cut; None: that of the model."""
+    of_tower: bool = False
+    """Whether it is cut over the mesh of whole towers instead of the model's."""
 
     @property
     def depth(self) -> int:
@@ -72,6 +72,7 @@ def shard_units(
     mesh: DeviceMesh,
     ignored_params: set[nn.Parameter],
     cut_dims: Mapping[nn.Parameter, int] | None = None,
+    tower_mesh: DeviceMesh | None = None,
 ) -> None:
     """Wrap every unit, the innermost first, and then the root.
 
@@ -82,30 +83,25 @@ def shard_units(
         mesh: One axis (shards), or two (copies, shards).
         ignored_params: Parameters that stay plain tensors.
         cut_dims: Parameters that are cut along another dimension than the first.
-
-    Raises:
-        ConfigError: Trainable parameters of one unit differ in dtype, or the group to reshard to does not fit.
+        tower_mesh: Of units that are marked `of_tower`.
     """
-    check_reshard(plan.reshard_after_forward, mesh.size(mesh.ndim - 1))
     show_outputs(model, [(name, model.get_submodule(name)) for unit in units for name in unit.names])
     offload = build_offload_policy(plan)
     inner = build_precision_policy(plan, is_root=False)
     placement = _placement_of(cut_dims or {})
     for unit in sorted(units, key=lambda unit: -unit.depth):
         modules = [model.get_submodule(name) for name in unit.names]
-        check_dtypes(unit.names, modules, ignored_params)
         # A tied head needs its weight again at once in backward, and the embedding holds the group open anyway.
         reshard = False if len(modules) > 1 else plan.reshard_after_forward
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=unit.mesh or mesh,
+            mesh=tower_mesh if unit.of_tower else mesh,
             reshard_after_forward=reshard,
             mp_policy=inner,
             offload_policy=offload,
             ignored_params=ignored_params,
             shard_placement_fn=placement,
         )
-    check_dtypes(("the root",), [model], ignored_params)
     fully_shard(
         model,
         mesh=mesh,
@@ -266,10 +262,9 @@ def check_reshard(reshard_after_forward: bool | int, shards: int) -> None:
     )
 
 
-def check_dtypes(names: Sequence[str], modules: Sequence[nn.Module], ignored_params: set[nn.Parameter]) -> None:
-    """Raise `ConfigError` when trainable parameters that would be reduced together differ in dtype."""
-    own = {p for module in modules for p in _unwrapped_parameters(module) if p.requires_grad} - ignored_params
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in own})
+def check_dtypes(names: Sequence[str], parameters: Iterable[nn.Parameter]) -> None:
+    """Raise `ConfigError` when trainable parameters of one unit, which are reduced together, differ in dtype."""
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.requires_grad})
     if len(dtypes) > 1:
         raise ConfigError(
             f"{' and '.join(names)} holds trainable parameters of {' and '.join(dtypes)}",
@@ -278,25 +273,12 @@ def check_dtypes(names: Sequence[str], modules: Sequence[nn.Module], ignored_par
         )
 
 
-def _unwrapped_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
-    """Parameters of a module and its children, without those of children that are wrapped already."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            yield from _unwrapped_parameters(child)
-
-
 def _stacks(units: Sequence[Unit]) -> Mapping[str, list[Unit]]:
     stacks: dict[str, list[Unit]] = {}
     for unit in units:
         if len(unit.names) == 1:
             stacks.setdefault(unit.stack, []).append(unit)
     return stacks
-
-
-def holds_wrapped(block: nn.Module) -> bool:
-    """Whether modules inside a module are wrapped on their own."""
-    return any(module is not block for module in fsdp_modules(block))
 
 
 def _inside(block: FSDPModule) -> list[FSDPModule]:

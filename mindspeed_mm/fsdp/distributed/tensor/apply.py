@@ -6,7 +6,6 @@ No parameter is renamed or reshaped: initialisation, loading, checkpoints and ex
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -32,45 +31,30 @@ from mindspeed_mm.fsdp.distributed.tensor.plan import (
     Style,
     TensorPlan,
     output_head,
-    resolve_tensor_plan,
 )
 from mindspeed_mm.fsdp.distributed.tensor.sequence import (
     apply_sequence_parallel,
     sequence_regions,
 )
-from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS, check_split_sizes
+from mindspeed_mm.fsdp.distributed.tensor.sizes import HEAD_COUNTS
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
+from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
-from mindspeed_mm.fsdp.params.parallel_args import TpPlan
 
 
-def apply_tensor_parallel(
-    model: nn.Module, tp_plan: TpPlan, mesh: DeviceMesh, *, gather_logits: bool = False, whole: Collection[str] = ()
-) -> TensorPlan:
+def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, gather_logits: bool = False) -> None:
     """Split a model over the ranks of a mesh. Every rank calls it.
 
     Args:
-        model: Built, ties live, adapters in it, not recomputed, not sharded.
-        tp_plan: The section `parallel.tp_plan`.
+        model: Built, ties live, adapters in it, not recomputed, not sharded; of a pipeline, this rank's part.
+        plan: Of the whole model, from `resolve_tensor_parallel`.
         mesh: `ParallelState.get_tp_device_mesh()`: of one parent with the mesh that `fully_shard` gets.
         gather_logits: Let the output head return all logits on every rank. Otherwise it returns this rank's part of the
             vocabulary, for `vocabulary_cross_entropy`: see `split_vocabulary`.
-        whole: Names of modules that are not split, whatever the plan says.
-
-    Returns:
-        What was done, for the log.
-
-    Raises:
-        ConfigError: The plan does not fit the model, or the number of ranks does not divide what is split.
     """
-    everything = whole_of(model)
-    plan = resolve_tensor_plan(everything, tp_plan).without(whole)
-    ranks = TensorRanks(mesh)
-    check_split_sizes(everything, plan, ranks.size)
-    _Splitter(model, plan.only(own_names(model, (*plan.rules, *plan.sequence))), ranks, gather_logits).split()
-    return plan
+    own = plan.only(own_names(model, (*plan.rules, *plan.sequence)))
+    _Splitter(model, own, TensorRanks(mesh), gather_logits).split()
 
 
 class _Splitter:

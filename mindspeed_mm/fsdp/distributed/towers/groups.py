@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 
 import torch.distributed as dist
@@ -12,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
-from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
-from mindspeed_mm.fsdp.distributed.sharding.fully_shard import Unit
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
@@ -57,21 +54,6 @@ def build_tower_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
     shape = (sizes.pp, sizes.dp_replicate, sizes.fsdp * sizes.tp)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "tower_copies", "tower_shards"))
     return mesh["tower_copies", "tower_shards"] if sizes.dp_replicate > 1 else mesh["tower_shards"]
-
-
-def on_tower_mesh(
-    model: nn.Module, units: Sequence[Unit], towers: Sequence[str], ignored: Sequence[str], state: ParallelState
-) -> list[Unit]:
-    """Units with those of towers cut over `build_tower_mesh`. A tower that is no unit becomes one. Every rank calls it.
-
-    Raises:
-        ConfigError: As of `check_tower_sums`.
-    """
-    check_tower_sums(model, towers, ignored)
-    mesh = build_tower_mesh(state.sizes, state.device_type)
-    wrapped = {name for unit in units for name in unit.names}
-    missing = [Unit((name,)) for name in towers if name not in wrapped and not is_inside(name, ignored)]
-    return [replace(unit, mesh=mesh) if is_inside(unit.names[0], towers) else unit for unit in (*units, *missing)]
 
 
 def check_tower_sums(model: nn.Module, towers: Sequence[str], ignored: Sequence[str]) -> None:

@@ -75,12 +75,7 @@ def share_media(model: nn.Module, towers: Collection[str], sizes: EncoderSizes, 
         towers: Names of its towers.
         sizes: Who shares media.
         state: The job's groups.
-
-    Raises:
-        ConfigError: A tower does not take patches of many media, with their grids, or has no attention that goes over
-            ranks.
     """
-    check_towers(model, towers, in_teams=sizes.team > 1)
     group, team = build_sharing_group(state.sizes, sizes), build_team(state.sizes, sizes)
     follows_decoder = state.is_cp_enable() and sizes.parts == 1
     shared = []

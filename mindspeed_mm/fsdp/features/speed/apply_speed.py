@@ -11,15 +11,19 @@ from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision, apply_l
 from mindspeed_mm.fsdp.models.behaviour.attention import check_attention_trains
 from mindspeed_mm.fsdp.models.behaviour.kernels import choose_kernels
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
 
-def apply_speed(model: nn.Module, arguments: Arguments) -> None:
+def apply_speed(
+    model: nn.Module, model_args: ModelArguments, features: FeatureArguments, training: TrainingArguments
+) -> None:
     """All steps, in order; each raises `ConfigError` or `MachineError` for what it cannot do here."""
-    check_attention_trains(arguments.model.attn_implementation)
-    choose_kernels(model, arguments.model)
-    apply_fused_kernels(model, arguments.features.fused_kernels)
-    apply_low_precision(model, arguments.training.quantization_plan)
+    check_attention_trains(model_args.attn_implementation)
+    choose_kernels(model, model_args)
+    apply_fused_kernels(model, features.fused_kernels)
+    apply_low_precision(model, training.quantization_plan)
 
 
 def describe_speed(model: nn.Module) -> dict[str, str]:

@@ -24,7 +24,6 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.core.suggest import did_you_mean
-from mindspeed_mm.fsdp.models.structure.share import own_names, whole_of
 from mindspeed_mm.fsdp.ops.forward_stack import Forward, ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.graph_borders import draw_graph_borders
 from mindspeed_mm.fsdp.params.feature_args import CompilePlan
@@ -39,38 +38,36 @@ GRAPHS_PER_FORWARD = 32
 _READS_THE_DEVICE = frozenset({"tolist", "item", "nonzero"})
 
 
-def compile_blocks(
-    model: nn.Module, plan: CompilePlan, blocks: Sequence[str], kind: ForwardKind = ForwardKind.COMPILE
+def compile_modules(
+    model: nn.Module, plan: CompilePlan, names: Sequence[str], kind: ForwardKind = ForwardKind.COMPILE
 ) -> None:
     """Compile modules' forward passes at their first call; call it before sharding.
 
     Args:
         model: Parameters on meta or real; of a pipeline, this rank's part.
-        plan: Compiler, what it is told, and patterns of modules.
-        blocks: The model's repeated blocks, which are taken where the plan has no patterns.
-        kind: `COMPILE_RECOMPUTED` around what computes blocks again.
-
-    Raises:
-        ConfigError: There is no such backend, it takes no modes, or a pattern matches nothing or what is never called.
-        MachineError: The backend has nothing here to make kernels with.
+        plan: Compiler and what it is told, checked by `check_backend`.
+        names: Of the modules, from `modules_to_compile`.
+        kind: `COMPILE_RECOMPUTED` around what computes modules again.
     """
-    check_backend(plan)
     draw_graph_borders()
-    for name in own_names(model, modules_to_compile(whole_of(model), plan, blocks)):
+    for name in names:
         module = model.get_submodule(name)
         for inner in readers_of_the_device(module):
             replace_forward(inner, kind, RemadeForward(inner.forward, torch.compiler.disable))
         replace_forward(module, kind, RemadeForward(module.forward, compiler_of(plan)))
 
 
-def check_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -> None:
-    """Raise what `compile_blocks` raises; the whole model stays as it is."""
-    check_backend(plan)
-    modules_to_compile(model, plan, blocks)
-
-
 def modules_to_compile(model: nn.Module, plan: CompilePlan, blocks: Sequence[str]) -> list[str]:
-    """Names of the modules that a plan compiles, in the order of the model; arguments as of `compile_blocks`."""
+    """Names of the modules that a plan compiles, in the order of the model.
+
+    Args:
+        model: Whole.
+        plan: Patterns of modules.
+        blocks: The model's repeated blocks, which are taken where the plan has no patterns.
+
+    Raises:
+        ConfigError: A pattern matches nothing or what is never called, or the model has no blocks of its own.
+    """
     names = [name for name, _ in model.named_modules()]
     found = resolve_patterns(plan.apply_modules, names, key=MODULES_KEY) if plan.apply_modules else list(blocks)
     idle = [name for name in found if type(model.get_submodule(name)).forward is nn.Module.forward]

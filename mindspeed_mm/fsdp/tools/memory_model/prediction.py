@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
-from mindspeed_mm.fsdp.models.structure.spec import ModelSpec
-from mindspeed_mm.fsdp.optimizer.matrices import matrices
+from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
+from mindspeed_mm.fsdp.distributed.tensor.apply import divide_heads
+from mindspeed_mm.fsdp.distributed.tensor.plan import Style
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
+from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.tools.memory_model.approximation import NOTE, linear_activations
 from mindspeed_mm.fsdp.tools.memory_model.gathering import Gathering, ShardedUnit
 from mindspeed_mm.fsdp.tools.memory_model.ledger import (
@@ -35,10 +35,7 @@ from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     HeldUnit,
     StaticPart,
     held_units,
-    plan_of_stages,
-    precision,
     static_part,
-    tensor_plan_of,
     trained_of,
 )
 
@@ -138,42 +135,35 @@ def _shortened(module: str) -> str:
 
 
 def predict_memory(
-    arguments: Arguments,
     model: nn.Module,
-    spec: ModelSpec,
+    plan: ModelPlan,
+    arguments: Arguments,
     batch: Mapping[str, Any],
     loss: Loss,
-    sizes: ParallelSizes,
     *,
     device_type: str = "cpu",
-    casts_inputs: bool = True,
-    offloaded: Sequence[str] = (),
 ) -> MemoryPrediction:
     """Predict the memory of a training step from the second one on.
 
     Args:
+        model: Whole, parameters on meta, real buffers, adapters in it; features that change single modules
+            (recompute …) are applied, offloading and the parallel plan are not. It is of no use afterwards.
+        plan: Resolved for it.
         arguments: The configuration.
-        model: Parameters on meta, real buffers, adapters and features (recompute …) applied, not sharded. It is
-            changed: it is of no use afterwards.
-        spec: Of the model.
         batch: One micro-batch, prepared by the objective; real, or fake floats of the same shapes.
         loss: What is minimised.
-        sizes: Of the parallel groups.
         device_type: Where it will run: on a CPU what is "on the host" is no other memory.
-        casts_inputs: Whether `cast_forward_inputs` applies.
-        offloaded: Modules whose activations travel to the host; that feature alone must not be applied.
     """
-    training, parallel = arguments.training, arguments.parallel
-    stages = plan_of_stages(model, parallel)
-    units = held_units(model, spec, arguments, sizes, stages)
+    training = arguments.training
+    units = held_units(model, plan.parallel)
     trained = trained_of(units)
-    taken = matrices(model, {parameter.name for parameter in trained}) if training.optimizer == "muon" else ()
+    taken = {name for name, settings in plan.groups.settings.items() if settings.matrices}
     state = partial(state_bytes, training=training, matrices=taken)
     static = static_part(units, state, averages=training.ema.enable)
-    simulated = _Step(arguments, model, units, device_type)
-    simulated.spread(spec, sizes, stages)
+    simulated = _Step(arguments, model, plan, units, device_type)
+    simulated.spread(plan.parallel)
     try:
-        kept = simulated.run(batch, loss, casts_inputs=casts_inputs, offloaded=offloaded)
+        kept = simulated.run(batch, loss, offloaded=plan.features.offloaded)
     except (RuntimeError, NotImplementedError, TypeError, IndexError):  # the model's code looks at what is not there
         kept = simulated.approximate(batch)
     simulated.optimize(step_bytes(trained, training, device_type))
@@ -197,29 +187,37 @@ def predict_memory(
 class _Step:
     """The simulated step of one rank."""
 
-    def __init__(self, arguments: Arguments, model: nn.Module, units: Sequence[HeldUnit], device_type: str) -> None:
+    def __init__(
+        self, arguments: Arguments, model: nn.Module, plan: ModelPlan, units: Sequence[HeldUnit], device_type: str
+    ) -> None:
         self.ledger = Ledger()
         self.approximations: list[str] = []
-        self._arguments, self._model = arguments, model
+        self._arguments, self._model, self._plan = arguments, model, plan
         self._is_host = device_type == "cpu"
         self._gradients = sum(parameter.bytes for parameter in trained_of(units))
         self._simulation = Simulation(self.ledger)
-        self._compute, self._reduce = precision(arguments)
+        self._compute, self._reduce = plan.precision.compute, plan.precision.reduce
         held = {parameter.name: (parameter, unit.shards) for unit in units for parameter in unit.parameters}
-        shrinks = tensor_plan_of(model, arguments.parallel) is not None
 
         def as_computed(name: str, parameter: nn.Parameter) -> tuple[Sequence[int], torch.dtype]:
             own, shards = held.get(name, (None, 0))
             dtype = self._computed(parameter.dtype) if shards else parameter.dtype
-            return (own.shape if own is not None and shrinks else parameter.shape), dtype
+            return (own.computed if own is not None and parameter.shape else parameter.shape), dtype
 
         self._simulation.fake_parameters(model, as_computed)
+        tensor = plan.parallel.tensor
+        for attention in {name.rpartition(".")[0] for name in tensor.names(Style.COLUMN)} if tensor is not None else ():
+            divide_heads(model.get_submodule(attention), plan.parallel.sizes.tp)
         self._parts = {name: _part(held[name][0], p) for name, p in model.named_parameters() if name in held}
         self._gathering = Gathering(self._simulation, [self._sharded(unit) for unit in units if unit.shards])
 
-    def spread(self, spec: ModelSpec, sizes: ParallelSizes, stages: StagePlan | None) -> None:
+    def spread(self, plan: ParallelPlan) -> None:
         """Simulated is the whole model on whole sequences: a rank has a share of that."""
-        of_blocks = of_others = 1 / sizes.cp
+        sizes, stages, blocks = plan.sizes, plan.stages, self._plan.blocks
+        of_blocks = of_others = of_towers = 1 / sizes.cp
+        if plan.towers is not None:
+            of_towers = 1 / (plan.towers.sizes.parts * plan.towers.sizes.copies)
+            self.approximations.append("media that ranks share unevenly")
         if sizes.cp > 1:
             self.approximations.append("keys and values that ranks exchange; activations are divided evenly")
         if sizes.ep > 1:
@@ -227,21 +225,28 @@ class _Step:
         if sizes.tp > 1:
             self.approximations.append("buffers of partial sums that ranks add up")
         if stages is not None:
-            own = sum(stages.rank_of(stages.owner(block)) == 0 for block in spec.blocks)
+            own = sum(stages.rank_of(stages.owner(block)) == 0 for block in blocks)
             flying = min(sizes.pp, self._arguments.training.gradient_accumulation_steps)
-            of_blocks *= flying * own / max(len(spec.blocks), 1)
+            of_blocks *= flying * own / max(len(blocks), 1)
             self.approximations.append(
                 f"what tells ranks apart: counted are the first rank's layers with {flying} micro-batches, and a loss"
             )
-        blocks = tuple({pattern_of(block) for block in spec.blocks})
-        self._simulation.share_of = lambda module: of_blocks if module.startswith(blocks) else of_others
+        towers = tuple(pattern_of(tower) for tower in plan.towers.towers) if plan.towers is not None else ()
+        patterns = tuple({pattern_of(block) for block in blocks})
+
+        def share_of(module: str) -> float:
+            if towers and module.startswith(towers):
+                return of_towers
+            return of_blocks if module.startswith(patterns) else of_others
+
+        self._simulation.share_of = share_of
 
     def _computed(self, stored: torch.dtype) -> torch.dtype:
         """What sharding gathers a parameter in: bytes of a packed one stay bytes."""
         return self._compute if self._compute is not None and stored.is_floating_point else stored
 
     def _sharded(self, unit: HeldUnit) -> ShardedUnit:
-        plan = self._arguments.parallel.fsdp_plan
+        plan = self._plan.parallel.sharding.section
         parameters = dict(self._model.named_parameters())
         master = next((p.dtype for p in unit.parameters if p.is_trained), torch.float32)
         compute = self._compute or master
@@ -259,13 +264,11 @@ class _Step:
             on_host=(plan.cpu_offload or self._arguments.features.enable_gradient_offload) and not self._is_host,
         )
 
-    def run(
-        self, batch: Mapping[str, Any], loss: Loss, *, casts_inputs: bool, offloaded: Sequence[str]
-    ) -> dict[str, int]:
+    def run(self, batch: Mapping[str, Any], loss: Loss, *, offloaded: Sequence[str]) -> dict[str, int]:
         """All micro-batches that differ in memory: the first of several, and the last. Returns the activations that
         the last one keeps, by module."""
-        plan, accumulation = self._arguments.parallel.fsdp_plan, self._arguments.training.gradient_accumulation_steps
-        dtype = self._compute if self._gathering.units and casts_inputs and plan.cast_forward_inputs else None
+        accumulation = self._arguments.training.gradient_accumulation_steps
+        dtype = self._compute if self._gathering.units and self._plan.precision.casts_inputs else None
         SimulatedOffload(self._simulation, is_same_memory=self._is_host).attach(self._model, offloaded)
         watch_modules(self._model, self._simulation)
         for name, parameter in self._model.named_parameters():

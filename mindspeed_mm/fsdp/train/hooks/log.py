@@ -19,7 +19,7 @@ GIB = 2**30
 def log_hook(parts: RunParts) -> Hook:
     """The hook, which every run has."""
     interval, assembled = parts.arguments.training.log_interval, parts.assembled
-    return LogHook(parts.record, interval, assembled.utilisation, assembled.media, parts.loader)
+    return LogHook(parts.record, interval, assembled.utilisation, assembled.applied.media, parts.loader)
 
 
 class LogHook(Hook):

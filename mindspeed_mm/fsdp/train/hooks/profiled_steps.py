@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.tools_args import ToolsArguments
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 
 Note = Callable[[str], None]
@@ -34,19 +35,30 @@ def within(run_folder: Path | None, path: str) -> Path:
     return run_folder / path if run_folder is not None else Path(path)
 
 
-def check_reached(first: int, end: int, engine: TrainEngine, section: str, note: Note) -> bool:
-    """Whether steps `first` to `end` - 1 are among those that this start of the run does.
+def check_steps_of_profiles(tools: ToolsArguments, total_steps: int) -> None:
+    """Raise `ConfigError` for steps to be recorded that a run of so many steps does not have."""
+    if tools.profile.enable and tools.profile.profile_type == "static":
+        _check_within_run(tools.profile.static_param.start_step, total_steps, "tools.profile.static_param")
+    if tools.memory_profile.enable:
+        _check_within_run(tools.memory_profile.start_step, total_steps, "tools.memory_profile")
 
-    Raises:
-        ConfigError: The whole run is shorter.
-    """
-    total = engine.schedule.total_steps
+
+def _check_within_run(first: int, total: int, section: str) -> None:
     if first > total:
         raise ConfigError(
             f"{first}, but the run ends after step {total}: nothing would be recorded",
             key=f"{section}.start_step",
             way_out=f"Lower it to {total} or less.",
         )
+
+
+def check_reached(first: int, end: int, engine: TrainEngine, section: str, note: Note) -> bool:
+    """Whether steps `first` to `end` - 1 are among those that this start of the run does.
+
+    Raises:
+        ConfigError: The whole run is shorter.
+    """
+    _check_within_run(first, engine.schedule.total_steps, section)
     if end <= engine.iteration + 1:
         note(f"{section}: steps {first} to {end - 1} are over: nothing is recorded")
     elif first > engine.last_step:

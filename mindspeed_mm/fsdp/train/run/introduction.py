@@ -31,7 +31,7 @@ def introduce(
     state: ParallelState,
 ) -> None:
     """Tell `note` each of its lines."""
-    for warning in (*config.warnings, *assembled.warnings, *assembled.loaded.warnings):
+    for warning in (*config.warnings, *assembled.plan.parallel.warnings, *assembled.loaded.warnings):
         note(f"warning: {warning}")
     if config.arguments.training.save:
         note(f"run    {_run_folder(Path(config.arguments.training.save), config, is_new=engine.iteration == 0)}")
@@ -69,7 +69,7 @@ def _model(config: ResolvedConfig, assembled: Assembled) -> str:
     whole = whole_of(assembled.model)
     parameters = sum(p.numel() for p in whole.parameters())
     trainable = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-    dtype = config.arguments.parallel.fsdp_plan.param_dtype or "fp32"
+    dtype = assembled.plan.precision.name
     return (
         f"{type(assembled.model).__name__.removeprefix('FSDP')}, {short_count(parameters)} parameters "
         f"({short_count(trainable)} trained), {dtype}, attention {assembled.attention}{_weights(assembled.loaded)}"
@@ -78,15 +78,10 @@ def _model(config: ResolvedConfig, assembled: Assembled) -> str:
 
 def _parts(assembled: Assembled) -> dict[str, str]:
     """A line for each thing that was done to the model."""
-    stages = assembled.pipeline.plan if assembled.pipeline is not None else None
-    splits = (assembled.tensor_plan, stages, assembled.experts)
-    described = {
-        "lora": str(assembled.lora) if assembled.lora is not None else "",
-        "split": "; ".join(split.describe() for split in splits if split is not None),
-        "layers": describe_forwards(assembled.model),
-        "media": assembled.media.describe() if assembled.media is not None else "",
-        "flops": assembled.utilisation.describe() if assembled.utilisation is not None else "",
-    }
+    described = {"lora": str(assembled.lora) if assembled.lora is not None else ""}
+    described |= {word: line for word, line in assembled.plan.describe().items() if word in ("split", "media")}
+    described["layers"] = describe_forwards(assembled.model)
+    described["flops"] = assembled.utilisation.describe()
     return {word: text for word, text in (described | describe_speed(whole_of(assembled.model))).items() if text}
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
-from mindspeed_mm.fsdp.models.structure.spec import find_blocks
+from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.tools.flops_tool.count import FlopCount
 from mindspeed_mm.fsdp.tools.flops_tool.peaks import peak_tflops
 from mindspeed_mm.fsdp.tools.flops_tool.reading import count_flops
@@ -39,17 +39,16 @@ class Utilisation:
     """What the peak is of, in words."""
 
     @classmethod
-    def of(cls, model: nn.Module, arguments: Arguments) -> Utilisation:
+    def of(cls, outline: Outline, plan: FeaturePlan, arguments: Arguments) -> Utilisation:
         """For a model that is built and neither split nor sharded."""
+        count = count_step(outline.model, plan, arguments.features.loss_cfg.loss_type)
         devices = dist.get_world_size() if dist.is_initialized() else 1
         told = arguments.tools.peak_tflops
         if told is not None:
-            return cls(count_step(model, arguments), devices, told, "tools.peak_tflops")
+            return cls(count, devices, told, "tools.peak_tflops")
         precision = arithmetic(arguments)
         device = device_name()
-        return cls(
-            count_step(model, arguments), devices, peak_tflops(device, precision), f"{device}, {precision} dense"
-        )
+        return cls(count, devices, peak_tflops(device, precision), f"{device}, {precision} dense")
 
     @property
     def meter(self) -> Callable[[Sequence[Batch]], dict[str, float]] | None:
@@ -97,20 +96,16 @@ def device_name() -> str:
     return str(ask()) if ask is not None else get_device_type()
 
 
-def count_step(model: nn.Module, arguments: Arguments) -> FlopCount | None:
-    """FLOPs of a training step as the configuration wants it: head, recomputation, what is kept."""
-    features, keys = arguments.features, arguments.model
-    again: list[str] = []
-    kept: tuple[str, ...] = ()
-    if features.recompute:
-        again = FeaturesApplier(features, find_blocks(model)).modules_to_recompute(model)
-        if features.recompute_plan.mode == "selective":
-            kept = EVERY_KIND
-        else:
-            kept += ("attention",) if keys.skip_flash_attn_recompute else ()
-            kept += ("linear attention",) if keys.skip_gdn_recompute or keys.skip_kda_recompute else ()
-    head_on_labels = features.loss_cfg.loss_type != "raw"
-    return count_flops(model, head_on_labels=head_on_labels, recompute=again, keeps=kept)
+def count_step(model: nn.Module, plan: FeaturePlan, loss_type: str | None) -> FlopCount | None:
+    """FLOPs of a training step: head, recomputation, what is kept.
+
+    Args:
+        model: Whole, with adapters.
+        plan: What the features do to it.
+        loss_type: `features.loss_cfg.loss_type`; only with `raw` the head sees tokens without labels.
+    """
+    kept = EVERY_KIND if plan.kept_kinds == ("all",) else plan.kept_kinds
+    return count_flops(model, head_on_labels=loss_type != "raw", recompute=list(plan.recomputed), keeps=kept)
 
 
 def arithmetic(arguments: Arguments) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.features.speed import fused_kernels, fused_operators
-from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_blocks
+from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
 from mindspeed_mm.fsdp.features.speed.fused_kernels import (
     FusedKernels,
     apply_fused_kernels,
@@ -104,7 +104,7 @@ def test_on_meta_and_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         own.copy_(other)
     eager = outcome(model)
     torch._dynamo.reset()
-    compile_blocks(model, CompilePlan(backend="aot_eager"), find_blocks(model))
+    compile_modules(model, CompilePlan(backend="aot_eager"), find_blocks(model))
     assert differing(eager, outcome(model)) == []
     assert differing(outcome(plain), eager)
 

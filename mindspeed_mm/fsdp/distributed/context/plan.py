@@ -1,0 +1,68 @@
+"""What of a model works on a share of a sequence, and what speaks against it. Pure: nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.distributed.context.decoders import context_problems, find_decoder
+from mindspeed_mm.fsdp.distributed.context.generators import require_sample_plan, spread_layout, token_counts
+from mindspeed_mm.fsdp.distributed.context.towers import can_be_spread
+from mindspeed_mm.fsdp.models.facts import facts_of
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """How one sequence is spread over ranks."""
+
+    ring: int
+    """Ranks that pass keys and values round."""
+    ulysses: int
+    """Ranks that exchange heads."""
+    is_generator: bool = False
+    """Whether the tokens of a sample are spread, and every rank computes the loss of all of them."""
+    towers: tuple[str, ...] = ()
+    """Towers whose patches are spread with the text; any other tower is computed whole on every rank."""
+
+    def describe(self) -> str:
+        """One line for the log."""
+        towers = f", patches of {', '.join(self.towers)} too" if self.towers else ""
+        return f"sequences over ring {self.ring} × ulysses {self.ulysses}{towers}"
+
+
+def resolve_context_plan(
+    model: nn.Module, ring: int, ulysses: int, *, is_generator: bool, towers: Collection[str] = ()
+) -> ContextPlan | None:
+    """The plan of a whole model; None where nothing is spread.
+
+    Args:
+        model: Whole; parameters on meta or real.
+        ring: `parallel.ring_attention_size`.
+        ulysses: `parallel.ulysses_parallel_size`.
+        is_generator: Whether the model bears the adapter of a family of generators.
+        towers: Names of towers that follow the decoder.
+
+    Raises:
+        ConfigError: The model's attention cannot be spread, or its class brings no interface to it.
+    """
+    if ring * ulysses == 1:
+        return None
+    if is_generator:
+        require_sample_plan(model)
+        return ContextPlan(ring, ulysses, is_generator=True)
+    if problems := context_problems(find_decoder(model).config):
+        raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)
+    spread = [name for name in towers if can_be_spread(model.get_submodule(name))]
+    return ContextPlan(ring, ulysses, towers=tuple(spread))
+
+
+def check_sample_tokens(model: nn.Module, inputs: dict[str, Any], plan: ContextPlan) -> None:
+    """Raise `DataError` when a generator's sample has fewer tokens than there are ranks to spread it over."""
+    adapter: Any = facts_of(model).adapter
+    for tokens in token_counts(inputs, require_sample_plan(model), adapter.geometry.tokens):
+        if tokens is not None:
+            spread_layout(tokens, plan.ring, plan.ulysses)

@@ -1,0 +1,192 @@
+"""Which modules are gathered and reduced together, and along which dimension each parameter is cut. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from mindspeed_mm.core.errors import CollectedErrors, ConfigError
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
+from mindspeed_mm.fsdp.distributed.expert.plan import check_inside, padding_warnings, undivided
+from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan, check_units
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import Unit, check_dtypes, check_reshard, plan_units
+from mindspeed_mm.fsdp.models.behaviour.quantized_linear import check_sharded_bytes
+from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
+
+_KEY = "parallel.fsdp_plan"
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What `fully_shard` will do to a whole model. Names are of the whole; a stage of a pipeline takes its own."""
+
+    section: FsdpPlan
+    """Precision, resharding, offload and prefetching, as applied."""
+    is_sharded: bool = True
+    """False: one process whose precision and offload ask nothing of `fully_shard` keeps plain parameters."""
+    units: tuple[Unit, ...] = ()
+    """In execution order; what none of them holds belongs to the root. Experts that are spread are none of them."""
+    experts: tuple[str, ...] = ()
+    """Expert modules, which are cut over the ranks of their own mesh, inside the units."""
+    ignored: tuple[str, ...] = ()
+    """Modules that stay plain tensors, with everything below them."""
+    copies: tuple[str, ...] = ()
+    """Those of the ignored modules that are trained: whole on every rank, their gradients summed."""
+    hooked: tuple[str, ...] = ()
+    """Units whose inner wrapped modules are gathered together with them."""
+    cut_dims: Mapping[str, int] = field(default_factory=dict)
+    """Parameter → the dimension to cut, where it is not the first."""
+    whole_towers: tuple[str, ...] = ()
+    """Towers that stay whole although the decoder is split: their units are cut over the tensor ranks, too."""
+
+    def describe(self) -> str:
+        """One line for the log."""
+        if not self.is_sharded:
+            return "plain parameters on one process"
+        parts = [f"{len(self.units)} units and the root"]
+        parts += [f"{len(self.ignored)} modules left out"] if self.ignored else []
+        parts += [f"{len(self.cut_dims)} parameters cut along another dimension"] if self.cut_dims else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class ShardingWishes:
+    """What a model and the other axes say of sharding.
+
+    Args:
+        shard_modules: The model's own list of modules to wrap one by one, in execution order.
+        tie_groups: Names of modules that share a parameter.
+        experts: Names of the expert modules that are spread.
+        whole_towers: Names of the towers that stay whole although the decoder is split.
+        stages: Of a pipeline.
+    """
+
+    shard_modules: Sequence[str] = ()
+    tie_groups: Sequence[Sequence[str]] = ()
+    experts: tuple[str, ...] = ()
+    whole_towers: tuple[str, ...] = ()
+    stages: StagePlan | None = None
+
+
+def resolve_sharding(
+    model: nn.Module, section: FsdpPlan, sizes: ParallelSizes, wishes: ShardingWishes, *, ranks_known: bool = True
+) -> tuple[ShardingPlan, list[str]]:
+    """The plan of a whole model, and sentences for the user about what it costs.
+
+    Args:
+        model: Whole, with adapters; parameters on meta or real, ties live.
+        section: `parallel.fsdp_plan` as applied.
+        sizes: Of the groups.
+        wishes: What the model and the other axes say.
+        ranks_known: False: `sizes` are the least that fit, and what depends on the number of data ranks is not judged.
+
+    Raises:
+        ConfigError: With all problems.
+        MachineError: The installed torch cannot shard what the model has.
+    """
+    errors = CollectedErrors()
+    names = [name for name, _ in model.named_modules()]
+
+    def resolve(key: str, patterns: Sequence[str] | None) -> list[str]:
+        found = errors.attempt(resolve_patterns, patterns or (), names, key=f"{_KEY}.{key}") if patterns else []
+        return found or []
+
+    named = resolve("apply_modules", section.apply_modules)
+    ignored = _outermost(resolve("ignored_modules", section.ignored_modules))
+    if wishes.stages is not None:
+        errors.attempt(check_units, named, wishes.stages, f"{_KEY}.apply_modules")
+    hooked = resolve("hook_modules", section.hook_modules)
+    wrapped = named or list(wishes.shard_modules)
+    if sizes.world == 1 and changes_nothing_on_one_rank(section):
+        errors.raise_all("the model cannot be sharded as the plan says")
+        return ShardingPlan(section, is_sharded=False, ignored=tuple(ignored)), []
+
+    errors.attempt(check_sharded_bytes, model)
+    units = plan_units(wrapped, wishes.tie_groups, ignored)
+    units = _with_towers(units, wishes.whole_towers, ignored)
+    within = [name for unit in units for name in unit.names]
+    if wishes.experts:
+        errors.attempt(
+            check_inside, wishes.experts, lambda name: is_inside(name, within) and not is_inside(name, ignored)
+        )
+        units = [unit for unit in units if not set(unit.names) & set(wishes.experts)]
+    errors.attempt(_check_hooked, hooked, units, wishes.experts)
+    if ranks_known:
+        errors.attempt(check_reshard, section.reshard_after_forward, sizes.fsdp)
+    errors.attempt(_check_unit_dtypes, model, units, wishes.experts, ignored)
+    errors.raise_all("the model cannot be sharded as the plan says")
+    is_even = not wishes.experts
+    cut_dims = {name: dim for name, _, dim in undivided(model, sizes.fsdp) if dim is not None} if is_even else {}
+    costs = padding_warnings(model, sizes.fsdp) if is_even and ranks_known else []
+    copies = [name for name in ignored if sizes.world > 1 and _is_trained(model.get_submodule(name))]
+    plan = ShardingPlan(
+        section,
+        units=tuple(units),
+        experts=wishes.experts,
+        ignored=tuple(ignored),
+        copies=tuple(copies),
+        hooked=tuple(hooked),
+        cut_dims=cut_dims,
+        whole_towers=wishes.whole_towers,
+    )
+    return plan, costs
+
+
+def changes_nothing_on_one_rank(plan: FsdpPlan) -> bool:
+    """Whether sharding over one rank would only cost time: for gathering what is there already it takes a third of the
+    step of a small model (`python -m benchmarks step_time`). Precision and offload are its work on one rank too."""
+    return not plan.cpu_offload and {plan.param_dtype, plan.reduce_dtype, plan.output_dtype} == {None}
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not is_inside(name, set(names) - {name})]
+
+
+def _with_towers(units: Sequence[Unit], towers: Collection[str], ignored: Sequence[str]) -> list[Unit]:
+    """Units with those of whole towers marked. A tower that is no unit becomes one: its gradients are summed there."""
+    wrapped = {name for unit in units for name in unit.names}
+    missing = [Unit((name,)) for name in towers if name not in wrapped and not is_inside(name, ignored)]
+    return [Unit(unit.names, of_tower=is_inside(unit.names[0], towers)) for unit in (*units, *missing)]
+
+
+def _check_hooked(hooked: Sequence[str], units: Sequence[Unit], experts: Sequence[str]) -> None:
+    """Raise `ConfigError` unless every hooked module is a unit that holds wrapped modules."""
+    alone = [unit.names[0] for unit in units if len(unit.names) == 1]
+    inner = [*experts, *(name for unit in units for name in unit.names)]
+    for name in hooked:
+        if name not in alone:
+            raise ConfigError(
+                f"'{name}' is not wrapped itself",
+                key=f"{_KEY}.hook_modules",
+                way_out=f"Name modules of fsdp_plan.apply_modules, e.g. '{alone[0]}'." if alone else "",
+            )
+        if not any(other.startswith(f"{name}.") for other in inner):
+            raise ConfigError(
+                f"'{name}' holds no module that is wrapped on its own",
+                key=f"{_KEY}.hook_modules",
+                way_out="It is for blocks with experts that are spread (expert_parallel_size above 1), or with modules "
+                "of fsdp_plan.apply_modules inside.",
+            )
+
+
+def _check_unit_dtypes(
+    model: nn.Module, units: Sequence[Unit], experts: Collection[str], ignored: Collection[str]
+) -> None:
+    """Raise `ConfigError` when trainable parameters that would be reduced together differ in dtype."""
+    taken = {p for name in (*experts, *ignored) for p in model.get_submodule(name).parameters()}
+    for names in [*(unit.names for unit in innermost_first(units)), ("",)]:
+        own = {p for name in names for p in model.get_submodule(name).parameters()} - taken
+        check_dtypes(names if names != ("",) else ("the root",), own)
+        taken |= own
+
+
+def innermost_first(units: Sequence[Unit]) -> Iterator[Unit]:
+    """The order of wrapping: a parameter belongs to the first unit that holds it."""
+    return iter(sorted(units, key=lambda unit: -unit.depth))
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

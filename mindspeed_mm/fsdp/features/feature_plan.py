@@ -1,0 +1,132 @@
+"""Which modules each feature of the `features` section works on, resolved once from the whole model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from mindspeed_mm.core.errors import CollectedErrors, ConfigError
+from mindspeed_mm.fsdp.features.memory.chunk_mbs import check_slices
+from mindspeed_mm.fsdp.features.memory.selection import select_modules
+from mindspeed_mm.fsdp.features.memory.skipped_kernels import check_skipped_kernels
+from mindspeed_mm.fsdp.features.speed.compiled_blocks import check_backend, modules_to_compile
+from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+
+RECOMPUTE_MODULES = "features.recompute_plan.apply_modules"
+OFFLOAD_MODULES = "features.activation_offload_plan.apply_modules"
+SLICED_MODULES = "features.chunkmbs_plan.apply_modules"
+
+
+@dataclass(frozen=True)
+class FeaturePlan:
+    """What the features do to a whole model: names of modules, none where a feature is off."""
+
+    recomputed: tuple[str, ...] = ()
+    """Computed again in the backward pass."""
+    offloaded: tuple[str, ...] = ()
+    """Whose activations wait on the host."""
+    sliced: tuple[str, ...] = ()
+    """Run on a few rows at a time."""
+    compiled: tuple[str, ...] = ()
+    """In graphs of torch.compile."""
+    keeps_operations: bool = False
+    """Whether recomputation keeps results of single operations: it is then compiled together with what it computes."""
+    kept_kinds: tuple[str, ...] = ()
+    """Kinds of work whose results recomputation keeps: "attention", "linear attention", or "all" products."""
+
+    def describe(self) -> str:
+        """One line for the log: `recomputed 4, offloaded 4`."""
+        counts = {
+            "recomputed": len(self.recomputed),
+            "offloaded": len(self.offloaded),
+            "sliced": len(self.sliced),
+            "compiled": len(self.compiled),
+        }
+        return ", ".join(f"{word} {count}" for word, count in counts.items() if count)
+
+    def by_key(self) -> dict[str, tuple[str, ...]]:
+        """Key of a feature's patterns → names of the modules that it works on."""
+        named = {RECOMPUTE_MODULES: self.recomputed, OFFLOAD_MODULES: self.offloaded, SLICED_MODULES: self.sliced}
+        return {key: names for key, names in named.items() if names}
+
+
+def resolve_features(
+    model: nn.Module,
+    features: FeatureArguments,
+    blocks: Sequence[str] = (),
+    *,
+    model_args: ModelArguments | None = None,
+    towers: Collection[str] = (),
+) -> FeaturePlan:
+    """The plan of a model, which stays as it is.
+
+    Args:
+        model: Whole.
+        features: The `features` section.
+        blocks: Names of the model's repeated blocks, in execution order. Patterns in a feature's plan win over them.
+        model_args: The `model` section, for its keys `skip_*_recompute`; as if it were empty when None.
+        towers: Names of the towers in front of a language model, whose blocks have no rows.
+
+    Raises:
+        ConfigError: With every problem: a pattern matches nothing or what is never called, modules lie inside one
+            another, layers that a key is about are missing.
+        MachineError: The compiler's backend has nothing here to make kernels with.
+    """
+    keys = model_args or ModelArguments()
+    errors = CollectedErrors()
+    recomputed = offloaded = sliced = compiled = None
+    if features.recompute:
+        patterns = features.recompute_plan.apply_modules
+        recomputed = errors.attempt(select_modules, model, patterns, blocks, RECOMPUTE_MODULES)
+        errors.attempt(check_skipped_kernels, model, keys)
+    if features.enable_activation_offload:
+        patterns = features.activation_offload_plan.apply_modules
+        offloaded = errors.attempt(select_modules, model, patterns, blocks, OFFLOAD_MODULES)
+    if features.enable_chunk_mbs:
+        sliced = errors.attempt(_modules_to_slice, model, features, blocks, towers)
+    if features.compile:
+        errors.attempt(check_backend, features.compile_plan)
+        compiled = errors.attempt(modules_to_compile, model, features.compile_plan, blocks)
+    errors.attempt(_check_apart, offloaded or (), recomputed or ())
+    errors.raise_all("the features do not fit the model")
+    is_selective = features.recompute and features.recompute_plan.mode == "selective"
+    return FeaturePlan(
+        tuple(recomputed or ()),
+        tuple(offloaded or ()),
+        tuple(sliced or ()),
+        tuple(compiled or ()),
+        keeps_operations=is_selective or (features.recompute and keys.skip_flash_attn_recompute),
+        kept_kinds=_kept_kinds(features, keys),
+    )
+
+
+def _kept_kinds(features: FeatureArguments, keys: ModelArguments) -> tuple[str, ...]:
+    if not features.recompute:
+        return ()
+    if features.recompute_plan.mode == "selective":
+        return ("all",)
+    kinds = ("attention",) if keys.skip_flash_attn_recompute else ()
+    return kinds + (("linear attention",) if keys.skip_gdn_recompute or keys.skip_kda_recompute else ())
+
+
+def _modules_to_slice(
+    model: nn.Module, features: FeatureArguments, blocks: Sequence[str], towers: Collection[str]
+) -> list[str]:
+    in_towers = tuple(f"{tower}." for tower in towers)
+    with_rows = [name for name in blocks if not name.startswith(in_towers)]
+    found = select_modules(model, features.chunkmbs_plan.apply_modules, with_rows, SLICED_MODULES)
+    check_slices(model, found, features.chunkmbs_plan)
+    return found
+
+
+def _check_apart(offloaded: Sequence[str], recomputed: Sequence[str]) -> None:
+    for outer in recomputed:
+        if inner := next((name for name in offloaded if name.startswith(f"{outer}.")), None):
+            raise ConfigError(
+                f"'{inner}' lies inside '{outer}', which is computed again instead of keeping anything",
+                key=OFFLOAD_MODULES,
+                way_out=f"Name '{outer}': its input is then kept on the host.",
+            )

@@ -1,0 +1,1 @@
+"""What a configuration does to a model, resolved once and applied once."""

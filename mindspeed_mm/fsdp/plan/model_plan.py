@@ -1,0 +1,74 @@
+"""What will be done to a model: one value, resolved once, that training applies and everybody else reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
+from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan
+from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan
+from mindspeed_mm.fsdp.optimizer.groups import GroupPlan
+from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The formats that a plan computes in; None: parameters are gathered and summed as they are stored."""
+
+    compute: torch.dtype | None
+    reduce: torch.dtype | None
+    casts_inputs: bool
+    """Whether floating-point inputs of wrapped modules are cast to `compute`."""
+
+    @classmethod
+    def of(cls, section: FsdpPlan) -> Precision:
+        """Of a section as it is applied: gradients are summed in fp32 when parameters compute in less."""
+        reduce = section.reduce_dtype
+        if reduce is None and section.param_dtype is not None:
+            reduce = "fp64" if section.param_dtype == "fp64" else "fp32"
+        return cls(torch_dtype(section.param_dtype), torch_dtype(reduce), bool(section.cast_forward_inputs))
+
+    @property
+    def name(self) -> str:
+        """For people: bf16, fp32 …"""
+        return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(self.compute_dtype, "fp32")
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What products are computed in: masters are fp32 where nothing else is asked for."""
+        return self.compute or torch.float32
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Everything that the configuration does to a model."""
+
+    parallel: ParallelPlan
+    features: FeaturePlan
+    groups: GroupPlan
+    """How the optimizer treats each trainable parameter."""
+    blocks: tuple[str, ...] = ()
+    """Names of the model's repeated blocks, in execution order."""
+    head: HeadPlan | None = None
+    """What is done to the output head; None when there is none."""
+
+    @property
+    def precision(self) -> Precision:
+        """The formats that are computed in."""
+        return Precision.of(self.parallel.sharding.section)
+
+    def describe(self) -> dict[str, str]:
+        """A line for each part that does something, by a word for the log."""
+        parallel = self.parallel
+        lines = {
+            "shard": parallel.sharding.describe(),
+            "split": parallel.describe(),
+            "spread": parallel.context.describe() if parallel.context is not None else "",
+            "media": parallel.towers.describe() if parallel.towers is not None else "",
+            "features": self.features.describe(),
+            "groups": self.groups.describe(),
+        }
+        return {word: line for word, line in lines.items() if line}

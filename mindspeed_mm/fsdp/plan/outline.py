@@ -1,0 +1,128 @@
+"""A model as training has it before anything is split: on meta or with values, with adapters, kernels and experts as
+the configuration chooses them, ready for packed rows where rows are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.core.errors import CollectedErrors, ConfigError
+from mindspeed_mm.fsdp.features.speed.apply_speed import apply_speed
+from mindspeed_mm.fsdp.loss.router_aux import leave_router_loss_to_us
+from mindspeed_mm.fsdp.models.behaviour.experts import choose_experts
+from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.lora.apply import apply_lora
+from mindspeed_mm.fsdp.models.lora.files import check_adapters
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.models.structure.spec import ModelSpec, resolve_spec
+from mindspeed_mm.fsdp.models.vocabulary import check_processor
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model that is built and neither split nor sharded."""
+
+    model: nn.Module
+    spec: ModelSpec
+
+    @property
+    def adapter(self) -> Any:
+        """The family's adapter when the model is a generator, else None."""
+        return facts_of(self.model).adapter
+
+    @property
+    def towers(self) -> set[str]:
+        """Names of the modules in front of a decoder that take its media."""
+        return {tower.module for tower in self.spec.towers}
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether the model bears the adapter of a family of generators."""
+        return self.adapter is not None
+
+
+def build_outline(
+    arguments: Arguments,
+    given: nn.Module | None = None,
+    *,
+    packs: bool = False,
+    processor: Any = None,
+    errors: CollectedErrors | None = None,
+) -> Outline:
+    """Build the model that a configuration names, without values; or take a live one as it is.
+
+    Args:
+        arguments: The whole configuration.
+        given: A model with its values, to be trained in place of what `model` names.
+        packs: Prepare the model for packed rows even where the configuration asks for none.
+        processor: What makes the rows, to be compared with the model.
+        errors: Where to keep what speaks against steps that others do not need; None: they are raised together.
+
+    Raises:
+        ConfigError: The model cannot be had as the configuration says.
+        ModelFolderError: The folder cannot be understood, or rows are made for another model.
+    """
+    collected = errors or CollectedErrors()
+    model = _build(arguments, given, collected)
+    collected.attempt(check_processor, model, processor)
+    for step in _steps(model, arguments, packs=packs):
+        collected.attempt(step)
+    if errors is None:
+        collected.raise_all("the model cannot be prepared as the configuration says")
+    return Outline(model, resolve_spec(model))
+
+
+def packs_rows(arguments: Arguments) -> bool:
+    """Whether samples share rows; data sets of generators and of plugins may not know the key."""
+    return getattr(arguments.data.dataset_param.basic_parameters, "packs", False)
+
+
+def _build(arguments: Arguments, given: nn.Module | None, errors: CollectedErrors) -> nn.Module:
+    param_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
+    if given is not None:
+        return ModelHub.adopt(given, arguments.model, param_dtype=param_dtype)
+    build = partial(ModelHub.build, param_dtype=param_dtype, feature_args=arguments.features)
+    try:
+        return build(arguments.model)
+    except ConfigError as error:
+        if error.problems[0].key != "model.freeze":
+            raise
+        errors.errors.append(error)  # the other patterns can still be judged
+        return build(arguments.model.model_copy(update={"freeze": ()}))
+
+
+def _steps(model: nn.Module, arguments: Arguments, *, packs: bool) -> list[Callable[[], Any]]:
+    """What is done to the built model, in order; each step changes it."""
+    training, lora = arguments.training, arguments.training.lora
+    steps: list[Callable[[], Any]] = []
+    if lora.enable:
+        param_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
+        steps += [partial(apply_lora, model, lora, param_dtype=param_dtype)]
+        steps += [partial(_check_first_adapters, model, lora.pretrained_lora_path)]
+    steps += [
+        partial(apply_speed, model, arguments.model, arguments.features, training),
+        partial(leave_router_loss_to_us, model),
+        partial(
+            choose_experts,
+            model,
+            grouped=arguments.model.use_grouped_expert_matmul,
+            skip_padding=arguments.features.skip_moe_pad_tokens,
+        ),
+    ]
+    if packs or packs_rows(arguments):
+        steps += [partial(apply_packed_rows, model, attention=arguments.model.attn_implementation)]
+    return steps
+
+
+def _check_first_adapters(model: nn.Module, path: str | None) -> None:
+    """Adapters to start from are those of this model. Whether they are there at all is a question of paths."""
+    if path is not None and Path(path).exists() and facts_of(model).lora is not None:
+        check_adapters(model, path)

@@ -1,0 +1,156 @@
+"""Decides what a configuration does to a model, in the one order in which it will be done.
+
+Adapters and quantised linears, fused kernels, experts and packed rows are in the outline already; tied groups are read
+off it. Then, each step relying on those above it:
+
+pipeline split → the head's loss and towers without input hook in, as they must see full modules → tensor, expert,
+context → towers with a layout of their own → compile (innermost) → recompute → offload → slices of rows → stages →
+`fully_shard`, children before the root → prefetch order → weights, straight into the shards → first values of adapters
+→ ends that share a weight over stages → optimizer.
+
+`apply.py` carries it out. Nothing is changed here and nothing is read from a device: what is refused is refused
+before a weight is read, all at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from mindspeed_mm.core.errors import CollectedErrors, ConfigError, Problem
+from mindspeed_mm.fsdp.distributed.expert.plan import balance_copies, cut_dim
+from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPlan, resolve_parallel_plan
+from mindspeed_mm.fsdp.distributed.pipeline.plan import check_units
+from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
+from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
+from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
+from mindspeed_mm.fsdp.loss.objectives import check_generator_loss, check_loss_type
+from mindspeed_mm.fsdp.loss.router_aux import check_routers
+from mindspeed_mm.fsdp.optimizer.groups import resolve_groups
+from mindspeed_mm.fsdp.optimizer.state_formats import check_packages, check_rows
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, least_ranks, resolve_parallel_sizes
+from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
+from mindspeed_mm.fsdp.plan.outline import Outline
+
+HEADLINE = "the model cannot be trained as the configuration says"
+
+
+def resolve_plan(
+    outline: Outline,
+    arguments: Arguments,
+    sizes: ParallelSizes,
+    *,
+    ranks_known: bool = True,
+    errors: CollectedErrors | None = None,
+) -> ModelPlan:
+    """The plan of a model. Neither the model nor the process is changed.
+
+    Args:
+        outline: The model, whole.
+        arguments: The whole configuration.
+        sizes: Of the parallel groups.
+        ranks_known: False: `sizes` are the least that fit, and what depends on the number of data ranks is not judged.
+        errors: What was found against the model before; it is raised with what is found here.
+
+    Raises:
+        ConfigError: With every problem.
+        MachineError: The installed libraries cannot do what is asked for.
+    """
+    errors = errors or CollectedErrors()
+    model, spec = outline.model, outline.spec
+    copies = errors.attempt(balance_copies, arguments.features, arguments.parallel)
+    layout = ModelLayout(
+        spec.shard_modules,
+        spec.tie_groups,
+        outline.towers,
+        is_generator=outline.is_generator,
+        gathers_logits=arguments.features.loss_cfg.loss_type == "raw",
+        expert_copies=copies or 0,
+    )
+    parallel = errors.attempt(resolve_parallel_plan, model, arguments.parallel, sizes, layout, ranks_known=ranks_known)
+    features = errors.attempt(
+        resolve_features, model, arguments.features, spec.blocks, model_args=arguments.model, towers=outline.towers
+    )
+    groups = errors.attempt(resolve_groups, model, arguments.training)
+    errors.attempt(check_packages, arguments.training.optimizer_state_dtype)
+    head = errors.attempt(_resolve_loss, outline, arguments)
+    if parallel is not None and features is not None:
+        errors.attempt(_check_stages, parallel, features)
+        errors.attempt(_check_state_rows, model, arguments, parallel)
+    errors.raise_all(HEADLINE)
+    assert parallel is not None and features is not None and groups is not None
+    return ModelPlan(parallel, features, groups, tuple(spec.blocks), head)
+
+
+def resolve_for_least_ranks(
+    outline: Outline, arguments: Arguments, *, errors: CollectedErrors | None = None
+) -> ModelPlan:
+    """The plan where nobody said how many ranks there will be: for the fewest that the sizes fit. What depends on the
+    number of data ranks is not judged. Arguments and errors as of `resolve_plan`."""
+    parallel = arguments.parallel
+    sizes = resolve_parallel_sizes(parallel, least_ranks(parallel))
+    return resolve_plan(outline, arguments, sizes, ranks_known=False, errors=errors)
+
+
+def _resolve_loss(outline: Outline, arguments: Arguments) -> HeadPlan | None:
+    """What is minimised can be computed from this model's outputs, under this plan."""
+    model, loss_cfg, parallel = outline.model, arguments.features.loss_cfg, arguments.parallel
+    errors = CollectedErrors()
+    head = errors.attempt(resolve_head, model, outline.spec.head, arguments.features)
+    if outline.is_generator:
+        errors.attempt(check_generator_loss, loss_cfg)
+    else:
+        errors.attempt(check_loss_type, loss_cfg.loss_type, model, has_head=bool(outline.spec.head))
+        if loss_cfg.router_aux_loss_coef:
+            errors.attempt(check_routers, model)
+        if loss_cfg.loss_type == "raw" and parallel.ring_attention_size * parallel.ulysses_parallel_size > 1:
+            errors.attempt(_refuse_raw_loss, model)
+    errors.raise_all("the loss does not fit the model")
+    return head
+
+
+def _refuse_raw_loss(model: nn.Module) -> None:
+    problem = Problem(
+        "'raw' is the model's own loss, which needs the whole sequence on every rank",
+        key="features.loss_cfg.loss_type",
+        way_out="Leave it out.",
+    )
+    raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=[problem])
+
+
+def _check_stages(parallel: ParallelPlan, features: FeaturePlan) -> None:
+    """No feature works on a module that holds the layers which stages are cut of."""
+    if parallel.stages is None:
+        return
+    errors = CollectedErrors()
+    for key, names in features.by_key().items():
+        errors.attempt(check_units, names, parallel.stages, key)
+    errors.raise_all("the features do not fit the stages")
+
+
+def _check_state_rows(model: nn.Module, arguments: Arguments, parallel: ParallelPlan) -> None:
+    """Moments are packed along rows, which must not be cut within a block."""
+    choice = arguments.training.optimizer_state_dtype
+    if choice != "int8":
+        return
+    widths = partial(_own_width, parallel=parallel)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            check_rows(tuple(parameter.shape), widths(name, tuple(parameter.shape)))
+
+
+def _own_width(name: str, shape: tuple[int, ...], parallel: ParallelPlan) -> int:
+    """Numbers of a row that one rank holds."""
+    last, module = len(shape) - 1, name.rpartition(".")[0]
+    rule = parallel.tensor.rules.get(module.removesuffix(".base_layer")) if parallel.tensor is not None else None
+    if rule is not None and not rule.blocks and CUT_DIMS.get(rule.style) == last:
+        return -(-shape[last] // parallel.sizes.tp)
+    experts = parallel.experts
+    if experts is not None and any(name.startswith(f"{each}.") for each in experts.modules):
+        is_cut = cut_dim(shape, experts.sizes.ep, experts.sizes.efsdp) == last
+        return -(-shape[last] // experts.sizes.efsdp) if is_cut else shape[last]
+    if parallel.sharding.cut_dims.get(name) == last:
+        return -(-shape[last] // parallel.sizes.fsdp)
+    return shape[last]

@@ -1,0 +1,70 @@
+"""Compares what was done to a model with what its plan says, read off the live modules and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+CUTS = {"colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0, "rowwise": 1}
+"""Style → the dimension of a weight that tensor parallelism cuts."""
+
+
+def check_applied(assembled: Any) -> None:
+    """Raise `AssertionError` where the model is another one than its plan describes."""
+    plan, applied = assembled.plan.parallel, assembled.applied
+    if hasattr(applied.model, "fully_shard"):
+        return  # the model shards itself: what it does with the plan is its own affair
+    roots = {"": applied.model} if applied.pipeline is None else dict(enumerate(applied.pipeline.stages))
+    for root in roots.values():
+        prefix = "" if applied.pipeline is None else "model."
+        held = {name.removeprefix(prefix) for name, module in root.named_modules() if _is_here(module)}
+        wrapped, wanted = _wrapped(root, prefix), _to_be_wrapped(plan, held)
+        assert wrapped == wanted, f"{type(root).__name__}: {wrapped ^ wanted} are only in one of model and plan"
+        for name, parameter in root.named_parameters():
+            _check_cuts(plan, name.removeprefix(prefix), parameter)
+
+
+def _is_here(module: nn.Module) -> bool:
+    """False for what stands in the place of another stage's module: it has no parameters."""
+    return next(module.parameters(), None) is not None
+
+
+def _wrapped(root: nn.Module, prefix: str) -> set[str]:
+    wrapped = {name for name, module in root.named_modules() if isinstance(module, FSDPModule)}
+    return {name.removeprefix(prefix) for name in wrapped}
+
+
+def _to_be_wrapped(plan: Any, held: set[str]) -> set[str]:
+    if not plan.sharding.is_sharded:
+        return set()
+    units = {name for unit in plan.sharding.units for name in unit.names}
+    return (units | set(plan.sharding.experts) | set(plan.sharding.copies)) & held | {""}
+
+
+def _check_cuts(plan: Any, name: str, parameter: nn.Parameter) -> None:
+    """A parameter is cut over the axes, and along the dimensions, that the plan says."""
+    cuts = _cuts_of(parameter)
+    module, _, last = name.rpartition(".")
+    rules = plan.tensor.rules if plan.tensor is not None else {}
+    rule = rules.get(module)
+    if rule is not None and not rule.blocks and rule.style.value in CUTS:
+        dim = CUTS[rule.style.value]
+        assert cuts.get("tp") == (None if last == "bias" and dim else dim), f"{name}: {cuts}"
+    elif rule is None and not any(f"{module}.".startswith(f"{each}.") for each in rules):
+        assert "tp" not in cuts, f"{name}: {cuts}"
+    is_expert = any(name.startswith(f"{each}.") for each in plan.sharding.experts)
+    assert ("ep" in cuts) == is_expert, f"{name}: {cuts}"
+    if plan.sharding.is_sharded and name in plan.sharding.cut_dims:
+        assert plan.sharding.cut_dims[name] in cuts.values(), f"{name}: {cuts}"
+
+
+def _cuts_of(parameter: nn.Parameter) -> dict[str, int]:
+    """Axis of the mesh → the dimension that is cut over it."""
+    if not isinstance(parameter, DTensor):
+        return {}
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    placed = zip(axes, parameter.placements, strict=True)
+    return {axis: placement.dim for axis, placement in placed if isinstance(placement, Shard)}
