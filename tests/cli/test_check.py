@@ -14,6 +14,7 @@ from torch import nn
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.tasks.check import check
@@ -39,7 +40,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     given: dict[str, Any] = {"model": Model(), "batch": {"input_ids": 0, "shift_labels": 0, "sample_ids": []}}
     import_module("mindspeed_mm.tasks.data.opening")  # it needs the real data modules
     data = ModuleType("mindspeed_mm.fsdp.data")
-    data.build_mm_dataset = lambda *_, **__: ([1], given.get("validation"))  # type: ignore[attr-defined]
+    data.build_mm_dataset = lambda *_, **__: (as_mm_dataset([1]), given.get("validation"))  # type: ignore[attr-defined]
     data.build_mm_dataloader = lambda *_, **__: Loader(given)  # type: ignore[attr-defined]
     monkeypatch.setattr(ModelHub, "build", lambda *_, **__: give(given["model"]))
     monkeypatch.setitem(sys.modules, data.__name__, data)
@@ -141,7 +142,7 @@ def test_a_failing_validation_set_is_found(parts: dict[str, Any], tmp_path: Path
         def __getitem__(self, index: int) -> Any:
             raise DataError("unreadable", where="val.json:1")
 
-    parts["validation"] = Broken()
+    parts["validation"] = as_mm_dataset(Broken())
     (finding,) = check.run(write(tmp_path)).findings
     assert (finding.stage, finding.problem.where) == ("first samples", "val.json:1")
 
@@ -250,9 +251,9 @@ def test_a_stage_gets_the_data_section_as_configured(
     seen: list[Any] = []
     data = sys.modules["mindspeed_mm.fsdp.data"]
 
-    def build(dataset_param: DatasetParam, **options: Any) -> tuple[list[int], None]:
+    def build(dataset_param: DatasetParam, **options: Any) -> tuple[Any, None]:
         seen.append((dataset_param.preprocess_parameters.model_name_or_path, options["seed"]))
-        return [1], None
+        return as_mm_dataset([1]), None
 
     monkeypatch.setattr(data, "build_mm_dataset", build)
     check.run(write(tmp_path, "training: {seed: 5}\n"))
