@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS_GRACE_S = 3.0
 """How long the other ranks may go on once one has failed: their own errors are worth reading."""
@@ -202,6 +204,7 @@ def _rank_main(job: Job, rank: int) -> None:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         faulthandler.dump_traceback_later(job.timeout_s + LAST_RESORT_S, exit=True, file=stack_file)
         torch.set_num_threads(1)
+        prepare_for_transformers()  # where `mm verify` has started the server, with less in it
         try:
             function = job.function()
             if job.in_group:

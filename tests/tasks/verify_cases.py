@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -26,18 +27,31 @@ class Asked(NamedTuple):
 
 def verify_all(ranks: int, asked: dict[str, Asked], folder: Path) -> dict[str, list[Row] | str]:
     """Name → rows, or what went wrong, of verifications that all take so many processes. Each has processes of its own:
-    the groups of a run, and their threads, end with them."""
-    return {name: _verify(ranks, each, folder / str(number)) for number, (name, each) in enumerate(asked.items())}
+    the groups of a run, and their threads, end with them. Those that differ in their fault alone share a reference."""
+    references: dict[Asked, VerifyJob] = {}
+    found: dict[str, list[Row] | str] = {}
+    for number, (name, each) in enumerate(asked.items()):
+        plain = each._replace(fault=None)
+        try:
+            if plain not in references:
+                references[plain] = _reference(ranks, plain, folder / f"reference{number}")
+            found[name] = _planned(ranks, references[plain], each.fault, folder / f"planned{number}")
+        except (MMError, RankBugError) as error:
+            found[name] = str(error)  # the other verifications go on
+    return found
 
 
-def _verify(ranks: int, asked: Asked, folder: Path) -> list[Row] | str:
+def _reference(ranks: int, asked: Asked, folder: Path) -> VerifyJob:
     job = job_of(asked, folder)
     assert job.setup.sizes.world == ranks
-    try:
-        (reference,) = run_ranks(1, f"{IN_RANKS}:run_reference", replace(job, fault=None), str)
-        return worst_rows(run_ranks(ranks, f"{IN_RANKS}:run_planned", replace(reference.job, fault=asked.fault), str))
-    except (MMError, RankBugError) as error:
-        return str(error)  # the other verifications go on
+    (reference,) = run_ranks(1, f"{IN_RANKS}:run_reference", job, str)
+    return reference.job
+
+
+def _planned(ranks: int, reference: VerifyJob, fault: str | None, folder: Path) -> list[Row]:
+    folder.mkdir()
+    shutil.copy(reference.folder / "reference.safetensors", folder)
+    return worst_rows(run_ranks(ranks, f"{IN_RANKS}:run_planned", replace(reference, folder=folder, fault=fault), str))
 
 
 def job_of(asked: Asked, folder: Path) -> VerifyJob:

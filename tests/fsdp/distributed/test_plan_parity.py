@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ PLANS: dict[str, tuple[int, dict[str, Any], int, tuple[int, ...], int]] = {
 }
 
 
+IN_SHORT = {
+    "zero3, no image anywhere",
+    "patterns and prefetch",
+    "offload",
+    "ignored modules",
+    "replicated, accumulation 4",
+    "resharded to 2 of 4",
+    *("last micro-batch not reduced, replicated", "norm counts copies"),
+}
+"""Plans and faults of the default run; `tests/fsdp/train/test_parity.py` has the others there, through the trainer."""
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    return [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def average_instead_of_sum(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(float(dist.get_world_size()))
@@ -88,17 +105,17 @@ FAULTS: dict[str, tuple[int, dict[str, Any], int, Variant]] = {
 }
 
 
-def run_on_ranks(folder: str) -> dict[str, list[StepRecord]]:
+def run_on_ranks(folder: str, in_short: bool) -> dict[str, list[StepRecord]]:
     here = dist.get_world_size()
     plans = {
         name: train_steps(folder, plan, accumulation, images=images, steps=steps)
         for name, (ranks, plan, accumulation, images, steps) in PLANS.items()
-        if ranks == here
+        if ranks == here and (name in IN_SHORT) == in_short
     }
     faults = {
         name: train_steps(folder, plan, accumulation, variant=variant)
         for name, (ranks, plan, accumulation, variant) in FAULTS.items()
-        if ranks == here
+        if ranks == here and (name in IN_SHORT) == in_short
     }
     return plans | faults
 
@@ -117,32 +134,27 @@ def reference(tiny_folder: Path) -> Callable[[tuple[int, ...], int], list[StepRe
     return lambda images, steps: made[images][:steps]
 
 
-@pytest.fixture(scope="module")
-def measured(tiny_folder: Path) -> dict[int, list[dict[str, list[StepRecord]]]]:
-    """Records by number of ranks, then by rank."""
-    return {ranks: run_ranks(ranks, run_on_ranks, str(tiny_folder), timeout_s=120) for ranks in (2, 4)}
+@cache
+def measured(ranks: int, folder: str, in_short: bool) -> list[dict[str, list[StepRecord]]]:
+    """Records by rank."""
+    return run_ranks(ranks, run_on_ranks, folder, in_short, timeout_s=120)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_plan_equals_one_process(name, measured, reference):
+@pytest.mark.parametrize("name", marked(PLANS))
+def test_plan_equals_one_process(name, tiny_folder, reference):
     ranks, _, _, images, steps = PLANS[name]
-    for on_rank in measured[ranks]:
-        compare_steps(reference(images, steps), on_rank[name], TOLERANCE)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_seen(name, measured, reference):
-    ranks, *_ = FAULTS[name]
-    with pytest.raises(ParityError):
-        for on_rank in measured[ranks]:
-            compare_steps(reference(IMAGES, 1), on_rank[name], TOLERANCE)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_ranks_agree_to_the_bit(name, measured):
-    ranks, *_ = PLANS[name]
-    for one, other in itertools.pairwise(on_rank[name] for on_rank in measured[ranks]):
+    on_ranks = [found[name] for found in measured(ranks, str(tiny_folder), name in IN_SHORT)]
+    for on_rank in on_ranks:
+        compare_steps(reference(images, steps), on_rank, TOLERANCE)
+    for one, other in itertools.pairwise(on_ranks):
         compare_steps(one, other, 0.0)
+
+
+@pytest.mark.parametrize("name", marked(FAULTS))
+def test_planted_fault_is_seen(name, tiny_folder, reference):
+    with pytest.raises(ParityError):
+        for on_rank in measured(FAULTS[name][0], str(tiny_folder), name in IN_SHORT):
+            compare_steps(reference(IMAGES, 1), on_rank[name], TOLERANCE)
 
 
 def test_one_process_is_bitwise_plain(tiny_folder):

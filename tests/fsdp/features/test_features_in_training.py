@@ -60,7 +60,8 @@ PLANS: dict[tuple[str, str], tuple[str, ...]] = {
     ("flux", "fsdp2"): FSDP,
     ("flux", "ring2"): (*ONE, RING),
 }
-QUICK = {("text moe", "ep2")}
+IN_SHORT = ("full", "selective", "attention kept", "offload", "slices, offload, full")
+"""Features of the default run, under the plan of the model with most parts."""
 
 
 class Attention(TorchDispatchMode):
@@ -111,18 +112,30 @@ class _Made(dict[str, str]):
         return self[family]
 
 
-@pytest.mark.parametrize(
-    ("family", "plan"),
-    [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in PLANS],
-)
-def test_features_equal_none(family: str, plan: str, yamls: dict[str, str]) -> None:
+def features_of(family: str, plan: str) -> dict[str, tuple[float, tuple[str, ...]]]:
+    """Name → what it may be off by, overrides."""
     features = {name: (0.0, words) for name, words in ON.items()}
     if "packed" not in plan:
         rows = OF_GENERATORS if family in ("wan", "flux") else OF_TEXT
         features["slices"] = (ROUNDED, (*SLICES, rows))
         features["slices, offload, full"] = (ROUNDED, (*SLICES, rows, *ON["offload, full"]))
+    return features
+
+
+def check(family: str, plan: str, features: dict[str, tuple[float, tuple[str, ...]]], yamls: dict[str, str]) -> None:
     for found in run_ranks(2, differing, yamls[family], PLANS[family, plan], features, timeout_s=300):
         assert found == {}
+
+
+def test_features_equal_none(yamls: dict[str, str]) -> None:
+    features = features_of("text moe", "ep2")
+    check("text moe", "ep2", {name: features[name] for name in IN_SHORT}, yamls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "plan"), PLANS)
+def test_all_features_equal_none(family: str, plan: str, yamls: dict[str, str]) -> None:
+    check(family, plan, features_of(family, plan), yamls)
 
 
 @pytest.mark.slow

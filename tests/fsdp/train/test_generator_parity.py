@@ -23,10 +23,10 @@ RUNS = ParityRuns(
         "flux hsdp 2x2": Case("flux", 4, 4, 1, (HYBRID,)),
         "t2v recompute": Case("t2v", 1, 1, 1, (RECOMPUTE,)),
         "t2v fsdp 2, recompute": Case("t2v", 2, 2, 2, (RECOMPUTE,)),
-        "t2v hsdp 2x2": Case("t2v", 4, 4, 1, (HYBRID,)),
         "flux lora fsdp 2, recompute": Case("flux lora", 2, 2, 2, (RECOMPUTE,)),
         "t2v lora replicated 2": Case("t2v lora", 2, 2, 2, (COPIES,)),
     },
+    slow={"t2v hsdp 2x2": Case("t2v", 4, 4, 1, (HYBRID,))},
     faults={
         "rank's own denominator": Fault("flux replicated 2", "rank's own denominator"),
         "gradients averaged over ranks": Fault("flux fsdp 2", "gradients averaged over ranks"),

@@ -37,10 +37,10 @@ CASES = {
     "vlm fsdp2 × ring2": Case("vlm", 4, 2, 2, (RING,)),
     "vlm ring2 × ulysses2": Case("vlm", 4, 1, 2, (RING, ULYSSES)),
     "vlm tp2 × ring2, sequence": Case("vlm", 4, 1, 2, (TP, RING, SEQUENCE_EVERYWHERE)),
-    "flux tp2 × ulysses2": Case("flux", 4, 1, 1, (TP, ULYSSES)),
     "moe tp2 × ring2": Case("moe", 4, 1, 2, (TP, RING)),
 }
 SLOW = {
+    "flux tp2 × ulysses2": Case("flux", 4, 1, 1, (TP, ULYSSES)),
     "vlm hsdp × tp2": Case("vlm", 4, 2, 1, (TP, "parallel.fully_shard_parallel_size=1")),
     "vlm hsdp × ring2": Case("vlm", 4, 2, 1, (RING, "parallel.fully_shard_parallel_size=2")),
     "vlm lora tp2": Case("vlm lora", 2, 1, 1, (TP,)),
