@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_write_text, free_bytes, fsync_path, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint import layout
-from mindspeed_mm.fsdp.checkpoint.manifest import FileRecord, Manifest, verify_files
+from mindspeed_mm.fsdp.checkpoint.manifest import FileRecord, Manifest, RunContext, verify_files
 from mindspeed_mm.fsdp.checkpoint.storage import Tree, write_tree
 from mindspeed_mm.fsdp.checkpoint.tree import tree_bytes
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -53,7 +53,7 @@ class CheckpointContents:
 
 
 def commit_checkpoint(
-    save: Path, contents: CheckpointContents, context: dict[str, Any], ranks: Ranks, note: Callable[[str], None]
+    save: Path, contents: CheckpointContents, context: RunContext, ranks: Ranks, note: Callable[[str], None]
 ) -> Path:
     """Write a checkpoint and commit it. Called by all ranks; all return, or all raise.
 
@@ -127,7 +127,7 @@ def _hash_own_files(draft: Path, ranks: Ranks) -> dict[str, FileRecord]:
 
 
 def _manifest(
-    contents: CheckpointContents, files: dict[str, FileRecord], context: dict[str, Any], world_size: int
+    contents: CheckpointContents, files: dict[str, FileRecord], context: RunContext, world_size: int
 ) -> Manifest:
     return Manifest(
         iteration=contents.iteration,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.manifest import (
     InvalidCheckpoint,
     Manifest,
+    RunContext,
     Verification,
     read_manifest,
     verify_files,
@@ -33,7 +33,7 @@ class CommittedCheckpoint:
     """What a person should know: which newer checkpoints were skipped and why, that nothing could be verified."""
 
     @property
-    def context(self) -> dict[str, Any]:
+    def context(self) -> RunContext:
         """Context of the run that saved; empty for a checkpoint from elsewhere."""
         return self.manifest.context if self.manifest else {}
 

@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.checkpoint import committed, layout
 from mindspeed_mm.fsdp.checkpoint.commit import CheckpointContents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_rng, load_state, load_tensors
+from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.checkpoint.retention import prune
 from mindspeed_mm.fsdp.checkpoint.storage import Tree
 from mindspeed_mm.fsdp.checkpoint.tree import (
@@ -50,7 +51,7 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, save: Path, training: TrainingArguments, *, context: dict[str, Any], note: Callable[[str], None]
+        self, save: Path, training: TrainingArguments, *, context: RunContext, note: Callable[[str], None]
     ) -> None:
         self.save_folder = save
         self.training = training
@@ -66,7 +67,7 @@ class CheckpointManager:
         iteration: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         ema: Ema | None = None,
     ) -> None:
         """Commit `iter_<iteration>`, or start to when `training.save_async`: training may go on at once.
@@ -93,7 +94,7 @@ class CheckpointManager:
         iteration: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         ema: Ema | None,
     ) -> None:
         contents = self.ranks.together("collecting", lambda: self._collect(iteration, model, optimizer, state, ema))
@@ -172,7 +173,7 @@ class CheckpointManager:
         iteration: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         ema: Ema | None,
     ) -> CheckpointContents:
         dtype = self.training.save_ckpt_dtype
@@ -182,7 +183,9 @@ class CheckpointManager:
             tree[OPTIMIZER] = optimizer_tensors(model, optimizer)
         if ema is not None:
             tree[EMA] = average_tensors(ema)
-        rng = {} if self.training.no_save_rng else state.get("rng") or {}
+        rng = state.get("rng")
+        if self.training.no_save_rng or not isinstance(rng, dict):
+            rng = {}
         return CheckpointContents(
             iteration=iteration,
             tree=snapshot(tree) if self._background else tree,

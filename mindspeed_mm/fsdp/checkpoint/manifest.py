@@ -18,6 +18,10 @@ FORMAT = "mindspeed-mm-checkpoint"
 FORMAT_VERSION = 1
 
 
+RunContext = dict[str, Any]
+"""What a manifest records of the run that saved, as JSON; see `resume.check_resumable`."""
+
+
 class InvalidCheckpoint(CheckpointError):
     """A checkpoint that is incomplete or damaged: an older one may still be good."""
 
@@ -52,7 +56,7 @@ class Manifest:
     """Name of a shared parameter → the name under which it is stored."""
     dtype: str | None = None
     """Set when floating-point weights were cast for saving."""
-    context: dict[str, Any] = field(default_factory=dict)
+    context: RunContext = field(default_factory=dict)
     """Mesh, configuration, data fingerprint and versions: see `resume.check_resumable`."""
     time: float = 0.0
     """Seconds since the epoch."""

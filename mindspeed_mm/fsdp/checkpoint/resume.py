@@ -13,6 +13,9 @@ from typing import Any
 
 from mindspeed_mm.core.errors import CheckpointError, Problem
 
+Context = Mapping[str, Any]
+"""What a manifest records of a run, or a part of it."""
+
 FREE_KEYS = (
     "data.dataloader_param.collate_param.*",
     "data.dataloader_param.enable_preload",
@@ -113,9 +116,7 @@ _SAME_STATE = {"training.optimizer": {"adamw", "adamw_swap"}}
 """Values of a key between which a run may change, and the log says so: it is the same run, computed elsewhere."""
 
 
-def check_resumable(
-    manifest_context: Mapping[str, Any], current_context: Mapping[str, Any], accept_data_change: bool = False
-) -> list[str]:
+def check_resumable(manifest_context: Context, current_context: Context, accept_data_change: bool = False) -> list[str]:
     """Compare the run that saved with the run that resumes.
 
     A context holds `config` (the resolved configuration, nested), `dataset` (the fingerprint of the training data),
@@ -153,9 +154,7 @@ def check_resumable(
     return [str(problem) for problem in noted] + meaning + _environment_notes(manifest_context, current_context)
 
 
-def _config_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any]
-) -> tuple[list[Problem], list[Problem], list[Problem]]:
+def _config_changes(before: Context, now: Context) -> tuple[list[Problem], list[Problem], list[Problem]]:
     """Changes of the configuration that are noted, that are refused, and that change what the data is."""
     noted: list[Problem] = []
     refused: list[Problem] = []
@@ -171,7 +170,7 @@ def _config_changes(
     return noted, refused, data
 
 
-def _data_changes(before: Mapping[str, Any], now: Mapping[str, Any], told: Sequence[str]) -> list[Problem]:
+def _data_changes(before: Context, now: Context, told: Sequence[str]) -> list[Problem]:
     """Changes of the fingerprint, each once: settings are told by their keys where those have changed too, the number
     of rows with the files that hold them, and a hash where nothing else tells of a change."""
     found = dict(_differences(before, now, "dataset"))
@@ -188,7 +187,7 @@ def _data_changes(before: Mapping[str, Any], now: Mapping[str, Any], told: Seque
     return [*changes, *(Problem(_change(*values), key=f"data: {key}") for key, values in found.items())]
 
 
-def _file_changes(then: Sequence[Mapping[str, Any]], today: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def _file_changes(then: Sequence[Context], today: Sequence[Context]) -> list[Problem]:
     """In words, a file each; of files that are all the same their order."""
     before, now = ({str(file.get("name")): file for file in files} for files in (then, today))
     changes = []
@@ -206,13 +205,13 @@ def _file_changes(then: Sequence[Mapping[str, Any]], today: Sequence[Mapping[str
     return changes or [Problem("the files come in another order", key="data: files")]
 
 
-def _is_updated(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _is_updated(before: Context, now: Context) -> bool:
     """Whether this is another version of ours, which may know keys that the other did not."""
     then, today = (side.get("versions", {}).get("mindspeed-mm") for side in (before, now))
     return bool(then != today)
 
 
-def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Problem], list[Problem]]:
+def _batch_change(before: Context, now: Context) -> tuple[list[Problem], list[Problem]]:
     """Changes of the batch that are noted, and that are refused."""
     if now.get("global_batch") is None:  # the number of ranks is not known
         return [], []
@@ -230,7 +229,7 @@ def _batch_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[li
     return [], [Problem(_change(then, today), key="global batch size", way_out=way_out)]
 
 
-def is_other_split(then: Mapping[str, Any], today: Mapping[str, Any]) -> bool:
+def is_other_split(then: Context, today: Context) -> bool:
     """Whether samples of different sizes are dealt into other micro-batches, and a step has as many of them as before.
     Whether the place in the epoch can be kept then, the order of the data knows: `BucketOrder.go_on`."""
     both = (then, today)
@@ -244,11 +243,11 @@ def is_other_split(then: Mapping[str, Any], today: Mapping[str, Any]) -> bool:
     return bool(rows == rows_today)
 
 
-def _in_words(values: Mapping[str, Any]) -> str:
+def _in_words(values: Context) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None) or "samples as they come"
 
 
-def _base_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+def _base_change(before: Context, now: Context) -> list[Problem]:
     then, today = before.get("base_weights"), now.get("base_weights")
     if then is None or today is None or then == today:
         return []
@@ -261,7 +260,7 @@ def _base_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Prob
     ]
 
 
-def _environment_notes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _environment_notes(before: Context, now: Context) -> list[str]:
     notes = [f"{key} {_change(*values)}" for key, values in _differences(before, now, "versions")]
     then, today = before.get("world_size"), now.get("world_size")
     if then != today:
@@ -272,17 +271,17 @@ def _environment_notes(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     return notes
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], part: str) -> list[tuple[str, tuple[Any, Any]]]:
+def _differences(before: Context, now: Context, part: str) -> list[tuple[str, tuple[Any, Any]]]:
     """(dotted key, (then, now)) of every leaf that differs once both are plain JSON, as the manifest is."""
     then, today = (_leaves(json.loads(json.dumps(side.get(part, {}), default=str))) for side in (before, now))
     keys = sorted(then.keys() | today.keys())
     return [(key, (then.get(key), today.get(key))) for key in keys if then.get(key) != today.get(key)]
 
 
-def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+def _leaves(value: object, prefix: str = "") -> dict[str, object]:
     if not isinstance(value, Mapping):
         return {prefix: value}
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for key, item in value.items():
         leaves |= _leaves(item, f"{prefix}.{key}" if prefix else str(key))
     return leaves
@@ -292,10 +291,10 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _change(then: Any, today: Any) -> str:
+def _change(then: object, today: object) -> str:
     return f"was {_shortened(then)}, is {_shortened(today)}"
 
 
-def _shortened(value: Any, most: int = 80) -> str:
+def _shortened(value: object, most: int = 80) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= most else f"{text[:most]}…"

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.optimizer.gradient_offload import forget_gradients, offloaded
+from mindspeed_mm.fsdp.optimizer.groups import Group
 from mindspeed_mm.fsdp.optimizer.shards import local
 from mindspeed_mm.fsdp.optimizer.state_formats import MOMENTS, Format, format_of
 from mindspeed_mm.fsdp.optimizer.streaming import Cargo, bucket_bytes, work_in_buckets
@@ -64,7 +65,7 @@ class StreamedAdamW(torch.optim.AdamW):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[Group],
         names: Mapping[torch.Tensor, str],
         *,
         state_dtype: str | None = None,
@@ -104,7 +105,7 @@ class StreamedAdamW(torch.optim.AdamW):
             if not group["matrices"]:
                 self._update_group(group)
 
-    def _update_group(self, group: dict[str, Any]) -> None:
+    def _update_group(self, group: Group) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None or offloaded(parameter) is not None:
@@ -116,7 +117,7 @@ class StreamedAdamW(torch.optim.AdamW):
             for parameter in parameters:
                 self.state[parameter]["step"] += 1
 
-    def _update(self, group: dict[str, Any], bucket: list[Cargo[ParameterSlice]]) -> None:
+    def _update(self, group: Group, bucket: list[Cargo[ParameterSlice]]) -> None:
         """torch's AdamW on the pieces of a bucket."""
         ready = [_unpacked(cargo) for cargo in bucket]
         beta1, beta2 = group["betas"]
@@ -211,7 +212,7 @@ def _stretch(kept: torch.Tensor, own: torch.Tensor, start: int, end: int) -> tor
     return kept[start // each : end // each]
 
 
-def _counters(pieces: list[ParameterSlice], group: dict[str, Any]) -> list[torch.Tensor]:
+def _counters(pieces: list[ParameterSlice], group: Group) -> list[torch.Tensor]:
     """Numbers of steps for torch to count up, where it wants them."""
     if not (group["fused"] or group["capturable"]):
         return [torch.tensor(piece.step) for piece in pieces]

@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from mindspeed_mm.fsdp.models.structure.share import first_names
 from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offload_gradients
-from mindspeed_mm.fsdp.optimizer.groups import GroupPlan, parameter_groups
+from mindspeed_mm.fsdp.optimizer.groups import Group, GroupPlan, parameter_groups
 from mindspeed_mm.fsdp.optimizer.muon import Muon
 from mindspeed_mm.fsdp.optimizer.sharded_adamw import ShardedAdamW
 from mindspeed_mm.fsdp.optimizer.shards import local
@@ -79,7 +79,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return str(getattr(optimizer, "kind", type(optimizer).__name__))
 
 
-def _is_fused_here(groups: list[dict[str, Any]], note: Callable[[str], None]) -> bool:
+def _is_fused_here(groups: list[Group], note: Callable[[str], None]) -> bool:
     """Whether torch has the fused kernel for the devices that the parameters are on; says so when it has not."""
     devices = {local(parameter).device.type for group in groups for parameter in group["params"]}
     lacking = sorted(devices - set(_get_fused_kernels_supported_devices()))

@@ -16,6 +16,9 @@ from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.optimizer.matrices import matrices
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
+Group = dict[str, Any]
+"""Parameters with their settings, as torch's optimizers take and keep them."""
+
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every group `lr` times its own scale."""
@@ -67,9 +70,7 @@ def resolve_groups(model: nn.Module, training: TrainingArguments) -> GroupPlan:
     return GroupPlan(settings)
 
 
-def parameter_groups(
-    model: nn.Module, training: TrainingArguments, plan: GroupPlan | None = None
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, training: TrainingArguments, plan: GroupPlan | None = None) -> list[Group]:
     """Trainable parameters as the optimizer takes them, those with the same settings together.
 
     The groups are those of the whole model: a stage of a pipeline may have no parameter in some of them. Each carries

@@ -5,7 +5,6 @@ divided after it. A step whose gradients overflow is left out."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 GROWTH, BACKOFF = 2.0, 0.5
 """`torch.amp.GradScaler`'s factors."""
@@ -43,10 +42,10 @@ class LossScale:
         if self.good_steps >= self.window:
             self.value, self.good_steps = min(self.value * GROWTH, LARGEST), 0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         """For a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

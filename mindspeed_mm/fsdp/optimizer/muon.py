@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces
 from mindspeed_mm.fsdp.optimizer.adamw import StreamedAdamW
 from mindspeed_mm.fsdp.optimizer.gradient_offload import offloaded, own_gradient
+from mindspeed_mm.fsdp.optimizer.groups import Group
 from mindspeed_mm.fsdp.optimizer.matrix_exchange import Cut, cut_of, mesh_device, shared_work
 from mindspeed_mm.fsdp.optimizer.newton_schulz import orthogonal
 from mindspeed_mm.fsdp.optimizer.shards import local, room_like
@@ -24,7 +25,7 @@ MOMENTUM = "momentum_buffer"
 AT_A_TIME_BYTES = 64 << 20
 """Whole matrices that a rank works on at a time; a single one may be larger."""
 
-Work = tuple[torch.Tensor, dict[str, Any]]
+Work = tuple[torch.Tensor, Group]
 """A parameter and its group."""
 
 
@@ -43,7 +44,7 @@ class Muon(StreamedAdamW):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[Group],
         names: Mapping[torch.Tensor, str],
         *,
         momentum: float,
@@ -117,7 +118,7 @@ class Muon(StreamedAdamW):
         scale = self._matched_rms * sqrt(max(rows, columns)) if self._matched_rms else sqrt(max(1, rows / columns))
         return orthogonal(apart, self._steps).mul_(scale).flatten(-3, -2)
 
-    def _apply(self, parameter: torch.Tensor, group: dict[str, Any], direction: torch.Tensor) -> None:
+    def _apply(self, parameter: torch.Tensor, group: Group, direction: torch.Tensor) -> None:
         weights = local(parameter)
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         weights.add_(direction.to(weights.device), alpha=-group["lr"])

@@ -4,10 +4,9 @@ a million for a model with a hundred parameters."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from mindspeed_mm.fsdp.optimizer.groups import Group
 from mindspeed_mm.fsdp.optimizer.shards import local
 
 
@@ -16,7 +15,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
     kind = "AdamW"
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+    def _init_group(self, group: Group, *lists: list[torch.Tensor]) -> bool:
         """torch's own, which fills the lists that one update works on: parameters, gradients, states."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:

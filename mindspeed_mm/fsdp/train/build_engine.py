@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
@@ -78,12 +78,13 @@ def build_engine(
     )
 
 
-def continue_from(engine: TrainEngine, state: dict[str, Any], arguments: Arguments, job: Job) -> None:
+def continue_from(engine: TrainEngine, state: LoopState, arguments: Arguments, job: Job) -> None:
     """Give the engine, and this rank's random numbers, the state in which a checkpoint was saved."""
     engine.load_state(state)
     training = arguments.training
-    if state.get("rng") is not None and not training.no_load_rng:
-        restore_rng(state["rng"])
+    rng = state.get("rng")
+    if rng is not None and not training.no_load_rng:
+        restore_rng(rng)
     else:
         seed_everything(training.seed, job.state.random_rank, engine.iteration)
 

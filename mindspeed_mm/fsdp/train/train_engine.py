@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import DivergedError, MMError
+from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.data.dataloader.preload import moved
 from mindspeed_mm.fsdp.distributed.context.apply import ContextParallel
@@ -40,6 +41,8 @@ from mindspeed_mm.fsdp.train.step.forward_backward import ForwardBackward
 from mindspeed_mm.fsdp.train.step.tally import Tally
 from mindspeed_mm.fsdp.utils import ranges
 from mindspeed_mm.fsdp.utils.ranges import named
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -262,18 +265,20 @@ class TrainEngine:
         self.stop_wanted = True
         self.stopping = self.stopping or self.all_ranks is None
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the loop itself; it does not depend on the number of ranks."""
-        return {
+    def state(self) -> LoopState:
+        """What a checkpoint keeps of the loop itself."""
+        state: LoopState = {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             "skipped_in_a_row": self.skipped_in_a_row,
             "data_position": self.loader.position.to_dict(),
             "bad_samples": self.loader.bad_samples,
-            **({"loss_scale": self.loss_scale.state()} if self.loss_scale is not None else {}),
         }
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state()
+        return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: LoopState) -> None:
         """Continue where `state` was taken."""
         self.first_iteration = self.iteration = state["iteration"]
         self.consumed_samples = state["consumed_samples"]
@@ -383,9 +388,9 @@ class TrainEngine:
     def _refuse(self, losses: dict[str, float], norm: float, local_losses: Terms, prepared: Sequence[Batch]) -> str:
         """A step that is not finite was not applied: say where it came from, and stop when the policy says so."""
         is_bad = not all(math.isfinite(float(value)) for value in local_losses.values())
-        ranks = self._gather({"rank": self.rank, "bad": is_bad, "samples": sample_ids(prepared)})
-        suspects = [item for item in ranks if item["bad"]] or ranks  # finite losses: any rank's gradient it may be
-        where = "; ".join(f"rank {item['rank']}: samples {shortened(item['samples'])}" for item in suspects[:8])
+        ranks = self._gather((self.rank, is_bad, sample_ids(prepared)))
+        suspects = [each for each in ranks if each[1]] or ranks  # finite losses: any rank's gradient it may be
+        where = "; ".join(f"rank {rank}: samples {shortened(samples)}" for rank, _, samples in suspects[:8])
         what = f"step {self.iteration} is not finite (loss {sum(losses.values())}, gradient norm {norm})"
         skips = self.training.on_nonfinite == "skip"
         if skips and self.skipped_in_a_row < self.training.max_skipped_steps:
@@ -400,10 +405,10 @@ class TrainEngine:
             + ("." if skips else ", or set training.on_nonfinite=skip."),
         )
 
-    def _gather(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+    def _gather(self, item: Item) -> list[Item]:
         if self.data_group is None:
             return [item]
-        gathered: list[Any] = [None] * dist.get_world_size(self.data_group)
+        gathered = [item] * dist.get_world_size(self.data_group)
         dist.all_gather_object(gathered, item, group=self.data_group)
         return gathered
 

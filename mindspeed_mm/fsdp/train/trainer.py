@@ -18,6 +18,8 @@ from torch import nn
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.run_ownership import mark_run_folder
 from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
+from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
+from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
@@ -236,9 +238,7 @@ class Trainer:
             processor=data.train.processor,
         )
 
-    def _continue_data(
-        self, loader: MMDataLoader, resume: ResumePoint, state: dict[str, Any], record: RunRecord
-    ) -> None:
+    def _continue_data(self, loader: MMDataLoader, resume: ResumePoint, state: LoopState, record: RunRecord) -> None:
         """Go on in the data where the checkpoint was saved."""
         accepts_change = self.options.accept_data_change
         before = resume.checkpoint.context.get("batching") if resume.checkpoint is not None else None
@@ -246,21 +246,21 @@ class Trainer:
         if note := loader.go_on(position, before, may_skip=accepts_change):
             record.note(note)
         # Rows that were bad may have been repaired if the data changed.
-        loader.learn_bad_samples({} if accepts_change else state.get("bad_samples", {}))
+        loader.learn_bad_samples({} if accepts_change else state["bad_samples"])
 
     def _build_hooks(self, parts: RunParts) -> list[Hook]:
         return build_hooks(parts)
 
     # --- what is said and written ------------------------------------------------------------------------------------
 
-    def _context(self, data: RunData, loader: MMDataLoader, job: Job) -> dict[str, Any]:
+    def _context(self, data: RunData, loader: MMDataLoader, job: Job) -> RunContext:
         """What a checkpoint's manifest records and a resume compares."""
         samples = global_batch(self.arguments.training, job.state.data_size)
         mesh = job.state.describe()
         context = run_context(self.config, data.train, world_size=job.world_size, mesh=mesh, global_batch=samples)
         return context | {"batching": loader.batching}
 
-    def _facts(self, context: dict[str, Any], engine: TrainEngine, job: Job) -> dict[str, Any]:
+    def _facts(self, context: RunContext, engine: TrainEngine, job: Job) -> dict[str, object]:
         """What `run.json` tells of the run."""
         model_folder = self.arguments.model.model_name_or_path
         return {

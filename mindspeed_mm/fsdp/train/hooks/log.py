@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
@@ -76,7 +75,7 @@ class LogHook(Hook):
         """Take the bar away."""
         self._record.progress.end_steps()
 
-    def _summary(self, engine: TrainEngine, result: StepResult) -> dict[str, Any]:
+    def _summary(self, engine: TrainEngine, result: StepResult) -> dict[str, float]:
         seconds = sum(r.seconds for r in self._window)
         tokens = sum(r.tally.tokens for r in self._window)
         slots = sum(r.tally.slots for r in self._window)

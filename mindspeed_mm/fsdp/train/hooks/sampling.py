@@ -154,7 +154,7 @@ class SampleHook(Hook):
     def _gathered(self, share: RankSamples) -> RankSamples:
         if self._group is None:
             return share
-        shares: list[Any] = [None] * self._world_size
+        shares = [share] * self._world_size
         dist.all_gather_object(shares, share, group=self._group)
         entries = [entry for each in shares for entry in each.entries]
         return RankSamples(entries, [problem for each in shares for problem in each.problems])

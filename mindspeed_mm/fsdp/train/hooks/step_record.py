@@ -68,6 +68,6 @@ def of_all_stages(own: dict[str, Any]) -> dict[str, Any]:
     state = get_parallel_state()
     if not state.is_pp_enable():
         return own
-    parts: list[Any] = [None] * state.get_pp_group_size()
+    parts = [own] * state.get_pp_group_size()
     dist.all_gather_object(parts, own, group=state.get_pp_group())
     return {name: tensor for part in parts for name, tensor in part.items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mindspeed_mm.core.redaction import redact
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, resolved_dict
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 
 def run_context(
     config: ResolvedConfig, dataset: MMDataset, *, world_size: int, mesh: str, global_batch: int | None
-) -> dict[str, Any]:
+) -> RunContext:
     """The context of `checkpoint.resume.check_resumable`, but for `batching`, which the loader knows.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.core.run_ownership import others_files
+from mindspeed_mm.fsdp.data import MMDataLoader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
@@ -26,7 +26,7 @@ def introduce(
     note: Callable[[str], None],
     config: ResolvedConfig,
     assembled: Assembled,
-    loader: Any,
+    loader: MMDataLoader,
     engine: TrainEngine,
     state: ParallelState,
 ) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from mindspeed_mm.fsdp.utils.work_progress import bar, clock
 
@@ -20,7 +21,7 @@ LINES_PER_HEADER = 40
 _WIDEST_BAR = 100
 
 
-def format_line(metrics: dict[str, Any]) -> str:
+def format_line(metrics: Mapping[str, float]) -> str:
     """One row under `HEADER`."""
     mfu = f"{metrics['mfu']:.1%}" if "mfu" in metrics else "-"
     cells = (
@@ -37,7 +38,7 @@ def format_line(metrics: dict[str, Any]) -> str:
     return " ".join(cell.rjust(width) for cell, (_, width) in zip(cells, COLUMNS, strict=True))
 
 
-def log_line(metrics: dict[str, Any], total_steps: int) -> str:
+def log_line(metrics: Mapping[str, float], total_steps: int) -> str:
     """A line for people who search logs of older tools: the same words, the same numbers."""
     return (
         f"iteration {metrics['step']:>8}/{total_steps:>8} | consumed samples: {metrics['consumed_samples']:>12} | "
@@ -82,7 +83,7 @@ class Progress:
         self._print(text + "\n")
         self._write_log(text)
 
-    def step(self, metrics: dict[str, Any], last_step: int, total_steps: int) -> None:
+    def step(self, metrics: Mapping[str, float], last_step: int, total_steps: int) -> None:
         """A logged step.
 
         Args:
@@ -94,7 +95,7 @@ class Progress:
             return
         header = HEADER + "\n" if self._lines % LINES_PER_HEADER == 0 else ""
         self._lines += 1
-        live = bar(metrics["step"], last_step, metrics["eta_s"]) if self._live else ""
+        live = bar(int(metrics["step"]), last_step, metrics["eta_s"]) if self._live else ""
         self._print(header + format_line(metrics) + "\n" + live)
         self._bar_stands = bool(live)
         self._write_log(log_line(metrics, total_steps))

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
@@ -60,7 +60,7 @@ class RunRecord:
         """The step that was done last, as far as the record was told."""
         self._trackers = trackers if rank == 0 else None
         self._failing = False
-        self._run: dict[str, Any] = {}
+        self._run: dict[str, object] = {}
 
     @classmethod
     @contextmanager
@@ -93,7 +93,7 @@ class RunRecord:
             finally:
                 progress.close()
 
-    def begin(self, config: ResolvedConfig, facts: dict[str, Any], first_step: int = 1) -> None:
+    def begin(self, config: ResolvedConfig, facts: Mapping[str, object], first_step: int = 1) -> None:
         """Write the configuration as given and as resolved, and `run.json`, all without secrets; tell the trackers."""
         if self._trackers is not None:
             self._trackers.begin(self._tracked(config, first_step))
@@ -162,7 +162,7 @@ class RunRecord:
         finally:
             warnings.showwarning = before
 
-    def event(self, kind: str, step: int, line: str = "", /, **details: Any) -> None:
+    def event(self, kind: str, step: int, line: str = "", /, **details: object) -> None:
         """Append to `events.jsonl`, and tell people by a line when one is given."""
         self.step = step
         if line:
@@ -171,9 +171,9 @@ class RunRecord:
             record = {"time": time.time(), "kind": kind, "step": step, **details}
             self._try(self.folder.events, lambda path: append_jsonl(path, record))
 
-    def metrics(self, record: dict[str, Any]) -> None:
+    def metrics(self, record: Mapping[str, float]) -> None:
         """Append to `metrics.jsonl`, and tell the trackers."""
-        self.step = record["step"]
+        self.step = int(record["step"])
         if self._trackers is not None:
             self._trackers.log(record)
         if self.folder is not None:
@@ -213,7 +213,7 @@ def trusted_code(arguments: Arguments) -> dict[str, str]:
     return plugin_hashes(arguments.training.plugin) | {folder: digest for folder, digest in hashes.items() if digest}
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Versions, machine and commit: what somebody needs to run it again."""
     return {
         "version": __version__,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,7 +13,9 @@ from torch import nn
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint.layout import TRAINER_STATE, list_iterations
 from mindspeed_mm.fsdp.checkpoint.loading import RESTORE
+from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
+from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.models.lora.apply import take_from_base
@@ -56,7 +58,7 @@ class ResumePoint:
         """The step that the run goes on after."""
         return 0 if self.checkpoint is None or self.weights_only else self.checkpoint.iteration or 0
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> dict[str, Any] | None:
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None = None) -> LoopState | None:
         """Load the checkpoint into a sharded model; returns the loop's state, None when the run starts at step 0."""
         if self.checkpoint is None or self.reader is None:
             return None
@@ -65,7 +67,7 @@ class ResumePoint:
         if self.weights_only:
             return None
         _check_state(state, self.checkpoint.path / TRAINER_STATE)
-        return state
+        return cast(LoopState, state)
 
 
 def _check_state(state: Mapping[str, Any], path: Path) -> None:
@@ -83,7 +85,7 @@ def _check_state(state: Mapping[str, Any], path: Path) -> None:
 
 
 def find_resume_point(
-    arguments: Arguments, options: ResumeOptions, context: dict[str, Any], *, note: Note, say: Note
+    arguments: Arguments, options: ResumeOptions, context: RunContext, *, note: Note, say: Note
 ) -> ResumePoint:
     """Decide where the run starts, before anything large is built.
 
@@ -128,7 +130,7 @@ def _from_own(
     checkpoint: CommittedCheckpoint,
     manager: CheckpointManager,
     options: ResumeOptions,
-    context: dict[str, Any],
+    context: RunContext,
     note: Note,
     say: Note,
 ) -> ResumePoint:
@@ -150,7 +152,7 @@ def _from_elsewhere(
     load: Path,
     arguments: Arguments,
     options: ResumeOptions,
-    context: dict[str, Any],
+    context: RunContext,
     manager: CheckpointManager | None,
     note: Note,
     say: Note,

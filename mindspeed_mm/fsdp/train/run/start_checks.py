@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,20 +135,20 @@ def check_rows_of_features(datasets: Sequence[MMDataset | None], *, accept: bool
     return [f"features are used although the rows have changed: {problem}" for problem in problems]
 
 
-def _first_difference(mine: dict[str, Any], world_size: int) -> tuple[int, str] | None:
+def _first_difference(mine: Mapping[str, object], world_size: int) -> tuple[int, str] | None:
     """The first rank that has something else than rank 0, and what; the same answer on all ranks."""
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
-    digests: list[Any] = [None] * world_size
+    digests = [digest] * world_size
     dist.all_gather_object(digests, digest)
     if len(set(digests)) == 1:
         return None
-    everyone: list[Any] = [None] * world_size
+    everyone = [mine] * world_size
     dist.all_gather_object(everyone, mine)
     rank = next(r for r in range(world_size) if digests[r] != digests[0])
     return rank, "; ".join(sorted(_differences(everyone[0], everyone[rank]))[:5])
 
 
-def _differences(left: Any, right: Any, path: str = "") -> Iterator[str]:
+def _differences(left: object, right: object, path: str = "") -> Iterator[str]:
     if isinstance(left, dict) and isinstance(right, dict):
         for key in sorted({*left, *right}):
             yield from _differences(left.get(key), right.get(key), f"{path}.{key}" if path else key)

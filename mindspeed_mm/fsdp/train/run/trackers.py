@@ -32,7 +32,7 @@ class TrackedRun:
     """What a tracker is told of a run before its first number."""
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     """Dotted key → value of what was given, without secrets."""
     folder: Path | None
     """Where files may be put; None for a run that keeps none."""
@@ -282,14 +282,14 @@ class Trackers:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write_text(file, json.dumps(run.identities))
 
-    def log(self, metrics: Mapping[str, Any]) -> None:
+    def log(self, metrics: Mapping[str, float]) -> None:
         """The numbers among a step's metrics."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
         }
-        self._each(lambda tracker: tracker.log(numbers, metrics["step"]), "stops here")
+        self._each(lambda tracker: tracker.log(numbers, int(metrics["step"])), "stops here")
 
     def end(self, exit_code: int) -> None:
         """Tell all of them how the run ended; nothing where it never began."""
