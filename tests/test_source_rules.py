@@ -291,6 +291,56 @@ def test_what_is_said_to_people_is_noted() -> None:
     assert {inside: calls for inside, calls in found.items() if calls} == {}
 
 
+# --- objects ---------------------------------------------------------------------------------------------------------
+
+WHOLE_ROOMS = ("train", "checkpoint", "optimizer", "sampling")
+BEGIN_LATER = {"fsdp/train/run/trackers.py"}
+"""A tracker is built by its name alone, and has what it needs once its run begins."""
+
+
+def late_attributes(source: str) -> list[str]:
+    """Attributes that appear after construction: methods that use them would have an unwritten precondition."""
+    classes = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
+    found = []
+    for name, node in classes.items():
+        own = [node, *(classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes)]
+        whole = {attribute for each in own for attribute in _born(each, whole=True)}
+        found += [f"{name}.{attribute}" for attribute in sorted(_born(node, whole=False) - whole)]
+    return found
+
+
+def _born(node: ast.ClassDef, *, whole: bool) -> set[str]:
+    """Names that a class assigns: in its body and in `__init__`, or in its other methods."""
+    fields = {target.id for part in node.body for target in _targets(part) if isinstance(target, ast.Name)}
+    methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+    stores = {
+        part.attr
+        for method in methods
+        if (method.name in ("__init__", "__post_init__")) == whole
+        for part in ast.walk(method)
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and ast.unparse(part.value) == "self"
+    }
+    return stores | fields if whole else stores
+
+
+def _targets(part: ast.stmt) -> list[ast.expr]:
+    if isinstance(part, ast.AnnAssign):
+        return [part.target]
+    return part.targets if isinstance(part, ast.Assign) else []
+
+
+def test_objects_are_whole_after_construction() -> None:
+    assert late_attributes("class A:\n    def begin(self):\n        self.b = 1") == ["A.b"]
+    assert not late_attributes("class A:\n    b: int = 0\n    def begin(self):\n        self.b = 1")
+    files = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+        for room in WHOLE_ROOMS
+        for path in (PACKAGE / "fsdp" / room).rglob("*.py")
+    }
+    found = {inside: late_attributes(source) for inside, source in files.items() if inside not in BEGIN_LATER}
+    assert {inside: names for inside, names in found.items() if names} == {}
+
+
 ENGINE = ("train", "loss", "optimizer", "distributed", "features", "checkpoint", "ops", "utils", "data/dataloader")
 FAMILIES = sorted(path.parent.name for path in (PACKAGE / "fsdp" / "models").glob("*/card.yaml"))
 

@@ -44,6 +44,7 @@ class LogHook(Hook):
         self._record = record
         self._interval = log_interval
         self._window: list[StepResult] = []
+        self._begun, self._first_step = time.perf_counter(), 0
 
     def on_train_begin(self, engine: TrainEngine) -> None:
         """Start the clock of the time left."""

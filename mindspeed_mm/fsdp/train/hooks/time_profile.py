@@ -145,6 +145,7 @@ class DynamicProfileHook(_TimeHook):
     def __init__(self, request: Path, profile: Profile, folder: Path, rank: int, aligned: int, note: Note) -> None:
         super().__init__(folder, rank, note)
         self._request, self._profile, self._aligned = request, profile, aligned
+        self._seen: tuple[int, int, int] | None = None
 
     def on_train_begin(self, engine: TrainEngine) -> None:
         """A request file that is left from an earlier run is ignored."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 from mindspeed_mm.fsdp.distributed.job.launcher_life import launcher_of_this_rank
 from mindspeed_mm.fsdp.train.run.launched import STOPPED_AT_ONCE, LaunchFolder
@@ -40,6 +41,7 @@ class StopSignal:
         self._launch, self._record_end, self._raises = launch, record_end, raises
         self._launcher = launcher_of_this_rank(os.environ)
         self._signalled_at: float | None = None
+        self._previous: dict[signal.Signals, Any] = {}
         self._same_wish_s = SAME_WISH_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
     @property
