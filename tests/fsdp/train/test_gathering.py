@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
-from mindspeed_mm.fsdp.train import trainer
+from mindspeed_mm.fsdp.train import build_engine
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
@@ -64,7 +64,7 @@ def test_each_step_begins_with_it(yamls: dict[str, str]) -> None:
         seen.append(model)
         return nullcontext()
 
-    with mock.patch.object(trainer, "gathered_before", note):
+    with mock.patch.object(build_engine, "gathered_before", note):
         steps(yamls["vlm"], overrides(1, 2, IN_ORDER))
         assert seen == []
         steps(yamls["vlm"], overrides(1, 2, IN_ORDER, PREGATHER))
