@@ -1,6 +1,6 @@
 """`python -m benchmarks [NAME…]`: measure, write `benchmarks/results/NAME.json`, print one table.
 
-Names: those of `NAMES`; none given: all. A target that is missed is written and printed as missed; it is no error.
+Names: those of `NAMES`; none given: all. A target that is missed is written and printed as missed; it is not an error.
 """
 
 from __future__ import annotations

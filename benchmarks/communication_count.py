@@ -78,7 +78,7 @@ class CountedPasses:
             self._wire.in_passes = False
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> Any:
-        """As the strategy; what it sends is no training step's."""
+        """As the strategy; what it sends is not a training step's."""
         return self._real.evaluate(micro_batches)
 
 

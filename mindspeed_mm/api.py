@@ -104,8 +104,8 @@ def train(
         steps: Stop after this many steps of this start; the schedule stays that of the whole run.
         resume: Continue from the newest checkpoint in `training.save`; False refuses a folder that has one. "auto" and
             "never", the words of the command line, mean the same.
-        weights_only: Take a checkpoint's weights only and start at step 0.
-        allow_fresh: Start from the beginning although no checkpoint there is valid.
+        weights_only: Load only a checkpoint's weights and start at step 0.
+        allow_fresh: Start from the beginning even though no checkpoint in the run folder is valid.
         accept_data_change: Continue although the data set has changed.
 
     Returns:
@@ -200,7 +200,7 @@ def infer(
             continued, unless `overwrite`.
         max_new_tokens: Longest answer.
         batch_size: Questions, or samples, at a time.
-        lora: Folder of adapters to put beside the weights.
+        lora: Folder of adapters to apply to the weights.
         config: A YAML that says how rows and media are read; None: as the run was trained, or as the model's folder
             says.
         overwrite: Forget what `out` holds.
@@ -224,7 +224,7 @@ def infer(
         if is_generator(folder):
             settings = sampling if batch_size is None else {**sampling, "batch_size": batch_size}
             return draw(folder, prompt, pictures, results, settings, infer, lora=adapters, overwrite=overwrite)
-        refuse_unknown(sampling, infer, "is no argument for a language model")
+        refuse_unknown(sampling, infer, "is not an argument for a language model")
         return answer(
             folder,
             prompt,
@@ -290,7 +290,7 @@ def evaluate(
         out: Where the results go; by default `eval/` of the run, or of the working directory.
         max_new_tokens: Longest answer; None: 512.
         batch_size: Rows at a time; None: 64, with `loss` 8.
-        lora: Folder of adapters to put beside the weights.
+        lora: Folder of adapters to apply to the weights.
         config: As in `infer`.
 
     Returns:
@@ -320,7 +320,9 @@ def evaluate(
             if max_new_tokens is not None:
                 raise UsageError("nothing is generated with loss=True", key="max_new_tokens", way_out="Leave it out.")
             size = batch_size or evaluate_loss.BATCH_SIZE
-            return evaluate_loss.run(evaluate_loss.LossRequest(folder, data, batch_size=size, **shown), results)
+            return evaluate_loss.run(
+                evaluate_loss.LossEvaluationRequest(folder, data, batch_size=size, **shown), results
+            )
         if data is None:
             raise UsageError("there are no rows", key="rows", way_out="Give a file or a list of them.")
         from mindspeed_mm.tasks.evaluate import evaluate as task
@@ -353,8 +355,8 @@ def export(
         weights: "ema": their average; "model": as they were trained; None: the average where the run kept one.
         dtype: Of the weights; None: as the model that the run started from has them.
         model_folder: Folder with all but the trained weights; None: the one that the run started from.
-        merge: Of a run that trained adapters: write the whole model, adapters merged.
-        transformer_only: Of a generator: leave encoders and other components out.
+        merge: For a run that trained adapters: write the whole model with the adapters merged.
+        transformer_only: For a generator: leave out encoders and other components.
         overwrite: Replace what an earlier export or merge wrote at `target`.
 
     Returns:
@@ -389,7 +391,7 @@ def load_run(folder: PathLike) -> Run:
     """The run in a folder: `metrics`, `last`, `best`, `facts`.
 
     Raises:
-        DataError: It is no run folder.
+        DataError: It is not a run folder.
     """
     from mindspeed_mm.tasks.given.run_view import load_run as read
 

@@ -500,7 +500,7 @@ def test_missing_rows_are_told_by_the_argument_or_key_that_names_them(config: di
 
 def test_what_is_no_folder_is_refused_kindly(config: dict[str, Any]) -> None:
     for function in (mm.load_run, mm.check):
-        with pytest.raises(mm.MMError, match="int is no path"):
+        with pytest.raises(mm.MMError, match="int is not a path"):
             function(3)
     run = mm.train(config)
     for function in (mm.load_run, mm.infer):

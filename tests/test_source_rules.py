@@ -178,6 +178,26 @@ def test_a_fragment_of_a_help_text_is_found(text: str) -> None:
     assert unreadable_help(text)
 
 
+def class_names(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Name of a class → the modules that define one of this name."""
+    found: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    return found
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in SOURCES if path.is_relative_to(PACKAGE)}
+    assert {name: paths for name, paths in class_names(sources).items() if len(paths) > 1} == {}
+
+
+def test_a_class_name_that_is_used_twice_is_found() -> None:
+    found = class_names({"a.py": "class Share: ...", "b.py": "class Share: ...\nclass Other: ..."})
+    assert found == {"Share": ["a.py", "b.py"], "Other": ["b.py"]}
+
+
 # --- imports ---------------------------------------------------------------------------------------------------------
 
 LOOK = """

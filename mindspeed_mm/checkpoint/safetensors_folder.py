@@ -156,7 +156,7 @@ def _named_files(weight_map: dict[str, str], folder: Path, index: Path) -> list[
     if missing:
         keys = {name: sum(1 for file in weight_map.values() if file == name) for name in missing}
         problems = [
-            Problem(f"'{name}' is named for {keys[name]} tensor(s) but is not there", str(index))
+            Problem(f"'{name}' is named for {keys[name]} tensor(s) but does not exist", str(index))
             for name in missing[:5]
         ]
         raise ModelFolderError(

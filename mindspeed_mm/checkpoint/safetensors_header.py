@@ -100,7 +100,7 @@ def _header_text(stream: BinaryIO, file: Path, file_bytes: int) -> bytes:
         raise _damaged(file, f"is a web page (starts with {start.lstrip()[:9].decode(errors='replace')!r})")
     length = int.from_bytes(start[:8], "little")
     if file_bytes < 8 or length > MAX_HEADER_BYTES:
-        raise _damaged(file, f"is no safetensors file (starts with {start[:8]!r})")
+        raise _damaged(file, f"is not a safetensors file (starts with {start[:8]!r})")
     if file_bytes < 8 + length:
         raise _damaged(file, f"is cut: {file_bytes} bytes, of which the header alone would take {8 + length}")
     stream.seek(8)

@@ -1,7 +1,7 @@
 """transformers' own weight conversions (renamed modules, fused experts …) as steps over lazy tensors.
 
 The rules are transformers'; what is ours is that they read nothing until a rank asks for its shard. Conversions that
-are no plain rearrangement run transformers' code on whole tensors, one group at a time.
+are not plain rearrangement run transformers' code on whole tensors, one group at a time.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _transpose(op: Any, columns: Columns, group: Group, model: PreTrainedModel) 
     wanted = _shape(model, group.first_target)
     if base.shape == wanted == swapped.shape:
         raise ValueError(
-            f"'{group.first_target}' is square {wanted}: whether it is stored transposed cannot be told from its shape"
+            f"'{group.first_target}' is square {wanted}: its shape does not show whether it is stored transposed"
         )
     return {name: [base if base.shape == wanted else swapped]}
 

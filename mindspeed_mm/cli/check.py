@@ -23,10 +23,10 @@ Examples:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option(
-    "--config-only", is_flag=True, help="Only the text, keys and values: no plugin is imported, nothing built."
+    "--config-only", is_flag=True, help="Check only the text, keys and values: import no plugin, build nothing."
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Check the parallel sizes for this many ranks.")
-@click.option("--accept-data-change", is_flag=True, help="As of mm train: features may be of rows that have changed.")
+@click.option("--accept-data-change", is_flag=True, help="Accept features of rows that have changed, as in mm train.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def command(

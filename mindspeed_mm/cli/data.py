@@ -18,7 +18,7 @@ Examples:
   mm data preview run.yaml --count 3 --html preview.html
   mm data stats run.yaml data.dataset_param.basic_parameters.cutoff_len=4096
 
-All three read the data without a model or an accelerator, and take --json.
+All three read the data without a model or an accelerator, and accept --json.
 """
 CHECK_EXAMPLES = """
 \b
@@ -53,12 +53,14 @@ def command() -> None:
 @click.argument("config", type=PATH)
 @click.argument("overrides", nargs=-1)
 @click.option("--decode", is_flag=True, help="Decode every medium; otherwise only its header is read.")
-@click.option("--limit", type=POSITIVE, help="Read so many rows, evenly over all.")
-@click.option("--bad-rows", type=PATH, help="Write every bad row there, a JSON object a line.")
-@click.option("--nproc", type=POSITIVE, help="Ranks that the global batch is for; default: WORLD_SIZE, or 1.")
-@click.option("--workers", type=click.IntRange(min=0), help="Processes that read; default: by the cores.")
-@click.option("--validation", is_flag=True, help="The rows for validation instead of those for training.")
-@click.option("--html", type=PATH, help="Write the result as one self-contained page.")
+@click.option("--limit", type=POSITIVE, help="Number of rows to read, spread evenly over the data.")
+@click.option("--bad-rows", type=PATH, help="File that every bad row is written to, one JSON object per line.")
+@click.option("--nproc", type=POSITIVE, help="Number of ranks that share the global batch; default: WORLD_SIZE, or 1.")
+@click.option(
+    "--workers", type=click.IntRange(min=0), help="Number of processes that read; default: by the number of cores."
+)
+@click.option("--validation", is_flag=True, help="Use the validation rows instead of the training rows.")
+@click.option("--html", type=PATH, help="Write the result as one self-contained HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_context
 def check(
@@ -98,14 +100,16 @@ def check(
 @command.command(epilog=PREVIEW_EXAMPLES)
 @click.argument("config", type=PATH)
 @click.argument("overrides", nargs=-1)
-@click.option("--rows", help="Numbers of rows, from 0, with commas: 0,5.")
-@click.option("--row-id", "row_ids", multiple=True, help="A row by its id, or by its place: train.jsonl:12.")
-@click.option("--count", type=POSITIVE, help="So many rows in the order of training; default: 3.")
+@click.option("--rows", help="Row numbers, counted from 0 and separated by commas: 0,5.")
+@click.option("--row-id", "row_ids", multiple=True, help="A row by its id, or by its location: train.jsonl:12.")
+@click.option("--count", type=POSITIVE, help="Number of rows, in the order of training; default: 3.")
 @click.option("--tokens", is_flag=True, help="List every token with its id and weight.")
-@click.option("--nproc", type=POSITIVE, default=1, show_default=True, help="Ranks that steps are dealt to.")
-@click.option("--validation", is_flag=True, help="The rows for validation instead of those for training.")
-@click.option("--html", type=PATH, help="Write one self-contained page with the media.")
-@click.option("--json", "as_json", is_flag=True, help="Print ids, labels and all else as JSON.")
+@click.option(
+    "--nproc", type=POSITIVE, default=1, show_default=True, help="Number of ranks that steps are divided among."
+)
+@click.option("--validation", is_flag=True, help="Use the validation rows instead of the training rows.")
+@click.option("--html", type=PATH, help="Write one self-contained HTML page with the media.")
+@click.option("--json", "as_json", is_flag=True, help="Print ids, labels and everything else as JSON.")
 def preview(
     config: Path,
     overrides: tuple[str, ...],
@@ -145,10 +149,12 @@ def preview(
 @command.command(epilog=STATS_EXAMPLES)
 @click.argument("config", type=PATH)
 @click.argument("overrides", nargs=-1)
-@click.option("--limit", type=POSITIVE, help="Read so many rows, evenly over all.")
-@click.option("--workers", type=click.IntRange(min=0), help="Processes that read; default: by the cores.")
-@click.option("--validation", is_flag=True, help="The rows for validation instead of those for training.")
-@click.option("--html", type=PATH, help="Write the result as one self-contained page.")
+@click.option("--limit", type=POSITIVE, help="Number of rows to read, spread evenly over the data.")
+@click.option(
+    "--workers", type=click.IntRange(min=0), help="Number of processes that read; default: by the number of cores."
+)
+@click.option("--validation", is_flag=True, help="Use the validation rows instead of the training rows.")
+@click.option("--html", type=PATH, help="Write the result as one self-contained HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def stats(
     config: Path,
@@ -183,5 +189,5 @@ def _numbers(text: str | None) -> list[int] | None:
         return None
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdigit() for word in words):
-        raise UsageError(f"'{text}' is no list of numbers", key="--rows", way_out="Write --rows 0,5.")
+        raise UsageError(f"'{text}' is not a list of numbers", key="--rows", way_out="Write --rows 0,5.")
     return [int(word) for word in words]

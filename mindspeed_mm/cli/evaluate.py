@@ -25,20 +25,28 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Rows with questions and answers. With --loss they may be left out: then the run's own validation rows.",
+    help="Rows with questions and answers. Can be left out with --loss: the run's own validation rows are then used.",
 )
-@click.option("--loss", is_flag=True, help="Measure cross-entropy and perplexity of the answers; generate nothing.")
+@click.option("--loss", is_flag=True, help="Measure the cross-entropy and perplexity of the answers; generate nothing.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder for the results; default: eval, in the run if any."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder for the results; default: eval, inside the run folder if there is one.",
 )
-@click.option("--media-dir", type=click.Path(path_type=Path), help="Where relative media paths of --data start.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows at a time; default: 64, with --loss 8.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer; default: 512.")
-@click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to put beside the weights.")
+@click.option(
+    "--media-dir", type=click.Path(path_type=Path), help="Folder that relative media paths in --data start from."
+)
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), help="Number of rows at a time; default: 64, or 8 with --loss."
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), help="Maximum length of an answer in tokens; default: 512."
+)
+@click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
-    help="YAML whose data section says how rows are laid out and shown; default: the run's.",
+    help="YAML whose data section describes the rows and how they are presented; default: the run's.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def command(
@@ -67,7 +75,7 @@ def command(
         _measure_loss(model, data, media_dir, batch_size, lora, config, out, as_json)
         return
     if data is None:
-        raise UsageError("no rows are named", key="--data", way_out="Name a file of rows: --data test.jsonl.")
+        raise UsageError("no rows are given", key="--data", way_out="Name a file of rows: --data test.jsonl.")
     from mindspeed_mm.tasks.evaluate import evaluate  # torch: the help does without
 
     result = evaluate.run(
@@ -102,7 +110,7 @@ def _measure_loss(
 ) -> None:
     from mindspeed_mm.tasks.evaluate import loss as evaluate_loss
 
-    request = evaluate_loss.LossRequest(
+    request = evaluate_loss.LossEvaluationRequest(
         model, data, media_dir, batch_size or evaluate_loss.BATCH_SIZE, lora=lora, config=config
     )
     result = evaluate_loss.run(request, out)

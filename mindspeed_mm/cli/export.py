@@ -24,26 +24,30 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @click.argument("run", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint of the run; the newest good one otherwise.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Step of the checkpoint to export; default: the newest valid one."
+)
 @click.option(
     "--weights",
     type=click.Choice(["ema", "model"]),
-    help="Their average, or the weights as they were trained; otherwise the average when the run kept one.",
+    help="Export the moving average or the trained weights; default: the average if the run kept one.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
-    help="Of the weights; otherwise as the model that the run started from has them.",
+    help="Type of the exported weights; default: that of the model the run started from.",
 )
 @click.option(
     "--model",
     "model_folder",
     type=click.Path(path_type=Path),
-    help="Folder with all but the trained weights; otherwise the one that the run started from.",
+    help="Folder with everything but the trained weights; default: the one the run started from.",
 )
-@click.option("--merge", is_flag=True, help="Of a run that trained adapters: write the whole model, adapters merged.")
-@click.option("--transformer-only", is_flag=True, help="Of a generator: leave encoders and other components out.")
-@click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote at OUT.")
+@click.option(
+    "--merge", is_flag=True, help="For a run that trained adapters: write the whole model with the adapters merged."
+)
+@click.option("--transformer-only", is_flag=True, help="For a generator: leave out encoders and other components.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote to OUT.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
     run: Path,

@@ -22,16 +22,22 @@ Examples:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write; default: basic_parameters.features_dir.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Samples encoded at a time; default: by their pixels.")
-@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Ranks on this host; more than 1 starts torchrun.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), help="What encoders compute in; default: as stored.")
-@click.option("--overwrite", is_flag=True, help="Delete the features that are there and start anew.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    help="Number of samples encoded at a time; default: by their number of pixels.",
+)
+@click.option(
+    "--nproc", type=click.IntRange(min=1), default=1, help="Number of ranks on this host; more than 1 starts torchrun."
+)
+@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), help="Type that encoders compute in; default: as stored.")
+@click.option("--overwrite", is_flag=True, help="Delete the existing features and start again.")
 @click.option(
     "--verify",
     type=click.Choice(["hash", "size"]),
     default="hash",
     show_default=True,
-    help="How closely features that are there are looked at: every byte, or headers and sizes.",
+    help="How existing features are verified: every byte, or headers and sizes only.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def command(

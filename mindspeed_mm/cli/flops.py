@@ -24,9 +24,9 @@ Examples:
   mm flops run.yaml training.lora.enable=true --seq 2048 --json
 
 \b
-Conventions: a multiplication and an addition are two; norms, activations and the
-optimizer are left out. causal: attention by the pairs that its mask leaves; full:
-by all pairs. MFU leaves out what is computed again, HFU counts it.
+Conventions: a multiplication and an addition count as two FLOPs; norms, activations
+and the optimizer are not counted. causal: attention over the pairs that its mask
+allows; full: over all pairs. MFU does not count recomputation, HFU does.
 """
 
 
@@ -41,7 +41,7 @@ class Size(click.ParamType):
             return value
         found = re.fullmatch(r"(\d+)[x×](\d+)", value)
         if found is None:
-            self.fail(f"'{value}' is no size; write HEIGHTxWIDTH, such as 480x832.", param, ctx)
+            self.fail(f"'{value}' is not a size; write HEIGHTxWIDTH, such as 480x832.", param, ctx)
         return int(found[1]), int(found[2])
 
 
@@ -52,19 +52,34 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.command(epilog=EXAMPLES)
 @click.argument("target", metavar="MODEL_FOLDER|CONFIG", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--seq", type=_COUNT, help="Tokens of a sample, media included; of a generator: its caption's.")
-@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Samples of a step.")
-@click.option("--labels", type=click.IntRange(min=0), help="Tokens with a label; default: all that are not media.")
-@click.option("--images", type=click.IntRange(min=0), default=0, help="Images, or videos, of a sample.")
-@click.option("--image-size", type=Size(), default=None, help="Of each, in pixels; of what a generator denoises.")
-@click.option("--frames", type=_COUNT, default=1, show_default=True, help="Of each: more than one is a video.")
-@click.option("--audio", "sound_s", type=_POSITIVE, default=None, help="Seconds of sound of a sample.")
-@click.option("--lora", is_flag=True, help="Train adapters on the default layers, nothing else.")
-@click.option("--recompute", type=click.Choice(["full", "selective"]), help="Compute blocks again.")
-@click.option("--tokens-per-s", type=_POSITIVE, help="Judge this speed of one device.")
-@click.option("--device", help="Whose peak it is a share of: H100, H200, A100, 910B …")
-@click.option("--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True, help="Of the peak.")
-@click.option("--peak-tflops", type=_POSITIVE, help="The peak itself, of a device that nobody here knows.")
+@click.option("--seq", type=_COUNT, help="Tokens of a sample, media included; for a generator, those of its caption.")
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Number of samples in a step.")
+@click.option(
+    "--labels", type=click.IntRange(min=0), help="Number of tokens with a label; default: all that are not media."
+)
+@click.option("--images", type=click.IntRange(min=0), default=0, help="Number of images or videos in a sample.")
+@click.option(
+    "--image-size",
+    type=Size(),
+    default=None,
+    help="Size of each image or video in pixels; for a generator, the size it denoises.",
+)
+@click.option(
+    "--frames",
+    type=_COUNT,
+    default=1,
+    show_default=True,
+    help="Number of frames of each; more than one makes it a video.",
+)
+@click.option("--audio", "sound_s", type=_POSITIVE, default=None, help="Seconds of audio in a sample.")
+@click.option("--lora", is_flag=True, help="Train adapters on the default layers and nothing else.")
+@click.option("--recompute", type=click.Choice(["full", "selective"]), help="Recompute blocks in the backward pass.")
+@click.option("--tokens-per-s", type=_POSITIVE, help="Rate this throughput of one device, in tokens per second.")
+@click.option("--device", help="Device whose peak the throughput is compared with: H100, H200, A100, 910B …")
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True, help="Precision of the peak."
+)
+@click.option("--peak-tflops", type=_POSITIVE, help="Peak TFLOP/s of a device that is not in the table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the count as JSON.")
 def command(
     target: Path, overrides: tuple[str, ...], seq: int | None, batch: int, labels: int | None, images: int,
@@ -101,7 +116,7 @@ def as_text(found: FlopsReport) -> str:
         f"{_short(_model(found.causal) / found.samples)}",
     ]
     if found.uncounted:
-        lines.append(f"not counted, as nobody here knows its work: {', '.join(found.uncounted)}")
+        lines.append(f"not counted, because its FLOPs are not known: {', '.join(found.uncounted)}")
     if (speed := found.speed) is not None:
         lines.append(
             f"{speed.tokens_per_s:,.0f} tokens/s of {speed.device} ({speed.peak_tflops:g} TFLOP/s dense): "

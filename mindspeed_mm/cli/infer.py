@@ -44,43 +44,65 @@ PATH = click.Path(path_type=Path)
 def finite(_context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     """Refuse nan and inf, which are floats to click."""
     if value is not None and not math.isfinite(value):
-        raise UsageError(f"{value} is no number", key=parameter.opts[0])
+        raise UsageError(f"{value} is not a number", key=parameter.opts[0])
     return value
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("model", type=PATH)
-@click.option("--prompt", "prompts", multiple=True, help="What to ask, or to show; a generator takes several.")
-@click.option("--image", "images", type=PATH, multiple=True, help="A picture; language models take several.")
-@click.option("--out", type=PATH, help="Where the answers to --data go, as JSON lines; or a folder for samples.")
-@click.option("--media-dir", type=PATH, help="Where relative media paths of --data or --prompts start.")
-@click.option("--batch-size", type=POSITIVE, help="Questions or samples at a time; default: 32 questions, 1 sample.")
-@click.option("--overwrite", is_flag=True, help="Forget what --out holds already.")
-@click.option("--json", "as_json", is_flag=True, help="Print the answer, or how it went, as JSON.")
-@click.option("--data", type=PATH, help="Language: rows to answer, conversations, or prompt and image.")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    help="Question to ask, or prompt to generate from; may be repeated for a generator.",
+)
+@click.option("--image", "images", type=PATH, multiple=True, help="Image file; may be repeated for a language model.")
+@click.option(
+    "--out", type=PATH, help="File that the answers to --data are written to, as JSON lines; or a folder for samples."
+)
+@click.option("--media-dir", type=PATH, help="Folder that relative media paths in --data or --prompts start from.")
+@click.option(
+    "--batch-size", type=POSITIVE, help="Number of questions or samples at a time; default: 32 questions, 1 sample."
+)
+@click.option("--overwrite", is_flag=True, help="Discard what --out already holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer, or a summary, as JSON.")
+@click.option("--data", type=PATH, help="Language models: rows to answer (conversations, or prompt and image).")
 @click.option(
     "--config",
     type=PATH,
-    help="YAML that stands for the run's: its data section says how a language model's rows are laid out and shown; "
-    "for a generator its plugins, model and sampling sections apply.",
+    help="YAML to use instead of the run's. For a language model its data section describes the rows; for a generator "
+    "its plugins, model and sampling sections apply.",
 )
-@click.option("--max-new-tokens", type=POSITIVE, default=512, show_default=True, help="Language: longest answer.")
-@click.option("--prompts", "prompts_file", type=PATH, help="Generators: a prompt a line, or JSON lines.")
-@click.option("--steps", "num_inference_steps", type=POSITIVE, help="Generators: denoising steps.")
 @click.option(
-    "--guidance-scale", type=click.FloatRange(min=0), callback=finite, help="Generators: guidance; 1 switches it off."
+    "--max-new-tokens",
+    type=POSITIVE,
+    default=512,
+    show_default=True,
+    help="Language models: maximum length of an answer in tokens.",
 )
-@click.option("--negative-prompt", help="Generators: what guidance leads away from.")
+@click.option("--prompts", "prompts_file", type=PATH, help="Generators: file with one prompt per line, or JSON lines.")
+@click.option("--steps", "num_inference_steps", type=POSITIVE, help="Generators: number of denoising steps.")
+@click.option(
+    "--guidance-scale",
+    type=click.FloatRange(min=0),
+    callback=finite,
+    help="Generators: guidance scale; 1 switches it off.",
+)
+@click.option("--negative-prompt", help="Generators: prompt that guidance steers away from.")
 @click.option("--size", help="Generators: height and width in pixels, 480x832.")
-@click.option("--frames", "num_frames", type=POSITIVE, help="Generators: frames of a clip.")
+@click.option("--frames", "num_frames", type=POSITIVE, help="Generators: number of frames of a video.")
 @click.option(
-    "--fps", type=click.FloatRange(min=0, min_open=True), callback=finite, help="Generators: frames a second."
+    "--fps", type=click.FloatRange(min=0, min_open=True), callback=finite, help="Generators: frames per second."
 )
-@click.option("--seed", type=click.IntRange(min=0), help="Generators: decides the noise, with prompt and sample.")
-@click.option("--num-samples", type=POSITIVE, help="Generators: samples of each prompt.")
-@click.option("--lora", type=PATH, help="Folder of adapters to put beside the weights.")
-@click.option("--plugin", "plugins", multiple=True, help="Package to import first, which brings the model's family.")
-@click.option("--nproc", type=POSITIVE, default=1, help="Generators: ranks on this host.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    help="Generators: seed of the noise, together with the numbers of prompt and sample.",
+)
+@click.option("--num-samples", type=POSITIVE, help="Generators: number of samples of each prompt.")
+@click.option("--lora", type=PATH, help="Folder of adapters to apply to the weights.")
+@click.option("--plugin", "plugins", multiple=True, help="Package to import first that registers the model's family.")
+@click.option("--nproc", type=POSITIVE, default=1, help="Generators: number of ranks on this host.")
 @click.pass_context
 def command(context: click.Context, /, model: Path, **options: Any) -> int:
     """Let MODEL answer a prompt about pictures or every row of a file; or, if it is a generator, make pictures or clips
@@ -97,9 +119,9 @@ def command(context: click.Context, /, model: Path, **options: Any) -> int:
 
         import_plugin(options["plugins"], key="--plugin")
     if is_generator(model):
-        refuse(context, LANGUAGE_ONLY, "goes with language models, and this is an image or video generator")
+        refuse(context, LANGUAGE_ONLY, "is for language models, but this model is an image or video generator")
         return generate(context, model, options)
-    refuse(context, GENERATOR_ONLY, "goes with image and video generators, and this is none")
+    refuse(context, GENERATOR_ONLY, "is for image and video generators, but this model is not one")
     answer(model, options)
     return 0
 
@@ -123,13 +145,13 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
     """Make samples, in this process or in many."""
     out = options["out"]
     if out is None:
-        raise UsageError("samples need a folder", key="--out", way_out="Name one: --out DIR.")
+        raise UsageError("samples need an output folder", key="--out", way_out="Name one: --out DIR.")
     if options["images"] and not options["prompts"]:
         raise UsageError(
-            "--image goes with --prompt", key="--image", way_out="Name the pictures in the rows of --prompts."
+            "--image can only be used with --prompt", key="--image", way_out="Name the images in the rows of --prompts."
         )
     if len(options["images"]) > 1:
-        raise UsageError("a video goes on from one picture", key="--image", way_out="Give one.")
+        raise UsageError("a video can start from one image only", key="--image", way_out="Give one.")
     settings = {name: options[name] for name in SETTINGS if options[name] is not None} | read_size(options["size"])
     from mindspeed_mm.fsdp.train.run.launched import starts_ranks
     from mindspeed_mm.tasks import train  # torch: the help does without
@@ -167,7 +189,7 @@ def read_size(text: str | None) -> dict[str, int]:
         return {}
     found = re.fullmatch(r"([1-9]\d*)[x×]([1-9]\d*)", text.strip())
     if found is None:
-        raise UsageError(f"'{text}' is no size", key="--size", way_out="Give height and width: --size 480x832.")
+        raise UsageError(f"'{text}' is not a size", key="--size", way_out="Give height and width: --size 480x832.")
     return {"height": int(found[1]), "width": int(found[2])}
 
 
@@ -200,7 +222,7 @@ def answer(model: Path, options: dict[str, Any]) -> None:
         raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
     if data is not None and options["images"]:
         raise UsageError(
-            "--image goes with --prompt", key="--image", way_out="Name the pictures in the rows of --data."
+            "--image can only be used with --prompt", key="--image", way_out="Name the images in the rows of --data."
         )
     from mindspeed_mm.tasks.answer import infer  # torch: the help does without
 
@@ -230,7 +252,7 @@ def answer(model: Path, options: dict[str, Any]) -> None:
     if options["as_json"]:
         click.echo(json.dumps(asdict(outcome), default=str))
         return
-    kept = f", {outcome.kept} were there already" if outcome.kept else ""
+    kept = f", {outcome.kept} were already there" if outcome.kept else ""
     click.echo(f"{outcome.out}: {outcome.answered} answered{kept}")
     if outcome.cut_off:
         click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)

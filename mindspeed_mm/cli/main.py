@@ -25,18 +25,18 @@ from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.core.version import __version__
 
 VERBS = {
-    "train": "Train a model from one YAML.",
-    "check": "Find what is wrong with a YAML before training.",
-    "data": "Check, preview or describe the rows of a YAML.",
+    "train": "Train a model from one YAML file.",
+    "check": "Find the mistakes in a YAML file before training.",
+    "data": "Check, preview or describe the rows that a YAML file names.",
     "config": "Show the resolved configuration and where each value came from.",
     "schema": "Explain a key, or print the JSON schema.",
-    "verify": "Show that a plan computes what one process computes.",
-    "extract": "Encode media and captions once, for training a generator.",
-    "export": "Write a run as a Hugging Face folder.",
-    "merge": "Add adapters to a model's weights.",
-    "infer": "Let a model answer.",
+    "verify": "Verify that a parallel plan computes what one process computes.",
+    "extract": "Encode media and captions once, before training a generator.",
+    "export": "Export a run as a Hugging Face folder.",
+    "merge": "Merge adapters into a model's weights.",
+    "infer": "Generate answers or samples with a model.",
     "evaluate": "Score a model on held-out rows.",
-    "profile": "Say where the time of training steps goes, and what holds them up.",
+    "profile": "Show where the time of training steps goes, and what limits them.",
     "report": "Make one HTML page of a run.",
     "flops": "Count the FLOPs of a training step by module.",
 }
@@ -87,7 +87,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mm")
-@click.option("--traceback", "show_traceback", is_flag=True, help="Show where in the code an error came from.")
+@click.option("--traceback", "show_traceback", is_flag=True, help="Show the traceback of an error.")
 def cli(show_traceback: bool) -> None:
     """Train, evaluate and export multimodal models from one YAML."""
 

@@ -27,15 +27,15 @@ PATH = click.Path(path_type=Path)
     "scales",
     type=float,
     multiple=True,
-    help="How many times an adapter is added; once for all, or once for each. -1 takes a merged one out again.",
+    help="Factor on an adapter; give one for all, or one for each. -1 removes an adapter that was merged before.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32", "fp64"]),
-    help="Of the weights; otherwise as the base has them.",
+    help="Type of the merged weights; default: that of the base.",
 )
-@click.option("--plugin", "plugins", multiple=True, help="Package to import first, which brings the model's family.")
-@click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote there.")
+@click.option("--plugin", "plugins", multiple=True, help="Package to import first that registers the model's family.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote to it.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
     base: Path,

@@ -39,10 +39,12 @@ class Steps(click.ParamType):
 @click.command(epilog=EXAMPLES)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--steps", type=Steps(), help="Of a YAML: steps A to B - 1 are recorded, and training ends.  [3:6]")
-@click.option("--nproc", type=click.IntRange(min=1), help="Of a YAML: ranks on this host.  [1]")
-@click.option("--out", type=click.Path(path_type=Path), help="Of a YAML: where traces go; default: under profiling/.")
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of each table.")
+@click.option("--steps", type=Steps(), help="With a YAML: record steps A to B - 1, then end training.  [3:6]")
+@click.option("--nproc", type=click.IntRange(min=1), help="With a YAML: number of ranks on this host.  [1]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="With a YAML: folder for traces; default: under profiling/."
+)
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Number of rows in each table.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.pass_context
 def command(
@@ -55,7 +57,7 @@ def command(
     top: int,
     as_json: bool,
 ) -> int:
-    """Say where the time of training steps goes, and what holds them up.
+    """Show where the time of training steps goes, and what limits them.
 
     TARGET is a YAML: it is trained for a few steps, which are recorded on every rank; nothing is saved. Or it is a
     trace, or a folder of traces, one of each rank. OVERRIDES are section.key=value;
@@ -67,7 +69,9 @@ def command(
     if target.suffix.lower() in task.SUFFIXES:
         done = task.run_config(target, overrides, steps=steps or (3, 6), nproc=nproc or 1, out=out)
     elif overrides or steps or nproc or out:
-        raise click.UsageError("OVERRIDES, --steps, --nproc and --out go with a YAML, not with a trace.", ctx=ctx)
+        raise click.UsageError(
+            "OVERRIDES, --steps, --nproc and --out need a YAML; a trace does not accept them.", ctx=ctx
+        )
     else:
         done = task.run_trace(target)
     if done.analysis is None:

@@ -24,9 +24,11 @@ Examples:
 @click.command(epilog=EXAMPLES)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--nproc", type=click.IntRange(min=1), default=1, help="Ranks on this host; more than 1 starts torchrun.")
-@click.option("--dry-run", is_flag=True, help="Build everything and stop before the first step.")
-@click.option("--steps", type=click.IntRange(min=1), help="Stop after this many steps of this start.")
+@click.option(
+    "--nproc", type=click.IntRange(min=1), default=1, help="Number of ranks on this host; more than 1 starts torchrun."
+)
+@click.option("--dry-run", is_flag=True, help="Build everything, then stop before the first step.")
+@click.option("--steps", type=click.IntRange(min=1), help="Stop after this many steps, counted from this start.")
 @click.option(
     "--resume",
     type=click.Choice(["auto", "never"]),
@@ -34,14 +36,16 @@ Examples:
     show_default=True,
     help="auto: continue from the newest checkpoint in training.save; never: refuse a folder that has one.",
 )
-@click.option("--weights-only", is_flag=True, help="Take a checkpoint's weights only and start at step 0.")
-@click.option("--allow-fresh", is_flag=True, help="Start from the beginning although no checkpoint there is valid.")
+@click.option("--weights-only", is_flag=True, help="Load only a checkpoint's weights and start at step 0.")
+@click.option(
+    "--allow-fresh", is_flag=True, help="Start from the beginning even though no checkpoint in the run folder is valid."
+)
 @click.option(
     "--accept-data-change",
     is_flag=True,
-    help="Continue although the data set, or its order, has changed; train features although their rows have.",
+    help="Continue even though the data set or its order has changed; train on features even though their rows have.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print how it ended as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def command(
     config: Path,
     overrides: tuple[str, ...],

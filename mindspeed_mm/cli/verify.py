@@ -28,9 +28,9 @@ Faults:
 @click.command(epilog=EXAMPLES)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--full", is_flag=True, help="Take the real model with its weights instead of one made small.")
-@click.option("--inject", metavar="FAULT", help="Plant a fault, which must be noticed (exit code 5).")
-@click.option("--nproc", type=click.IntRange(min=1), help="Processes; default: as few as the plan needs.")
+@click.option("--full", is_flag=True, help="Use the real model with its weights instead of a small one.")
+@click.option("--inject", metavar="FAULT", help="Plant a fault, which must be detected (exit code 5).")
+@click.option("--nproc", type=click.IntRange(min=1), help="Number of processes; default: as few as the plan needs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 @click.pass_context
 def command(

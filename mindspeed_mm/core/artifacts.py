@@ -272,10 +272,12 @@ class RunFolder:
     def check_lock_file(self) -> None:
         """Raise `MachineError` when something stands in the lock file's place that no job of ours has written."""
         if self.lock_file.is_dir():
-            raise MachineError("is a folder, where a run keeps its lock file", where=str(self.lock_file), key=self._key)
+            raise MachineError(
+                "is a folder, but a run keeps its lock file there", where=str(self.lock_file), key=self._key
+            )
         if self.lock_file.is_symlink() or (self.lock_file.is_file() and not _is_lock(self.lock_file.read_bytes())):
             raise MachineError(
-                "stands where a run keeps its lock file, and no run has written it",
+                "is where a run keeps its lock file, but no run has written it",
                 where=str(self.lock_file),
                 key=self._key,
                 way_out="Move it elsewhere, or name another folder.",

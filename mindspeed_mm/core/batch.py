@@ -73,7 +73,7 @@ def check_batch(batch: Batch, extra_keys: frozenset[str] = frozenset()) -> None:
     unknown = sorted(key for key in batch.keys() - BATCH_KEYS.keys() - extra_keys if _of_pair(key) not in BATCH_KEYS)
     if unknown:
         raise DataError(
-            f"batch keys are off: undocumented {unknown}",
+            f"the batch has undocumented keys: {unknown}",
             way_out="Declare a plugin's keys with `register_collator(name, keys=[...])`.",
         )
     if not (TRAINED_KEYS | {"labels"}) & batch.keys():

@@ -45,10 +45,10 @@ def check_output_file(path: Path, is_ours: IsOurs, key: str = "") -> Path:
             head = file.read(_HEAD_BYTES)
         if head and not is_ours(head):
             raise UsageError(
-                "holds something that this command has not written",
+                "holds something that this command did not write",
                 where=str(target),
                 key=key,
-                way_out="Name another file, or take it away first.",
+                way_out="Name another file, or move this one away first.",
             )
     return target
 

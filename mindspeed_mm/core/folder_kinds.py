@@ -124,7 +124,7 @@ def kind_of(folder: Path) -> str | None:
 
 def kind_above(path: Path) -> tuple[str, Path] | None:
     """The checkpoint, model folder or run that a path lies inside of, if any, and where that is. A run's folders of
-    exported models are no part of the run in this sense."""
+    exported models are not part of the run in this sense."""
     below = path
     for folder in path.parents:
         kind = kind_of(folder)

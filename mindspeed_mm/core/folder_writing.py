@@ -101,7 +101,7 @@ def check_target(path: Path, *, overwrite: bool = False, sources: Sequence[Path]
         _refuse_occupied(target, overwrite)
     except PermissionError as error:
         raise MachineError(
-            f"cannot be looked at: {error.strerror}", where=str(target), way_out="Choose another folder."
+            f"cannot be read: {error.strerror}", where=str(target), way_out="Choose another folder."
         ) from error
     return target
 
@@ -120,7 +120,7 @@ def resolve_output(path: Path) -> Path:
             raise UsageError("is a link that leads nowhere", where=shown, way_out="Name the folder itself.")
         target.exists()  # raises where the name is too long
     except PermissionError as error:
-        raise MachineError(f"cannot be looked at: {error.strerror}", where=shown, way_out="Choose another.") from error
+        raise MachineError(f"cannot be read: {error.strerror}", where=shown, way_out="Choose another.") from error
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise UsageError(f"cannot be a path: {reason}", where=shown, way_out="Choose another name.") from error
@@ -131,7 +131,7 @@ def _refuse_place(target: Path, sources: Sequence[Path]) -> None:
     for source in (source.resolve() for source in sources):
         if target == source or target in source.parents or source in target.parents:
             how = "is" if target == source else "holds" if target in source.parents else "lies in"
-            raise _refused(target, f"{how} what is read, {source}")
+            raise _refused(target, f"{how} the input, {source}")
     if (above := kind_above(target)) is not None:
         raise _refused(target, f"lies in {above[0]}, {above[1]}")
     working = Path.cwd()
@@ -162,7 +162,7 @@ def _refuse_occupied(target: Path, overwrite: bool) -> None:
             "Choose another folder, or delete this one yourself if nothing in it is needed.",
         )
     if not overwrite:
-        raise _refused(target, "the target exists", "Choose another folder, or say --overwrite to replace it.")
+        raise _refused(target, "the target exists", "Choose another folder, or add --overwrite to replace it.")
 
 
 def _refused(target: Path, why: str, way_out: str = "Choose another folder.") -> UsageError:
@@ -237,7 +237,7 @@ def _put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
         fsync_path(target.parent)
         if touched := foreign_entries(replaced) or changed_entries(replaced):
             _swap_back(draft, target, replaced)
-            raise _refused(target, f"'{touched[0]}' was put there or changed meanwhile")
+            raise _refused(target, f"'{touched[0]}' was added or changed in the meantime")
         with suppress(PermissionError):  # what somebody has made read-only is left to him: the new one is in place
             _remove(replaced)
 
@@ -248,7 +248,7 @@ def _rename_to_free_name(draft: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        raise _refused(target, "somebody else wrote it meanwhile") from error
+        raise _refused(target, "another process wrote it in the meantime") from error
 
 
 def swap_folders(new: Path, standing: Path) -> Path:

@@ -10,7 +10,7 @@ from mindspeed_mm.core.errors import MMError
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, whose every refusal is a ValueError: nesting that is too deep too, and bytes that are no text."""
+    """`json.loads`, whose every refusal is a ValueError: nesting that is too deep too, and bytes that are not text."""
     try:
         return json.loads(text)
     except RecursionError as error:

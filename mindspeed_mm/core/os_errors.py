@@ -1,4 +1,4 @@
-"""What the operating system refuses, in a person's words: rights, space and names are no bugs."""
+"""What the operating system refuses, in a person's words: rights, space and names are not bugs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from mindspeed_mm.core.errors import MachineError, MMError, UsageError
 
 _WAYS_OUT = {
-    errno.EACCES: "Ask its owner for the right, or work as the user who made it.",
-    errno.EPERM: "Ask its owner for the right, or work as the user who made it.",
-    errno.EISDIR: "Put the folder aside: a file belongs in its place.",
+    errno.EACCES: "Ask its owner for permission, or work as the user who created it.",
+    errno.EPERM: "Ask its owner for permission, or work as the user who created it.",
+    errno.EISDIR: "Move the folder away: a file belongs in its place.",
     errno.EROFS: "The file system is read-only: choose another place.",
-    errno.ENOSPC: "Make room, or choose another place.",
-    errno.EDQUOT: "Make room, or choose another place.",
+    errno.ENOSPC: "Free some space, or choose another place.",
+    errno.EDQUOT: "Free some space, or choose another place.",
     errno.EFBIG: "Choose another file system, or raise the limit on file sizes.",
     errno.EMFILE: "Raise the limit on open files (ulimit -n).",
     errno.ENFILE: "Too many files are open on this machine.",
     errno.EIO: "Look at the disk.",
-    errno.ESTALE: "The file server has lost it: try again.",
+    errno.ESTALE: "The file server no longer has it: try again.",
 }
 _NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}
 _SAFETENSORS = re.compile(r"No such file or directory: (.+)")

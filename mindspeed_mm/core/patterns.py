@@ -41,7 +41,7 @@ def resolve_patterns(
         if not found:
             problems.append(_no_match(pattern, known, key, allow_suffix))
     if problems:
-        raise ConfigError(f"{key}: {len(problems)} pattern(s) match nothing", problems=problems)
+        raise ConfigError(f"{key}: {len(problems)} patterns match nothing", problems=problems)
     return [name for name in known if name in matched]
 
 
@@ -54,7 +54,7 @@ def compile_pattern(pattern: str, *, key: str, allow_suffix: bool = False) -> re
     parts = [r"(?:.*\.)?"] if allow_suffix else []
     for token in _TOKEN.finditer(pattern):
         if token["stray"]:
-            raise ConfigError(f"pattern '{pattern}' has a brace without its partner", key=key)
+            raise ConfigError(f"pattern '{pattern}' has an unmatched brace", key=key)
         if token["braces"] is not None:
             parts.append(_digits(token["braces"], pattern, key))
         elif token["text"]:

@@ -54,7 +54,7 @@ def _place(where: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Clause by clause: one that names a command which is no function here stays a command of the shell."""
+    """Clause by clause: one that names a command which is not a function here stays a command of the shell."""
     if "--" not in text and "mm " not in text:
         return text
     return " ".join(map(_clause, _CLAUSES.split(text)))

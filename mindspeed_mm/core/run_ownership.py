@@ -29,7 +29,7 @@ _NAMES = (
 
 
 def check_run_folder(folder: Path, config: Path | None = None) -> Path:
-    """Refuse a folder in which a run would write over files that are not its own. Changes nothing.
+    """Refuse a folder in which a run would overwrite files that are not its own. Changes nothing.
 
     Args:
         folder: `training.save`.
@@ -39,9 +39,9 @@ def check_run_folder(folder: Path, config: Path | None = None) -> Path:
         The folder, absolute and without links.
 
     Raises:
-        MachineError: It cannot be looked at, or a file of somebody else's stands where a run keeps its lock.
-        ConfigError: The folder is, or lies in, a model folder or a checkpoint; or it is no run folder and holds files
-            under names that a run writes; or the YAML is what a run has written itself.
+        MachineError: It cannot be read, or a file of another program is where a run keeps its lock.
+        ConfigError: The folder is, or is inside, a model folder or a checkpoint; or it is not a run folder and holds
+            files under names that a run writes; or the YAML is one that a run has written itself.
     """
     try:
         target = resolve_output(folder)
@@ -55,11 +55,11 @@ def check_run_folder(folder: Path, config: Path | None = None) -> Path:
         RunFolder(target).check_lock_file()
     except PermissionError as error:
         raise MachineError(
-            f"cannot be looked at: {error.strerror}", where=str(target), key=_KEY, way_out="Name another folder."
+            f"cannot be read: {error.strerror}", where=str(target), key=_KEY, way_out="Name another folder."
         ) from error
     if config is not None and config.resolve() == RunFolder(target).resolved:
         raise ConfigError(
-            "is what the run itself has written down, and would be written over",
+            "was written by the run itself and would be overwritten",
             where=str(config),
             key=_KEY,
             way_out="Copy it to another name first.",
@@ -97,7 +97,7 @@ def _refuse_foreign(target: Path, config: Path | None) -> None:
     found += [path.name for path in target.glob("iter_*")]
     if found and not is_run(target):  # another rank may have begun the run meanwhile
         raise ConfigError(
-            f"is no run folder and holds {', '.join(sorted(found)[:3])}, which a run would write over",
+            f"is not a run folder and holds {', '.join(sorted(found)[:3])}, which a run would overwrite",
             where=str(target),
             key=_KEY,
             way_out="Name a new folder.",

@@ -96,7 +96,9 @@ def run(
     peak = _peak(tokens_per_s, device, precision, peak_tflops)
     model, count = _counted(target, overrides, lora=lora, recompute=recompute)
     if count is None:
-        raise ConfigError(f"how the modules of a {type(model).__name__} are fed is not known", where=str(target))
+        raise ConfigError(
+            f"it is not known what the modules of a {type(model).__name__} get as input", where=str(target)
+        )
     batch = imagined_batch(model, sample, samples)
     lengths = count.lengths(with_labels(batch, count.lengths(batch), sample, samples))
     total = count.of(lengths)
@@ -163,7 +165,11 @@ def _peak(
     if peak_tflops is not None:
         return tokens_per_s, peak_tflops, device or "a device"
     if device is None:
-        raise ConfigError("a speed is judged by a device", key="--device", way_out="Give it, or --peak-tflops.")
+        raise ConfigError(
+            "a throughput can only be compared with the peak of a device",
+            key="--device",
+            way_out="Give --device or --peak-tflops.",
+        )
     return tokens_per_s, known_peak(device, precision), f"{device}, {precision}"
 
 

@@ -73,8 +73,8 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
         raise ModelFolderError(
             "holds adapters and no model",
             where=str(path),
-            way_out="Name the run that they come from; or their base, with --lora; or write the merged model with mm "
-            "export --merge, mm merge.",
+            way_out="Name the run that they come from; or their base model, with --lora; or write the merged model "
+            "with mm export --merge or mm merge.",
         )
     run = path if kind == "run" else path.absolute().parent
     base = noted_model(run)

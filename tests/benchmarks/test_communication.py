@@ -79,7 +79,7 @@ def test_parameters_of_the_tiny_models(name: str, folder: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(folder / name / "model" / "model.safetensors", "pt") as file:
-        shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118  it is no dict
+        shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118  it is not a dict
     stored = sum(torch.Size(shape).numel() for shape in shapes)
     assert MODELS[name].parameters == stored
 

@@ -54,9 +54,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EXPORT = [
     # target, --overwrite or not, what is said
-    ("run", "is what is read|is a run folder"),
+    ("run", "is the input|is a run folder"),
     ("to-run", "is a run folder"),
-    (".", "holds what is read|is the working directory"),
+    (".", "holds the input|is the working directory"),
     ("", "is the working directory"),
     ("..", "holds"),
     ("/", "holds"),
@@ -77,24 +77,24 @@ EXPORT = [
     ("x" * 300, "File name too long"),
 ]
 OTHERS = [
-    (["merge", "exported", "model", "--out", "exported", "--overwrite"], "is what is read"),
-    (["merge", "model", "exported", "--out", "exported", "--overwrite"], "is what is read"),
-    (["merge", "run", "--out", "run", "--overwrite"], "is what is read"),
+    (["merge", "exported", "model", "--out", "exported", "--overwrite"], "is the input"),
+    (["merge", "model", "exported", "--out", "exported", "--overwrite"], "is the input"),
+    (["merge", "run", "--out", "run", "--overwrite"], "is the input"),
     (["merge", "run", "--out", "edited", "--overwrite"], "changed after an mm command wrote there (config.json)"),
     (["merge", "run", "--out", "mine", "--overwrite"], "no mm command wrote"),
-    (["export", "run", "exported", "--model", "exported", "--overwrite"], "is what is read"),
+    (["export", "run", "exported", "--model", "exported", "--overwrite"], "is the input"),
     (["export", "run", "exported"], "the target exists"),
-    (["report", "run", "--out", "mine/config.yaml"], "has not written"),
-    (["report", "run", "--out", "mine/report.html"], "has not written"),
+    (["report", "run", "--out", "mine/config.yaml"], "did not write"),
+    (["report", "run", "--out", "mine/report.html"], "did not write"),
     (["report", "run", "--out", "mine"], "is a folder"),
     (["report", "run", "--out", "nowhere"], "leads nowhere"),
     (["report", "run", "--out", "run/iter_0000002/report.html"], "lies in a checkpoint"),
     (["report", "run", "--out", "model/report.html"], "lies in a model folder"),
-    (["evaluate", "model", "--data", "rows.jsonl", "--out", "mine"], "has not written"),
+    (["evaluate", "model", "--data", "rows.jsonl", "--out", "mine"], "did not write"),
     (["evaluate", "model", "--data", "rows.jsonl", "--out", "model"], "lies in a model folder"),
-    (["infer", "model", "--data", "rows.jsonl", "--out", "mine/answers.jsonl", "--overwrite"], "has not written"),
+    (["infer", "model", "--data", "rows.jsonl", "--out", "mine/answers.jsonl", "--overwrite"], "did not write"),
     (["infer", "model", "--data", "rows.jsonl", "--out", "run/iter_0000001/a.jsonl"], "lies in a checkpoint"),
-    (["infer", "model", "--data", "rows.jsonl", "--out", "rows.jsonl", "--overwrite"], "names the file of questions"),
+    (["infer", "model", "--data", "rows.jsonl", "--out", "rows.jsonl", "--overwrite"], "is the file of questions"),
 ]
 
 
@@ -132,12 +132,12 @@ def test_names_beside_the_target_are_left_alone(root: Path, monkeypatch: pytest.
 @pytest.mark.edge("S7")
 def test_a_users_features_and_rows_are_kept(root: Path) -> None:
     before = everything(root)
-    with pytest.raises(UsageError, match=r"is no folder of features, and holds features\.json"):
+    with pytest.raises(UsageError, match=r"is not a folder of features, and holds features\.json"):
         FeatureFolder(root / "features").check()
     FeatureFolder(root / "features").clear()
     with pytest.raises(UsageError, match="lies in a model folder"):
         FeatureFolder(root / "model" / "features").prepare()
-    with pytest.raises(UsageError, match="has not written"):
+    with pytest.raises(UsageError, match="did not write"):
         write_bad_rows(root / "rows.jsonl", [])
     assert everything(root) == before
 

@@ -71,7 +71,11 @@ CASES = [
     Case("A2 only comments", yaml("# nothing\n"), r"run\.yaml:1:1  the file is empty"),
     Case("A3 list", yaml("- a\n"), r"run\.yaml:1:1  the file does not hold sections"),
     Case("A3 scalar", yaml("hello\n"), r"the file does not hold sections"),
-    Case("A4 tab", yaml("model:\n\tmodel_id: x\n"), r"run\.yaml:2:1  a tab indents this line\. YAML indents by spaces"),
+    Case(
+        "A4 tab",
+        yaml("model:\n\tmodel_id: x\n"),
+        r"run\.yaml:2:1  a tab indents this line\. YAML is indented with spaces",
+    ),
     Case("A5 latin-1", yaml(b"model: {model_id: qwen\xe9}\n"), r"byte 0xe9 at offset 22 is not UTF-8"),
     Case("A5 NUL", yaml(b"model: \0\n"), r"NUL byte at offset 7"),
     Case("A6 two documents", yaml("model: {}\n---\nmodel: {}\n"), r"run\.yaml:2:1  a second document"),
@@ -112,7 +116,7 @@ CASES = [
     Case(
         "A20 dataset type",
         yaml("data: {dataset_param: {dataset_type: hugingface}}\n"),
-        r"'hugingface' is not registered\. Did you mean 'huggingface'\? Known: .*qwen3_asr",
+        r"'hugingface' is not registered\. Did you mean 'huggingface'\? Known ids: .*qwen3_asr",
     ),
     # several at once, in the order of the file
     Case(

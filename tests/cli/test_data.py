@@ -51,8 +51,8 @@ def test_preview_and_stats(good: Path, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["preview", "{yaml}", "--rows", "a,b"], 2, "'a,b' is no list of numbers"),
-        (["preview", "{yaml}", "--rows", "24"], 2, "row 24 is not there"),
+        (["preview", "{yaml}", "--rows", "a,b"], 2, "'a,b' is not a list of numbers"),
+        (["preview", "{yaml}", "--rows", "24"], 2, "row 24 does not exist"),
         (["stats", "{yaml}", "data.nonsense=1"], 2, "nonsense"),
         (["stats", "none.yaml"], 2, "none.yaml"),
         (["stats", "{yaml}", "data.dataset_param.basic_parameters.dataset=none.jsonl"], 4, "does not exist"),

@@ -42,7 +42,7 @@ def test_json_is_all_that_stdout_gets(prepared: Path, tmp_path: Path) -> None:
     assert told["samples_per_s"] > 0
     again = mm("extract", prepared / "run.yaml", "--out", tmp_path / "out", "--dtype", "fp32", "--verify", "size")
     assert again.code == 0, again.err
-    assert again.out.startswith(f"{tmp_path / 'out'}: 12 samples, 12 rows were done already")
+    assert again.out.startswith(f"{tmp_path / 'out'}: 12 samples, 12 rows were already done")
 
 
 def test_features_dir_is_where_they_go_unless_told_otherwise(prepared: Path, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_sigterm_ends_with_75_and_the_same_command_goes_on(prepared: Path, tmp_p
     assert " of 12 samples are done. Run the same command again to continue." in (tmp_path / "said").read_text()
     said = mm("extract", prepared / "run.yaml", "--out", out)  # the batch size is remembered
     assert said.code == 0, said.err
-    assert "rows were done already" in said.out
+    assert "rows were already done" in said.out
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_the_table(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--seq", "64", "--tokens-per-s", "1", "--device", "H1OO"), "or give --peak-tflops"),
         (("--seq", "64", "--tokens-per-s", "1", "--device", "A100", "--precision", "fp8"), "fp8 peak"),
         (("--seq", "64", "--images", "1"), "sees no images"),
-        (("--seq", "64", "--audio", "1"), "hears no sounds"),
+        (("--seq", "64", "--audio", "1"), "takes no audio"),
         (("training.lr=1", "--seq", "64"), "training.lr=1"),
         (("--seq", "64", "--image-size", "12"), "HEIGHTxWIDTH"),
     ],

@@ -63,7 +63,7 @@ def test_wrong_words_are_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["profile", path, "--steps", "2:3"]) == 2
     assert run(["profile", "run.yaml", "--steps", "3:3"]) == 2
     assert run(["profile", str(tmp_path / "nothing")]) == 4
-    assert "is not there" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_configuration_is_recorded_and_analysed(

@@ -11,7 +11,7 @@ def test_one_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schema", "training.lora.rank"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "training.lora.rank: whole number, at least 1 = 8",
-        "    Rank of the adapters.",
+        "    Rank of the adapter matrices.",
     ]
 
 

@@ -67,7 +67,7 @@ def test_equal(outcome: dict[str, Any]) -> None:
 def test_a_miss_names_check_parameter_and_both_values(outcome: dict[str, Any]) -> None:
     outcome["rows"] = (*ROWS, OFF)
     said = mm("verify", "run.yaml")
-    assert said.code == 5 and said.out.startswith("run.yaml: 1 of 4 quantities are off\n")
+    assert said.code == 5 and said.out.startswith("run.yaml: 1 of 4 quantities deviate\n")
     assert "off: as planned = one process, clip norm, step 1, norm.weight: 2.5 instead of 1.25" in said.out
 
 
@@ -96,7 +96,9 @@ def test_nan_is_off_and_the_worst_rank_counts() -> None:
 
 def test_unknown_fault(tmp_path: Path) -> None:
     said = mm("verify", write(tmp_path), "--inject", "wrong-devisor")
-    assert said.code == 2 and "'wrong-devisor' is no fault" in said.err and "Did you mean 'wrong-divisor'?" in said.err
+    assert (
+        said.code == 2 and "'wrong-devisor' is not a fault" in said.err and "Did you mean 'wrong-divisor'?" in said.err
+    )
 
 
 def test_fault_that_cannot_show_names_the_plan_that_it_needs(tmp_path: Path) -> None:

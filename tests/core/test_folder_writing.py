@@ -91,14 +91,14 @@ def test_what_somebody_puts_there_meanwhile_is_kept(way: str, tmp_path: Path) ->
     target = tmp_path / "export"
     write(target, "old")
     with (
-        pytest.raises(UsageError, match="was put there or changed meanwhile"),
+        pytest.raises(UsageError, match="was added or changed in the meantime"),
         atomic_folder(target, overwrite=True) as draft,
     ):
         (draft / "b").write_text("new")
         (target / "sub" / "late").write_text("mine")
     assert content(target) == {**OLD, "sub/late": "mine"}
     assert names(tmp_path) == ["export"]
-    with pytest.raises(UsageError, match="somebody else wrote it"), atomic_folder(tmp_path / "fresh"):
+    with pytest.raises(UsageError, match="another process wrote it"), atomic_folder(tmp_path / "fresh"):
         write(tmp_path / "fresh", "old")
     assert content(tmp_path / "fresh") == OLD
 
@@ -143,7 +143,7 @@ def test_a_file_that_was_changed_since_is_kept(change: str, tmp_path: Path) -> N
 def test_a_file_that_is_changed_meanwhile_is_kept(way: str, tmp_path: Path) -> None:
     target = tmp_path / "export"
     write(target, "old")
-    with pytest.raises(UsageError, match="'b' was put there or changed"), atomic_folder(target, overwrite=True):
+    with pytest.raises(UsageError, match="'b' was added or changed"), atomic_folder(target, overwrite=True):
         rewrite(target / "b", "OLD")
     assert content(target) == {**OLD, "b": "OLD"}
     assert names(tmp_path) == ["export"]
@@ -223,7 +223,7 @@ def places(tmp_path: Path) -> Iterator[tuple[str, Path, str]]:
     (tmp_path / "to-model").symlink_to(model)
     yield "the working directory", Path(), "is the working directory"
     yield "nothing", Path(), "is the working directory"
-    yield "the root", Path("/"), "holds what is read"
+    yield "the root", Path("/"), "holds the input"
     yield "above", Path(".."), "holds the working directory"
     yield "a file", tmp_path / "file", "is a file"
     yield "below a file", tmp_path / "file" / "below", "is a file, not a folder"
@@ -239,9 +239,9 @@ def places(tmp_path: Path) -> Iterator[tuple[str, Path, str]]:
     yield "a model", model, "2 files or folders that no mm command wrote"
     yield "a link to a model", tmp_path / "to-model", "2 files or folders that no mm command wrote"
     yield "in a model", tmp_path / "to-model" / "x", "lies in a model folder"
-    yield "a source", tmp_path / "source", "is what is read"
-    yield "above a source", tmp_path, "holds what is read"
-    yield "in a source", tmp_path / "source" / "x", "lies in what is read"
+    yield "a source", tmp_path / "source", "is the input"
+    yield "above a source", tmp_path, "holds the input"
+    yield "in a source", tmp_path / "source" / "x", "lies in the input"
 
 
 @pytest.mark.edge("S1", "S13")

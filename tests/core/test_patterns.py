@@ -53,7 +53,7 @@ def test_suffix_only_where_it_is_allowed() -> None:
     assert len(resolve_patterns(["q_proj"], NAMES, key="k", allow_suffix=True)) == 2
     with pytest.raises(ConfigError):
         resolve_patterns(["q_proj"], NAMES, key="k")
-    with pytest.raises(ConfigError):  # a part of a name is no suffix
+    with pytest.raises(ConfigError):  # a part of a name is not a suffix
         resolve_patterns(["proj"], NAMES, key="k", allow_suffix=True)
 
 

@@ -19,14 +19,14 @@ pytestmark = pytest.mark.edge("U2")
     ("said", "heard"),
     [
         ("Choose another file, or say --overwrite.", "Choose another file, or say overwrite=True."),
-        ("Restore it, or say --accept-data-change.", "Restore it, or say accept_data_change=True."),
+        ("Restore it, or add --accept-data-change.", "Restore it, or add accept_data_change=True."),
         ("Say --resume auto to continue it.", "Say resume=True to continue it."),
         ("Name the folder: --model FOLDER.", "Name the folder: model_folder=FOLDER."),
         ("Give mm infer and mm evaluate --max-new-tokens.", "Give mm.infer and mm.evaluate max_new_tokens."),
         ("Run mm extract again, or say --allow-fresh.", "Run mm extract again, or say allow_fresh=True."),
         ("Run mm extract with --overwrite.", "Run mm extract with --overwrite."),
         ("Use fewer: --workers 1.", "Use fewer: --workers 1."),
-        ("'runs/a--merge' is not there", "'runs/a--merge' is not there"),
+        ("'runs/a--merge' does not exist", "'runs/a--merge' does not exist"),
         ("Set training.save.", "Set training.save."),
     ],
 )  # fmt: skip

@@ -63,7 +63,7 @@ def everything_travels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def matrices_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Muon's products are in bf16 on every accelerator, which is no question of this room."""
+    """Muon's products are in bf16 on every accelerator, which is not a question of this room."""
     monkeypatch.setattr(newton_schulz, "_dtype", lambda matrices: matrices.dtype)
 
 

@@ -97,7 +97,7 @@ def test_quickstart_generation(tmp_path: Path) -> None:
     second = run_script(tmp_path)
     assert second.returncode == 0, second.stderr[-3000:]
     assert second.stdout.count("reused:") == 2
-    assert second.stdout.count("400 were there already") == 2
+    assert second.stdout.count("400 were already there") == 2
     assert LINE.findall(second.stdout) == found
 
 

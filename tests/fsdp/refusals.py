@@ -45,13 +45,13 @@ KEYS = (
         "data.dataset_param.dataset_type",
     ),
     Refusal(
-        "a plugin that is not there", ("training.plugin=[no_such]",), "No module named 'no_such'", "training.plugin"
+        "a plugin that does not exist", ("training.plugin=[no_such]",), "No module named 'no_such'", "training.plugin"
     ),
     Refusal("validation without rows", ("training.val_interval=2",), "no rows for validation", "training.val_interval"),
     Refusal(
         "weights of two sources",
         ("model.train_from_scratch=true", "training.lora.enable=true"),
-        "adapters of weights that exist",
+        "adapters of existing weights",
         "model.train_from_scratch",
     ),
     Refusal(
@@ -69,7 +69,7 @@ KEYS = (
 FOLDERS = (
     Refusal("no model folder", (f"{MODEL}={{folder}}/none",), "none", MODEL, DATA),
     Refusal("no config.json", (), "config.json", MODEL, DATA, without_file("model/config.json")),
-    Refusal("a config.json that is no JSON", (), "JSON", "", DATA, with_file("model/config.json", "{")),
+    Refusal("a config.json that is not JSON", (), "JSON", "", DATA, with_file("model/config.json", "{")),
     Refusal("an unknown model type", (), "is not a model type", "model_type", DATA, with_config(model_type="qwen9")),
     Refusal(
         "quantised weights",
@@ -123,7 +123,7 @@ ROWS = (
         DATA,
     ),
     Refusal(
-        "a picture that is not there",
+        "a picture that does not exist",
         (f"{LOADER}.shuffle=false",),
         "no.png",
         "images",
@@ -239,7 +239,7 @@ MODELS = (
             "features.chunkmbs_plan.chunk_kwarg_names=[none]",
             "features.chunkmbs_plan.chunk_arg_indexs=[99]",
         ),
-        "99 is no argument",
+        "99 is not an argument",
         "features.chunkmbs_plan.chunk_arg_indexs",
     ),
     Refusal(
@@ -249,7 +249,7 @@ MODELS = (
         "features.chunkloss_plan.apply_module",
     ),
     Refusal(
-        "a router that is not there",
+        "a router that does not exist",
         ("features.loss_cfg.router_aux_loss_coef=0.01",),
         "router",
         "features.loss_cfg.router_aux_loss_coef",
@@ -271,7 +271,7 @@ MODELS = (
     Refusal(
         "a generator's settings",
         ("model.transformer={num_layers: 2}",),
-        "the model is none",
+        "the model is not one",
         "model.transformer",
     ),
     Refusal(

@@ -22,13 +22,13 @@ FEATURES = (
     Refusal(
         "results of a kernel that is none",
         (*RECOMPUTE, "model.skip_flash_attn_recompute=true", "model.attn_implementation=eager"),
-        "attention is no kernel whose result could be kept",
+        "attention has no kernel whose result could be kept",
         "model.skip_flash_attn_recompute",
     ),
     Refusal(
         "results of a part of a graph",
         (*RECOMPUTE, "model.skip_gdn_recompute=true", "features.compile=true"),
-        "makes one graph of a block",
+        "compiles a block into one graph",
         "model.skip_gdn_recompute",
     ),
     Refusal(
@@ -122,7 +122,7 @@ FEATURES = (
     Refusal(
         "attention that nobody can choose",
         ("model.attn_implementation=native-sparse",),
-        "is no kernel that can be chosen",
+        "cannot be chosen as a kernel",
         "model.attn_implementation",
     ),
     Refusal(
@@ -139,7 +139,7 @@ LOSSES = (
     Refusal(
         "slices of the model's own loss",
         (f"{LOSS}.loss_type=raw", "features.enable_chunk_loss=true"),
-        "is for the loss that is computed here",
+        "applies to the engine's loss",
         "features.enable_chunk_loss",
     ),
     Refusal(
@@ -149,7 +149,7 @@ LOSSES = (
         f"{FSDP}.output_dtype",
     ),
     Refusal(
-        "a router's loss offloaded that is not there",
+        "a router's loss offloaded that does not exist",
         (f"{LOSS}.router_aux_loss_offload=true",),
         "true, but there is no router loss",
         f"{LOSS}.router_aux_loss_offload",
@@ -172,7 +172,7 @@ LOSSES = (
     Refusal(
         "further tokens of the model's own loss",
         ("model.mtp_num_layers=1", f"{LOSS}.loss_type=raw"),
-        "the model's own loss knows nothing of them",
+        "the model's own loss does not include them",
         f"{LOSS}.loss_type",
     ),
     Refusal(
@@ -283,12 +283,12 @@ OPTIMIZERS = (
     Refusal(
         "parts of a schedule that are more than the whole",
         ("training.lr_decay_style=wsd", "training.lr_decay_ratio=0.8", "training.lr_warmup_ratio=0.5"),
-        "make more than all steps",
+        "add up to more than all steps",
         "training.lr_decay_ratio",
     ),
     Refusal("a smallest rate above the rate", ("training.lr_min=1",), "is above training.lr", "training.lr_min"),
     Refusal(
-        "a rate for what is no expression",
+        "a rate for what is not an expression",
         ("training.lr_scaling_plan=[{match: '(', scale: 2}]",),
         "is not a regular expression",
         "training.lr_scaling_plan",
@@ -300,9 +300,7 @@ OPTIMIZERS = (
         "training.optimizer_state_dtype",
         ranks=2,
     ),
-    Refusal(
-        "a brace without its partner", ("model.freeze=['model.{*']",), "a brace without its partner", "model.freeze"
-    ),
+    Refusal("a brace without its partner", ("model.freeze=['model.{*']",), "has an unmatched brace", "model.freeze"),
     Refusal("a range that is none", ("model.freeze=['model.{a-b}']",), "'{a-b}' is not a range", "model.freeze"),
     Refusal(
         "weights from scratch and from a folder",
@@ -332,7 +330,7 @@ OPTIMIZERS = (
             "parallel.pp_plan.schedule=interleaved1f1b",
             "parallel.pp_plan.virtual_stages=2",
         ),
-        "joins tokens behind the last layer of a rank",
+        "joins tokens after the last layer of a rank",
         "parallel.tp_plan.sequence_parallel",
         ranks=4,
     ),

@@ -53,7 +53,13 @@ GENERATORS = (
         base="flux",
     ),
     Refusal(
-        "an encoder that is not there", (), "text_encoder", "", DATA, without_folder("model/text_encoder"), base="flux"
+        "an encoder that does not exist",
+        (),
+        "text_encoder",
+        "",
+        DATA,
+        without_folder("model/text_encoder"),
+        base="flux",
     ),
     Refusal("no VAE", (), "vae", "", DATA, without_folder("model/vae"), base="flux"),
     Refusal(
@@ -112,7 +118,7 @@ GENERATORS = (
         base="flux",
     ),
     Refusal(
-        "slices of a head that is not there",
+        "slices of a head that does not exist",
         ("features.enable_chunk_loss=true",),
         "head",
         "features.enable_chunk_loss",
@@ -160,7 +166,7 @@ MEDIA = (
         base="t2v",
     ),
     Refusal(
-        "a picture that is not there",
+        "a picture that does not exist",
         (f"{LOADER}.shuffle=false",),
         "no.png",
         "",
@@ -190,7 +196,7 @@ MEDIA = (
         by_data_check=True,
     ),
     Refusal(
-        "a column that is not there",
+        "a column that does not exist",
         (f"{BASIC}.caption_column=words",),
         "words",
         "",
@@ -207,7 +213,7 @@ MEDIA = (
         base="flux",
     ),
     Refusal(
-        "a folder of pictures that is not there",
+        "a folder of pictures that does not exist",
         (f"{BASIC}.dataset_dir={{folder}}/none",),
         "none",
         f"{BASIC}.dataset_dir",

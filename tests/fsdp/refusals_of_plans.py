@@ -66,7 +66,7 @@ PIPELINES = (
     Refusal(
         "one chunk of a schedule with two",
         (*TWO_STAGES, f"{PP}.schedule=interleaved1f1b"),
-        "takes turns between 2 and more",
+        "interleaves at least 2 chunks",
         f"{PP}.virtual_stages",
         ranks=2,
     ),
@@ -137,7 +137,7 @@ PIPELINES = (
     Refusal(
         "a stage that begins nowhere",
         (*TWO_STAGES, f"{PP}.split_points=[lm_tail]"),
-        "is no module that a stage can begin with",
+        "is not a module that a stage can begin with",
         f"{PP}.split_points",
         ranks=2,
     ),

@@ -49,7 +49,7 @@ RESUMES = (
         DATA,
         with_a_run(),
     ),
-    Refusal("other rows", (SAVE,), "say --accept-data-change", "data: ", DATA, with_a_run(OTHER_TEXT)),
+    Refusal("other rows", (SAVE,), "add --accept-data-change", "data: ", DATA, with_a_run(OTHER_TEXT)),
     Refusal(
         "adapters instead of weights", (SAVE, *LORA), "was false, is true", "training.lora.enable", DATA, with_a_run()
     ),
@@ -65,7 +65,7 @@ RESUMES = (
     Refusal(
         "a checkpoint that is pictures",
         ("training.load={folder}/images",),
-        "is no checkpoint and no model folder",
+        "is not a checkpoint and no model folder",
         "",
         DATA,
     ),
@@ -80,7 +80,7 @@ RESUMES = (
     Refusal(
         "a run folder of somebody else",
         (SAVE,),
-        "is no run folder and holds metrics.jsonl",
+        "is not a run folder and holds metrics.jsonl",
         "training.save",
         spoil=with_foreign_files,
     ),

@@ -39,7 +39,7 @@ ORDERS = (
     Refusal(
         "shares of another data set",
         (TWO_FILES, f"{BASIC}.mix={{weights: {{rows: 1}}}}"),
-        "'rows' is no entry of dataset",
+        "'rows' is not an entry of dataset",
         f"{BASIC}.mix.weights.rows",
         spoil=with_more_rows,
     ),
@@ -55,13 +55,13 @@ ORDERS = (
     Refusal(
         "a stream encoded up front",
         (STREAMED, f"{BASIC}.preprocess_on_fly=false"),
-        "are not known before they come",
+        "are not known before they are read",
         f"{BASIC}.preprocess_on_fly",
     ),
     Refusal(
         "a share of a stream",
         (STREAMED, f"{BASIC}.val_rate=0.2", "training.val_interval=2"),
-        "streamed rows cannot be set aside",
+        "streamed rows cannot be held out",
         f"{BASIC}.val_rate",
     ),
     Refusal(
@@ -117,14 +117,14 @@ FILES = (
         "another column of turns", ("data.dataset_param.attr.messages=turns",), "the field is missing", "turns", DATA
     ),
     Refusal(
-        "another template that is not there",
+        "another template that does not exist",
         (f"{BASIC}.chat_template={{folder}}/none.jinja",),
         "does not exist",
         f"{BASIC}.chat_template",
         DATA,
     ),
     Refusal(
-        "another template that is no Jinja",
+        "another template that is not Jinja",
         (f"{BASIC}.chat_template={{folder}}/x.jinja",),
         "is not valid jinja",
         "",
@@ -213,7 +213,7 @@ SIZES_OF_MEDIA = (
     Refusal(
         "a pipeline of another family",
         (),
-        "is no pipeline of",
+        "is not a pipeline of",
         "_class_name",
         DATA,
         with_index(_class_name="WanPipeline"),

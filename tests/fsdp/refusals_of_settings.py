@@ -41,7 +41,7 @@ def with_foreign_adapters(folder: Path) -> None:
 TOOLS = (
     Refusal("a profile of nobody", (f"{PROFILE}.enable=true", f"{PROFILE}.ranks=[]"), "no ranks", f"{PROFILE}.ranks"),
     Refusal(
-        "a profile of a rank that is not there",
+        "a profile of a rank that does not exist",
         (f"{PROFILE}.enable=true", f"{PROFILE}.ranks=[3]"),
         "rank 3 is not among the 2",
         f"{PROFILE}.ranks",
@@ -76,7 +76,7 @@ TOOLS = (
         f"{PROFILE}.dynamic_param.config_path",
     ),
     Refusal(
-        "memory of a rank that is not there",
+        "memory of a rank that does not exist",
         (f"{MEMORY}.enable=true", f"{MEMORY}.dump_ranks=[3]"),
         "rank 3 is not among the 2",
         f"{MEMORY}.dump_ranks",

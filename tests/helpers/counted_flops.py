@@ -1,4 +1,4 @@
-"""Formulas for torch's counter of FLOPs, where its own count what is no product of a model."""
+"""Formulas for torch's counter of FLOPs, where its own count what is not a product of a model."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _wait(processes: list[ForkServerProcess], folder: Path, timeout_s: float) ->
 
 
 def _failed(process: ForkServerProcess, folder: Path, rank: int) -> bool:
-    """A rank is judged by its result first: an abort at interpreter exit after the work is done is no failure."""
+    """A rank is judged by its result first: an abort at interpreter exit after the work is done is not a failure."""
     return not process.is_alive() and not (folder / f"result{rank}.pt").exists()
 
 

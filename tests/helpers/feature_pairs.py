@@ -99,7 +99,7 @@ def same_section(one: str, other: str) -> bool:
 
 
 def pairs_of(family: str) -> list[tuple[str, str]]:
-    """Every pair with a neutral feature that is no choice between the two."""
+    """Every pair with a neutral feature that is not a choice between the two."""
     neutral = [name for name in NEUTRAL if family != "wan" or name not in OF_LANGUAGE]
     changing = [name for name in CHANGING if family != "wan" or name not in OF_LANGUAGE]
     found = [*itertools.combinations(neutral, 2), *itertools.product(neutral, changing)]

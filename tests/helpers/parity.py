@@ -39,7 +39,7 @@ def compare_steps(
     off = [deviation for deviation in found if not deviation.value <= tolerance]
     if off:
         lines = "\n".join(f"  {deviation}" for deviation in off[:8])
-        raise ParityError(f"{len(off)} of {len(found)} quantities are off by more than {tolerance:g}:\n{lines}")
+        raise ParityError(f"{len(off)} of {len(found)} quantities deviate by more than {tolerance:g}:\n{lines}")
     print(f"largest deviation {worst}")
     return worst
 

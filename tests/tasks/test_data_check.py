@@ -72,7 +72,7 @@ def test_lines_say_kind_example_and_way_out(found: DataCheck) -> None:
     text = "\n".join(check_lines(found, Paint(colour=False)))
     assert "error  missing media: 2 rows cannot be used" in text
     assert re.search(r"rows.jsonl:25 .*'images/none.png' not found", text)
-    assert text.count("→ or train without all bad rows") == 1
+    assert text.count("→ or train without the bad rows") == 1
     assert "\x1b" not in text
     assert "\x1b[" in "\n".join(check_lines(found, Paint(colour=True)))
 

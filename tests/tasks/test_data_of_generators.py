@@ -67,7 +67,7 @@ def test_check_reads_every_row_and_names_every_fault(yaml: Path, tmp_path: Path)
     assert warned["declarations"] == ["rows.jsonl:9  the row declares height 17, the file has 16"]
     assert warned["cut captions"][0].startswith("rows.jsonl:2  ")
     assert warned["cut captions"][0].endswith(f" tokens, {TEXT_TOKENS} are read")
-    assert warned["empty captions"] == ["rows.jsonl:4  its only one"]
+    assert warned["empty captions"] == ["rows.jsonl:4  its only caption"]
     assert warned["enlarged"] == ["rows.jsonl:6  4 times, to 16×16"]
     assert warned["cut away"] == ["rows.jsonl:8  50%, to 16×32"]
 

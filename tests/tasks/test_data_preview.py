@@ -152,9 +152,9 @@ class TestWhichRows:
     def test_by_id_and_place(self, yaml: Path) -> None:
         shown = preview.run(yaml, row_ids=["odd", "rows.jsonl:3"]).shown
         assert [row.index for row in shown] == [24, 2]
-        with pytest.raises(UsageError, match="no row is called nobody"):
+        with pytest.raises(UsageError, match="no row has the id or location nobody"):
             preview.run(yaml, row_ids=["nobody"])
-        with pytest.raises(UsageError, match="row 99 is not there: the data set has 27"):
+        with pytest.raises(UsageError, match="row 99 does not exist: the data set has 27"):
             preview.run(yaml, rows=[99])
 
     def test_the_first_of_training_and_their_steps_are_those_that_the_loader_takes(self, yaml: Path) -> None:
@@ -174,7 +174,7 @@ class TestWhichRows:
         words = basics(val_dataset=str(yaml.parent / "rows.jsonl"), val_max_samples=5)
         found = preview.run(yaml, words, validation=True)
         assert (found.rows, [row.index for row in found.shown], found.batch) == (5, [0, 1, 2], None)
-        with pytest.raises(UsageError, match="no rows for validation"):
+        with pytest.raises(UsageError, match="no validation rows"):
             preview.run(yaml, validation=True)
 
 

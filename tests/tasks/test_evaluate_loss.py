@@ -154,8 +154,8 @@ def test_what_has_no_such_loss_is_refused_by_name(folder: Path, tmp_path: Path) 
     refusals = {
         ("is a generator", "--loss"): [tmp_path / "flux", "--loss", "--data", folder / "rows.jsonl"],
         ("--max-new-tokens",): [folder / "model", "--loss", "--max-new-tokens", 4, "--data", folder / "rows.jsonl"],
-        ("no rows are named", "--data"): [folder / "model", "--loss"],
-        ("no rows are named", "test.jsonl"): [folder / "model"],
+        ("no rows are given", "--data"): [folder / "model", "--loss"],
+        ("no rows are given", "test.jsonl"): [folder / "model"],
     }
     for words, arguments in refusals.items():
         said = mm("evaluate", *arguments, *(["--out", tmp_path / "out"]))

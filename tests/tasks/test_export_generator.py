@@ -135,7 +135,7 @@ def test_card(flux: Trained, tmp_path: Path) -> None:
 def test_refusals(flux: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = flux
     language = make_tiny_qwen3(tmp_path / "language")
-    with pytest.raises(UsageError, match=r"--transformer-only +the model is no generator"):
+    with pytest.raises(UsageError, match=r"--transformer-only +the model is not a generator"):
         export.run(run, tmp_path / "out", transformer_only=True, model_folder=language)
     monkeypatch.setattr(export, "free_bytes", lambda path: 300_000)
     with pytest.raises(MachineError, match=r"bytes are needed, 300,000 are free"):

@@ -283,7 +283,7 @@ def test_what_is_damaged_is_made_again(prepared: Path, features: Path, capsys: p
     assert unnoticed.damaged == ()
     outcome = run(prepared / "run.yaml", out=features)
     assert outcome.damaged == (str(shards[1].path),)
-    assert "have changed: it is made again" in capsys.readouterr().out
+    assert "have changed: it is extracted again" in capsys.readouterr().out
     assert 0 < outcome.kept < 12
     assert files(features) == before
 
@@ -384,10 +384,10 @@ def test_a_dtype_may_be_chosen(prepared: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "error", "told"),
     [
-        ([f"{BASIC}.features_dir=null"], ConfigError, "no folder is named.*--out FOLDER"),
+        ([f"{BASIC}.features_dir=null"], ConfigError, "no folder is given.*--out FOLDER"),
         (["model.model_name_or_path=null"], ConfigError, "no model"),
         (["model.model_name_or_path=model/vae"], ModelFolderError, "diffusers' layout"),
-        ([f"{BASIC}.features_dir=pictures"], UsageError, "is no folder of features"),
+        ([f"{BASIC}.features_dir=pictures"], UsageError, "is not a folder of features"),
     ],
 )
 def test_what_cannot_be_extracted(
@@ -423,7 +423,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_feature_file", full_at_the_third)
-        with pytest.raises(MachineError, match=r"the disk is full \([\d.]+ GiB free\).*what is done stays done"):
+        with pytest.raises(MachineError, match=r"the disk is full \([\d.]+ GiB free\).*finished samples are kept"):
             run(prepared / "run.yaml", out=tmp_path / "out")
     assert run(prepared / "run.yaml", out=tmp_path / "out").kept >= 4
     assert files(tmp_path / "out") == files(prepared / "features")

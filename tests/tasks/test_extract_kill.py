@@ -95,7 +95,7 @@ def check_invariants(prepared: Path, out: Path) -> None:
             k: v for k, v in files(prepared / "features").items() if k.endswith((".safetensors", ".jsonl"))
         }
     else:
-        with pytest.raises(DataError, match=r"not finished|holds no features|is not there"):
+        with pytest.raises(DataError, match=r"not finished|holds no features|does not exist"):
             open_features(out, find_adapter(prepared / "model"))
 
 

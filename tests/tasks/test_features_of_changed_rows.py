@@ -77,7 +77,7 @@ def test_changed_rows_are_refused_by_check_and_by_train(prepared: Path, tmp_path
     for said in (mm("check", *words), mm("train", *words, "training.train_iters=1")):
         assert said.code == 4
         text = " ".join((said.out + said.err).split())
-        assert text.count("the rows have changed since features were made of them") == 1
+        assert text.count("the rows have changed since their features were extracted") == 1
         assert re.search(told, text), text
         assert "--accept-data-change" in text
 

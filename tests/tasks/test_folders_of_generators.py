@@ -34,7 +34,7 @@ def without(yaml: Path, folder: Path, *components: str) -> str:
 
 
 def told(text: str, name: str) -> int:
-    return text.count(f"'{name}' is listed in model_index.json, but its folder is not there")
+    return text.count(f"'{name}' is listed in model_index.json, but its folder does not exist")
 
 
 @pytest.mark.parametrize("name", ["text_encoder_2", "tokenizer", "vae", "scheduler"])

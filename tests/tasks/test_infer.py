@@ -248,7 +248,7 @@ def copy_of(model: Path, target: Path) -> Path:
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (no_folder, CheckpointError, "nowhere.*is not there"),
+        (no_folder, CheckpointError, "nowhere.*does not exist"),
         (no_weights, ModelFolderError, "copy.*safetensors"),
         (lfs_pointer, ModelFolderError, "Git LFS pointer"),
         (foreign_weights, ModelFolderError, "missing.*lm_head.weight.*unexpected.*layers.2"),

@@ -222,7 +222,7 @@ def test_a_stop_keeps_what_was_made(flux: Path, tmp_path: Path) -> None:
     [
         (request("a cat", num_inference_steps=3), "num_inference_steps 2, not 3"),
         (request("a cat", seed=1), "seed 42, not 1"),
-        (request("a cow"), "'00000_00_a-cat.png' shows 'a cat', which is not asked for there"),
+        (request("a cow"), "'00000_00_a-cat.png' shows 'a cat', which was not requested for it"),
         (request("a cat", num_samples=1), "'00000_01_a-cat.png' shows"),
     ],
 )  # fmt: skip
@@ -312,13 +312,13 @@ def test_guidance_that_cannot_be_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompt", "a"], "--out.*samples need a folder"),
-        (["--data", "q.jsonl", "--out", "o"], "--data.*goes with language models"),
-        (["--prompt", "a", "--out", "o", "--max-new-tokens", "512"], "--max-new-tokens.*goes with language models"),
-        (["--prompt", "a", "--out", "o", "--size", "480"], "'480' is no size.*--size 480x832"),
-        (["--prompt", "a", "--out", "o", "--size", "0x16"], "'0x16' is no size"),
-        (["--prompt", "a", "--out", "o", "--guidance-scale", "nan"], "--guidance-scale.*nan is no number"),
-        (["--prompts", "p", "--out", "o", "--image", "a.png"], "--image goes with --prompt"),
+        (["--prompt", "a"], "--out.*samples need an output folder"),
+        (["--data", "q.jsonl", "--out", "o"], "--data.*is for language models"),
+        (["--prompt", "a", "--out", "o", "--max-new-tokens", "512"], "--max-new-tokens.*is for language models"),
+        (["--prompt", "a", "--out", "o", "--size", "480"], "'480' is not a size.*--size 480x832"),
+        (["--prompt", "a", "--out", "o", "--size", "0x16"], "'0x16' is not a size"),
+        (["--prompt", "a", "--out", "o", "--guidance-scale", "nan"], "--guidance-scale.*nan is not a number"),
+        (["--prompts", "p", "--out", "o", "--image", "a.png"], "--image can only be used with --prompt"),
         (["--prompt", "a", "--image", "a", "--image", "b", "--out", "o"], "one picture"),
         (["--prompt", "a", "--out", "o", "--steps", "0"], "--steps.*0 is not in the range"),
     ],
@@ -332,9 +332,9 @@ def test_the_command_line_of_a_generator(flux: Path, words: list[str], message: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompt", "a", "--steps", "3"], "--steps  goes with image and video generators, and this is none"),
-        (["--prompt", "a", "--nproc", "2"], "--nproc  goes with image and video generators"),
-        (["--prompts", "p.txt"], "--prompts  goes with"),
+        (["--prompt", "a", "--steps", "3"], "--steps  is for image and video generators, but this model is not one"),
+        (["--prompt", "a", "--nproc", "2"], "--nproc  is for image and video generators"),
+        (["--prompts", "p.txt"], "--prompts  is for image"),
         (["--prompt", "a", "--prompt", "b"], "answers one --prompt"),
     ],
 )  # fmt: skip

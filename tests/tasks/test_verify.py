@@ -98,7 +98,7 @@ def results_of(folder: Path, slow: bool) -> dict[str, list[Row] | str]:
 
 UNUSED = {
     "packed = unpacked": "not used, the data set makes its own batches",  # those of generators
-    "accumulated = one big batch": "not used, what shares a micro-batch is decided by sizes",
+    "accumulated = one big batch": "not used, because sizes decide which samples share a micro-batch",
 }
 
 
@@ -150,7 +150,7 @@ def test_samples_of_several_sizes_are_not_put_into_one_batch(folder: Path) -> No
     rows = results_of(folder, slow=True)["flux sizes"]
     assert not isinstance(rows, str), rows
     notes = {row.check: row.note for row in rows}
-    assert "decided by sizes" in notes["accumulated = one big batch"]
+    assert "sizes decide" in notes["accumulated = one big batch"]
 
 
 def test_every_fault_is_tried() -> None:

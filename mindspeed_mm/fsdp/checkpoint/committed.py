@@ -76,7 +76,7 @@ def open_checkpoint(path: Path, ranks: Ranks, verification: Verification) -> Com
     changed there. Called by all ranks.
 
     Raises:
-        CheckpointError: It is damaged (an older one is offered), or is no checkpoint of a run.
+        CheckpointError: It is damaged (an older one is offered), or is not a checkpoint of a run.
     """
     kind, folder = ranks.first("looking at the checkpoint", lambda: _resolve(path))
     if kind == "run":
@@ -154,9 +154,9 @@ def _manifest_of(folder: Path) -> Manifest:
 
 
 def _none_is_good(save: Path, skipped: Sequence[Problem], tracker: str | None) -> InvalidCheckpoint:
-    problems = list(skipped) or [Problem(f"names step {tracker}, which is not there", str(save / layout.TRACKER))]
+    problems = list(skipped) or [Problem(f"names step {tracker}, which does not exist", str(save / layout.TRACKER))]
     return InvalidCheckpoint(
-        f"{save}: no checkpoint in it is good. Restore one, or say --allow-fresh to start from the beginning:",
+        f"{save}: no checkpoint in it is good. Restore one, or add --allow-fresh to start from the beginning:",
         problems=problems,
     )
 

@@ -113,7 +113,7 @@ def component_folders(source: Path) -> Iterator[Path]:
             continue
         if not (source / name).is_dir():
             raise ModelFolderError(
-                f"'{name}' is listed in {INDEX}, but its folder is not there",
+                f"'{name}' is listed in {INDEX}, but its folder does not exist",
                 where=str(source / name),
                 way_out="Copy the model folder again, or export with --transformer-only.",
             )

@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a manifest; files are not looked at.
 
     Raises:
-        InvalidCheckpoint: It is missing or is no manifest.
+        InvalidCheckpoint: It is missing or is not a manifest.
         CheckpointError: It may not be read, or comes from a newer version.
     """
     path = folder / MANIFEST

@@ -44,7 +44,7 @@ def _holds_megatron(path: Path) -> bool:
 
 
 def _not_a_folder(path: Path) -> CheckpointError:
-    what = "is a file, not a folder" if path.exists() else "is not there"
+    what = "is a file, not a folder" if path.exists() else "does not exist"
     near = near_path(path, Path.is_dir)
     hint = f"Did you mean '{near.name}'? " if near is not None else ""
     return CheckpointError(what, where=str(path), way_out=f"{hint}Give a folder on this machine.")
@@ -56,6 +56,6 @@ def _unknown(path: Path) -> CheckpointError:
         way_out = "Turn it into a Hugging Face folder with its own zero_to_fp32.py first."
     else:
         content = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
-        what = f"is no checkpoint and no model folder: it holds {content}"
+        what = f"is not a checkpoint and no model folder: it holds {content}"
         way_out = "Give a run folder, an iter_* folder in it, or a Hugging Face folder."
     return CheckpointError(what, where=str(path), way_out=way_out)

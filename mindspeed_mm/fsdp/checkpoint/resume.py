@@ -140,7 +140,7 @@ def check_resumable(manifest_context: Context, current_context: Context, accept_
     if accept_data_change:
         noted += data
     else:
-        refused += [replace(p, way_out="Restore it, or say --accept-data-change.") for p in data]
+        refused += [replace(p, way_out="Restore it, or add --accept-data-change.") for p in data]
     batch_noted, batch_refused = _batch_change(manifest_context, current_context)
     noted, refused = noted + batch_noted, refused + batch_refused
     refused += _base_change(manifest_context, current_context)
@@ -253,7 +253,7 @@ def _base_change(before: Context, now: Context) -> list[Problem]:
         return []
     return [
         Problem(
-            "the folder holds other weights than those that the adapters were trained on",
+            "the folder does not hold the weights that the adapters were trained on",
             key="model.model_name_or_path",
             way_out="Name the folder that the run started from.",
         )

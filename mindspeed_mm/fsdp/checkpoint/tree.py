@@ -55,7 +55,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     holds, and of a weight that another stage keeps nothing.
 
     Raises:
-        CheckpointError: A module keeps state that is no tensor.
+        CheckpointError: A module keeps state that is not a tensor.
     """
     aliases, lora, copies = tied_names(model), facts_of(model).lora, first_names(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -65,7 +65,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             continue
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"keeps state that is no tensor but a {type(value).__name__}",
+                f"keeps state that is not a tensor but a {type(value).__name__}",
                 where=name,
                 way_out="Keep it in a buffer: checkpoints hold tensors only.",
             )
@@ -95,7 +95,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     Hyperparameters are not kept: they follow from the configuration, and the learning rate from the step.
 
     Raises:
-        CheckpointError: The optimizer keeps state that is no tensor.
+        CheckpointError: The optimizer keeps state that is not a tensor.
     """
     synchronize()  # state on the host may be on its way there
     tensors: dict[str, torch.Tensor] = {}

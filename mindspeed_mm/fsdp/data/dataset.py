@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # annotations only: these import torch and the decoders
     import torch
 
     from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator
-    from mindspeed_mm.fsdp.data.data_utils.encode import Outline
+    from mindspeed_mm.fsdp.data.data_utils.encode import SampleOutline
     from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
     from mindspeed_mm.fsdp.data.data_utils.rows.row_table import Part
     from mindspeed_mm.fsdp.data.data_utils.sample import Sample, SampleSize
@@ -135,7 +135,7 @@ class MMDataset:
         """Row `index`, converted but not encoded. Raises `DataError` where it does not fit."""
         raise NotImplementedError
 
-    def outline(self, index: int) -> Outline | tuple[Outline, Outline]:
+    def outline(self, index: int) -> SampleOutline | tuple[SampleOutline, SampleOutline]:
         """What encoding makes of row `index`, without decoding media; of a preference row, of both answers."""
         raise NotImplementedError
 
@@ -150,7 +150,7 @@ class MMDataset:
         return None
 
     def null_text(self) -> dict[str, torch.Tensor] | None:
-        """Features of the empty caption, padded, without batch axis; None: samples are no features."""
+        """Features of the empty caption, padded, without batch axis; None: samples are not features."""
         return None
 
     def draw_captions(self, seed: int) -> None:
@@ -202,7 +202,7 @@ class DatasetView(MMDataset):
         """As the other tells."""
         return self._whole.sample(self._number(index))
 
-    def outline(self, index: int) -> Outline | tuple[Outline, Outline]:
+    def outline(self, index: int) -> SampleOutline | tuple[SampleOutline, SampleOutline]:
         """As the other tells."""
         return self._whole.outline(self._number(index))
 

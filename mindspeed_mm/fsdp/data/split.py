@@ -70,7 +70,7 @@ def split_dataset(
     """
     if dataset.streams:
         raise ConfigError(
-            "streamed rows cannot be set aside: nobody knows how many there are",
+            "streamed rows cannot be held out: their number is not known",
             key="data.dataset_param.basic_parameters.val_rate",
             way_out="Give val_dataset, or set streaming: false.",
         )

@@ -202,7 +202,7 @@ class ModelLoss:
 
     def describe(self) -> str:
         """For the log."""
-        told = ", which is told their number" if self._tells_count else ""
+        told = ", which is given their number" if self._tells_count else ""
         return f"the model's own, as the mean over label tokens{told}"
 
 

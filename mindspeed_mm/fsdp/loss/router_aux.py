@@ -6,7 +6,7 @@ For one micro-batch over all data and context ranks, with the choices and probab
     aux = E · Σ_e (c_e / R) · (p_e / R)
 
 E experts, R rows (real tokens × layers), c_e how many rows have expert e among their choices, p_e the sum of its
-probabilities. Micro-batches of a step are averaged by their tokens. c_e and R are no functions of the weights: only
+probabilities. Micro-batches of a step are averaged by their tokens. c_e and R are not functions of the weights: only
 they go over ranks; p_e carries the gradient and stays local, and the sum over ranks makes term and gradient whole.
 """
 
@@ -165,7 +165,7 @@ def balance_share(
     Args:
         logits: A (…, E) tensor for each layer.
         choices: Experts that each layer chooses for a token.
-        real_T: Which tokens are no padding; all when None.
+        real_T: Which tokens are not padding; all when None.
         groups: Ranks with other tokens of the same micro-batch.
     """
     experts = logits[0].shape[-1]

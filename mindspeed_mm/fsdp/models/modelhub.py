@@ -76,7 +76,7 @@ class ModelHub:
             model = build_transformer(model_args, overrides or {}, param_dtype)
         elif model_args.transformer:
             raise ConfigError(
-                "changes the transformer of a generator, and the model is none",
+                "changes the transformer of a generator, but the model is not one",
                 where=str(model_args.model_name_or_path or ""),
                 key="model.transformer",
                 way_out="Leave it out, or name a folder in diffusers' layout.",

@@ -24,7 +24,7 @@ class RealTokens:
     def __init__(self, model: nn.Module) -> None:
         self._mask_T: torch.Tensor | None = None
         self.number: int | None = None
-        """How many tokens of `mask` are no padding, where the host knows."""
+        """How many tokens of `mask` are not padding, where the host knows."""
         model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def mask(self, tokens: int) -> torch.Tensor | None:

@@ -106,7 +106,7 @@ def _by_shard_groups(parameters: Sequence[nn.Parameter]) -> dict[ShardGroups, li
 
 
 def _shard_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardGroups:
-    # `_StridedShard` is no subclass of `Shard`; both have a `dim`, and `Replicate` has none.
+    # `_StridedShard` is not a subclass of `Shard`; both have a `dim`, and `Replicate` has none.
     cut = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim") and mesh.size(axis) > 1]
     return tuple(mesh.get_group(axis) for axis in cut)
 

@@ -18,7 +18,7 @@ def matrices(model: nn.Module, trainable: Collection[str]) -> dict[str, int]:
 
     They are the 2-D weights of the model's repeated blocks, routers among them (as in Moonlight, arXiv:2502.16982), and
     fused experts (E, …). All else is AdamW's: embeddings, the output head, what stands before, between and behind the
-    blocks, norms, biases, convolutions, tables, and adapters, whose factors are no map of hidden features.
+    blocks, norms, biases, convolutions, tables, and adapters, whose factors are not a map of hidden features.
 
     Experts' fused gate and up projections are two matrices, one above the other, as they are apart in dense models; in
     models that interleave their columns (gpt_oss) they are taken as one.

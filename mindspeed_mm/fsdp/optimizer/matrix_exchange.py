@@ -49,7 +49,7 @@ def cut_of(parameter: torch.Tensor) -> Cut:
     cut = [
         (axis, placement)
         for axis, placement in enumerate(parameter.placements)
-        # `_StridedShard` is no subclass of `Shard`; both have a `dim`, and `Replicate` has none.
+        # `_StridedShard` is not a subclass of `Shard`; both have a `dim`, and `Replicate` has none.
         if getattr(placement, "dim", -1) >= first and mesh.size(axis) > 1
     ]
     if not cut:

@@ -23,7 +23,7 @@ SCALE = "_scale"
 """Ends the key of the factors of an 8-bit moment; the codes have the key of the moment."""
 BLOCK, LEAST_BLOCK, LEAST_NUMEL = 256, 32, 4096
 """Neighbours in a row that share a factor, as in torchao and bitsandbytes (Dettmers et al. 2021, arXiv:2110.02861);
-fewer where rows are no multiple of it. Tensors of fewer numbers, and vectors, are not worth packing."""
+fewer where rows are not a multiple of it. Tensors of fewer numbers, and vectors, are not worth packing."""
 
 
 class Format(NamedTuple):

@@ -222,11 +222,13 @@ def _warn_meaningless(root: Node) -> list[Problem]:
         if entry is not None and entry.node.value is not None:
             key = f"data.dataset_param.preprocess_parameters.{media}_resolution"
             way_out = f"{media}_max_pixels limits the size."
-            warnings.append(Problem("means nothing here and is ignored", str(entry.key), key, way_out))
+            warnings.append(Problem("has no effect here and is ignored", str(entry.key), key, way_out))
     ends = [find(root, f"training.{name}") for name in ("train_iters", "train_epochs")]
     if all(entry is not None and entry.node.value is not None for entry in ends):
         key = "training.train_iters"
-        problem = Problem("training.train_epochs is given too, and wins", _where(root, key), key, "Keep one of them.")
+        problem = Problem(
+            "training.train_epochs is also given and takes precedence", _where(root, key), key, "Keep one of them."
+        )
         warnings.append(problem)
     return warnings
 

@@ -161,7 +161,7 @@ def _prompt(row: Mapping[str, Any], number: int, place: str, media: MediaLoader)
     for name in row:
         if name not in FIELDS:
             way_out = f"{did_you_mean(name, FIELDS)}A row has {', '.join(FIELDS)}."
-            raise DataError(f"'{name}' is no field of a prompt", where=place, key=name, way_out=way_out)
+            raise DataError(f"'{name}' is not a field of a prompt", where=place, key=name, way_out=way_out)
     if "prompt" not in row:
         raise DataError(f"no 'prompt': the row has {sorted(row)}", where=place, key="prompt")
     text, negative, seed = row["prompt"], row.get("negative_prompt"), row.get("seed")
@@ -178,7 +178,7 @@ def _prompt(row: Mapping[str, Any], number: int, place: str, media: MediaLoader)
 def _image(item: Any, place: str, media: MediaLoader) -> Path:
     """The path of a picture that is there and may be opened; it is decoded when its turn comes."""
     if not isinstance(item, str) or not item:
-        raise DataError(f"{item!r} is no path of a picture", where=place, key="image")
+        raise DataError(f"{item!r} is not a path of a picture", where=place, key="image")
     try:
         media.open(item).close()
     except DataError as error:

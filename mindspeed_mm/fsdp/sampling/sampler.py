@@ -157,7 +157,7 @@ class DiffusionSampler:
 
         Raises:
             DataError: The picture cannot be read.
-            DivergedError: What came out are no numbers.
+            DivergedError: What came out are not numbers.
         """
         assert sampling.height and sampling.width and sampling.num_frames
         size = MediaSize(sampling.num_frames, sampling.height, sampling.width)

@@ -30,7 +30,7 @@ def idle_settings(settings: MemoryProfile) -> list[str]:
         return []
     defaults = MemoryProfile()
     return [
-        f"tools.memory_profile.{name} is for the history that an accelerator's allocator keeps, and means nothing on "
+        f"tools.memory_profile.{name} applies to the history kept by an accelerator's allocator, and has no effect on "
         f"{get_device_type()}"
         for name in ("stacks", "max_entries")
         if getattr(settings, name) != getattr(defaults, name)

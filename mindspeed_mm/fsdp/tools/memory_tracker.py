@@ -40,11 +40,11 @@ CATEGORIES: dict[str, str] = {
     BUFFERS: "buffers of the model",
     GRADIENTS: "gradients as the rank keeps them",
     OPTIMIZER: "the optimizer's states",
-    GATHERED: "whole weights, put together from shards while a module needs them",
+    GATHERED: "whole weights, gathered from shards while a module needs them",
     ACTIVATIONS: "what a forward pass leaves for the backward pass",
     RECOMPUTED: "what a forward pass repeated inside the backward pass makes",
     INPUTS: "batches, and whatever else was there before the forward pass began",
-    TEMPORARY: "the rest: used and given back inside one pass",
+    TEMPORARY: "the rest: allocated and freed within one pass",
 }
 """Category → what it holds."""
 

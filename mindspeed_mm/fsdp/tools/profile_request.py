@@ -36,16 +36,16 @@ def read_request(path: Path, defaults: StaticProfile) -> ProfileRequest:
     `tools.profile.static_param`.
 
     Raises:
-        DataError: The file is no JSON object, or holds keys or values that mean nothing.
+        DataError: The file is not a JSON object, or holds keys or values that mean nothing.
     """
     where = str(path)
     try:
         text = path.read_text(encoding="utf-8")
         asked: Any = parse_json(text) if text.strip() else {}
     except (OSError, ValueError) as error:
-        raise DataError(f"is no JSON ({error})", where=where, way_out='Write for example {"steps": 2}.') from None
+        raise DataError(f"is not JSON ({error})", where=where, way_out='Write for example {"steps": 2}.') from None
     if not isinstance(asked, dict):
-        raise DataError("is no JSON object", where=where, way_out='Write for example {"steps": 2}.')
+        raise DataError("is not a JSON object", where=where, way_out='Write for example {"steps": 2}.')
     for name in asked:
         if name not in (*_OWN_KEYS, *_SETTINGS):
             known = (*_OWN_KEYS, *_SETTINGS)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 HELP = """\
 Usage: python -m mindspeed_mm.fsdp.tools.profiler analyse TRACE|FOLDER [--top N] [--json]
 
-  Say where the time of a trace went and what holds the steps up. TRACE is what tools.profile, torch's profiler or an
+  Show where the time of a trace went and what limits the steps. TRACE is what tools.profile, torch's profiler or an
   NPU's wrote (*.json, *.json.gz); of a FOLDER all ranks are compared.
 
 Examples:
@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(HELP, end="")
         return 0
     if words[0] not in ("analyse", "analyze"):
-        print(f"'{words[0]}' is no command of the profiler. Did you mean 'analyse'?\n\n{HELP}", end="", file=sys.stderr)
+        print(
+            f"'{words[0]}' is not a command of the profiler. Did you mean 'analyse'?\n\n{HELP}", end="", file=sys.stderr
+        )
         return 2
     # By name: the command line stands above this layer, and nothing below it imports it.
     code: int = importlib.import_module("mindspeed_mm.cli.main").run(["profile", *words[1:]])

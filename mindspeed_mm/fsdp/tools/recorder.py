@@ -106,7 +106,7 @@ def check_settings(settings: StaticProfile, key: str) -> list[str]:
         for name in ("data_simplification", "aic_metrics_type")
         if getattr(settings, name) != getattr(defaults, name)
     ]
-    return [f"{key}.{name} is for NPUs and means nothing on {device_type}" for name in idle]
+    return [f"{key}.{name} is for NPUs and has no effect on {device_type}" for name in idle]
 
 
 class Recorder:

@@ -163,7 +163,7 @@ def find_traces(path: Path) -> list[Path]:
         found = sorted({trace for name in names for trace in path.glob(pattern + name) if trace.name[0] != "."})
         if found:
             return found
-    what = "holds no trace" if path.is_dir() else "is not there"
+    what = "holds no trace" if path.is_dir() else "does not exist"
     raise DataError(what, where=str(path), way_out="Give a trace, or the folder that tools.profile wrote it to.")
 
 

@@ -170,7 +170,7 @@ def read_columns(path: Path) -> TraceColumns:
     _settle_processes(columns, reading.processes)
     if not np.any(columns.kind != Kind.OTHER):
         raise DataError(
-            "holds no operators, kernels or named stretches",
+            "holds no operators, kernels or named ranges",
             where=str(path),
             way_out="Give a trace that torch's profiler or an NPU's wrote.",
         )

@@ -19,7 +19,7 @@ from mindspeed_mm.core.errors import DataError
 
 CHUNK_CHARACTERS = 1 << 20
 MOST_OF_AN_EVENT = 1 << 24
-"""Characters: what has no end by then is no event."""
+"""Characters: what has no end by then is not an event."""
 MOST_OF_A_HEAD = 1 << 25
 _LIST = re.compile(r'"traceEvents"\s*:\s*\[')
 _GAP = re.compile(r"[\s,]*")
@@ -49,7 +49,7 @@ class TraceFile:
         """Every event but the calls of Python functions, in the order of the file.
 
         Raises:
-            DataError: The file is no trace, or is cut short.
+            DataError: The file is not a trace, or is cut short.
         """
         try:
             with self._open() as file:
@@ -84,7 +84,7 @@ class TraceFile:
                 if self._is_read:
                     raise self._cut_short() from None
                 if len(self._buffer) - self._at > MOST_OF_AN_EVENT:
-                    raise self._foreign("holds something that is no event") from None
+                    raise self._foreign("holds something that is not an event") from None
                 self._fill(file)
                 continue
             if not isinstance(event, dict):
@@ -99,7 +99,7 @@ class TraceFile:
             self._at = self._buffer.index("[") + 1
             return
         if not text.startswith("{"):
-            raise self._foreign("is no JSON" if text else "is empty")
+            raise self._foreign("is not JSON" if text else "is empty")
         while (found := _LIST.search(self._buffer)) is None:
             if self._is_read or len(self._buffer) > MOST_OF_A_HEAD:
                 raise self._foreign("has no list 'traceEvents'")

@@ -37,12 +37,12 @@ class Bottleneck:
 
 
 _MEANING = {
-    COMPUTE: "operators at work",
+    COMPUTE: "operators running",
     COMMUNICATION: "between ranks, not hidden by compute",
     COPY_IN: "copies of batches to the device",
     COPY_OUT: "copies back to the host",
     DATA: "waiting for the next batch",
-    IDLE: "nothing of the above: Python, launches, waits",
+    IDLE: "none of the above: Python, launches, waits",
 }
 
 
@@ -62,7 +62,7 @@ def bottleneck(analysis: Analysis) -> Bottleneck:
     if worst == COMMUNICATION and len(analysis.ranks) > 1 and analysis.imbalance >= UNEVEN:
         return Bottleneck(
             "uneven ranks",
-            f"{what}; rank {analysis.slowest} has {analysis.imbalance:.0%} more to do than the mean, and the others "
+            f"{what}; rank {analysis.slowest} has {analysis.imbalance:.0%} more work than the mean, and the others "
             "wait for it",
             "Batches of equal size on all ranks: sampler_type LengthGroupedSampler or TokenBudgetSampler, packing; "
             "for experts features.enable_ep_balance. If it is always the same rank, look at its host.",
@@ -115,7 +115,7 @@ def _idle(total: Times, what: str) -> tuple[str, str, str]:
             "host-bound: many small kernels",
             f"{what}; {total.short_kernels:,} of {kernels:,} kernels last less than 10 microseconds",
             "features.compile joins kernels; packing and a larger micro_batch_size make them longer; "
-            "features.fused_kernels takes fewer.",
+            "features.fused_kernels needs fewer.",
         )
     return (
         "host-bound",
@@ -158,7 +158,7 @@ def _rank_lines(analysis: Analysis) -> list[str]:
     if len(analysis.ranks) == 1:
         return []
     lines = [
-        f"slowest: rank {analysis.slowest}, {analysis.imbalance:.1%} more to do than the mean",
+        f"slowest: rank {analysis.slowest}, {analysis.imbalance:.1%} more work than the mean",
         "    rank   ms/step   compute  communication  data loading     idle",
     ]
     for rank, times in sorted(analysis.ranks.items()):

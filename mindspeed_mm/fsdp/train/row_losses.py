@@ -129,7 +129,7 @@ def row_losses(
 def _check_is_number(total: float, row: str) -> None:
     if not math.isfinite(total):
         raise ModelFolderError(
-            f"the model gives a loss that is no number: {total}",
+            f"the model returned a loss that is not a number: {total}",
             where=row,
             way_out="Try --batch-size 1, for a model that cannot do with padding, or weights of a type with a larger "
             "range (bf16, fp32). If it stays, look at the row and at the weights.",

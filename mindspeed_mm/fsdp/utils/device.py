@@ -65,7 +65,7 @@ def check_device_count(ranks: int) -> None:
     """
     if get_device_type() != "cpu" and ranks > torch.accelerator.device_count():
         raise MachineError(
-            f"{ranks} ranks on this host need {ranks} devices, and it has {torch.accelerator.device_count()} "
+            f"{ranks} ranks on this host need {ranks} devices, but it has {torch.accelerator.device_count()} "
             f"({get_device_type()})",
             key="--nproc",
             way_out="Start fewer ranks, or make more devices visible to this process.",
@@ -128,13 +128,13 @@ def npu_operator(name: str, *, key: str) -> Callable[..., Any]:
     """A fused operator of torch_npu.
 
     Raises:
-        MachineError: This is no NPU, or its torch_npu has no such operator.
+        MachineError: This is not an NPU, or its torch_npu has no such operator.
     """
     if get_device_type() == "npu":
         operator: Callable[..., Any] | None = getattr(importlib.import_module("torch_npu"), name, None)
         if operator is not None:
             return operator
-    raise MachineError(f"needs torch_npu's {name}, which is not here", key=key, way_out="Leave the key out.")
+    raise MachineError(f"needs torch_npu's {name}, which is not installed", key=key, way_out="Leave the key out.")
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

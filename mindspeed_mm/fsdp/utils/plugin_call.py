@@ -70,9 +70,9 @@ def _bind(
             bound.arguments[parameter.name] = offered[order[place]]
         elif parameter.default is parameter.empty:
             raise ConfigError(
-                f"'{name}' asks for '{parameter.name}', which nobody gives",
+                f"'{name}' has a parameter '{parameter.name}', which is not passed to it",
                 where=getattr(function, "__qualname__", ""),
                 key=key,
-                way_out=f"It can ask for {', '.join(offered)}; give other parameters a default.",
+                way_out=f"It can have the parameters {', '.join(offered)}; give others a default.",
             )
     return bound

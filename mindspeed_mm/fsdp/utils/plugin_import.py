@@ -25,7 +25,7 @@ def import_plugin(plugins: Iterable[str], key: str = KEY) -> None:
 
     Of a package also each of its modules is imported, in the order of their names: registrations stand in
     `modeling_<name>.py` and `<name>_dataset.py`, and its `__init__.py` may be empty or missing. Left alone are
-    sub-packages, tests, `setup.py`, `conftest.py`, `__main__.py`, and files whose names are no Python names. An
+    sub-packages, tests, `setup.py`, `conftest.py`, `__main__.py`, and files whose names are not Python names. An
     `npu_patch.py` may miss the libraries of an NPU where there is none.
 
     Args:
@@ -67,9 +67,9 @@ def _import(name: str, plugin: str, key: str, path: Path | None = None) -> Modul
             f"plugin '{plugin}' cannot be imported: {type(error).__name__}: {error}",
             where=place_of_error(error) or str(path or ""),
             key=key,
-            way_out="Check the path, and that what it imports is installed."
+            way_out="Check the path, and that everything it imports is installed."
             if isinstance(error, ImportError)
-            else "Repair it there.",
+            else "Fix the error in that file.",
         ) from error
 
 

@@ -86,13 +86,13 @@ def chat_template_of(processor: ProcessorMixin | PreTrainedTokenizerBase, *, whe
         "the folder has no chat template",
         where=where,
         key="chat_template",
-        way_out="Copy chat_template.jinja of the original model, or name one of ours in "
+        way_out="Copy chat_template.jinja of the original model, or name a built-in one in "
         "data.dataset_param.basic_parameters.template.",
     )
 
 
 def check_chat_template(source: str, *, where: str) -> None:
-    """Refuse a template that is no jinja, reaches for Python's internals or blows up memory.
+    """Refuse a template that is not jinja, reaches for Python's internals or blows up memory.
 
     The sandbox stops attribute tricks when the template runs; sizes it does not limit, so they are read off here.
 
@@ -108,7 +108,7 @@ def check_chat_template(source: str, *, where: str) -> None:
         raise ModelFolderError(
             f"the chat template is not valid jinja: {error.message} (line {error.lineno})",
             where=where,
-            way_out="Repair chat_template.jinja, or give data.dataset_param.basic_parameters.template.",
+            way_out="Fix chat_template.jinja, or set data.dataset_param.basic_parameters.template.",
         ) from error
     for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Mul, nodes.Pow, nodes.Call, nodes.Include)):
         if found := _objection(node):
@@ -116,7 +116,7 @@ def check_chat_template(source: str, *, where: str) -> None:
 
 
 def _without_generation_blocks(source: str) -> str:
-    """transformers' own `{% generation %}` tags mark text; they are no part of jinja."""
+    """transformers' own `{% generation %}` tags mark text; they are not part of jinja."""
     for tag in ("{% generation %}", "{%- generation %}", "{% generation -%}", "{%- generation -%}"):
         source = source.replace(tag, "").replace(tag.replace("generation", "endgeneration"), "")
     return source
@@ -143,7 +143,7 @@ def _unsafe(found: str, where: str) -> ModelFolderError:
     return ModelFolderError(
         f"the chat template {found}: it is refused as unsafe",
         where=where,
-        way_out="Replace chat_template.jinja, or give data.dataset_param.basic_parameters.template.",
+        way_out="Replace chat_template.jinja, or set data.dataset_param.basic_parameters.template.",
     )
 
 
@@ -158,7 +158,7 @@ def _check_files(folder: Path) -> bool:
     is_multimodal = any((folder / name).is_file() for name in PROCESSOR_FILES)
     if not is_multimodal and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelFolderError(
-            "no processor or tokenizer here",
+            "the folder has no processor or tokenizer",
             where=str(folder),
             way_out=f"Copy {_TOKENIZER_FILES[0]} and {_TOKENIZER_FILES[1]} (and {PROCESSOR_FILES[0]} or "
             f"{PROCESSOR_FILES[1]}) of the original model into the folder.",
@@ -178,7 +178,7 @@ def _check_padding(processor: ProcessorMixin | PreTrainedTokenizerBase, folder: 
 
 
 def _broken_file(folder: Path) -> ModelFolderError | None:
-    """The error about the file of the folder that is no JSON, where one is: libraries do not say which they read."""
+    """The error about the file of the folder that is not JSON, where one is: libraries do not say which they read."""
     names = [*PROCESSOR_FILES, *_TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"]
     for path in (folder / name for name in ("config.json", *names) if name.endswith(".json")):
         if not path.exists():
@@ -198,7 +198,7 @@ def _unreadable(folder: Path, error: Exception) -> ModelFolderError:
     return ModelFolderError(
         f"the processor cannot be read: {type(error).__name__}: {first_line}",
         where=str(folder),
-        way_out="It brings code of its own: read it, then set model.trust_remote_code: true."
+        way_out="It needs the folder's own code: read it, then set model.trust_remote_code: true."
         if wants_code
         else "Compare its tokenizer and processor files with the original model's.",
     )

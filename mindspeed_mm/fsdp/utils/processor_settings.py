@@ -24,7 +24,7 @@ def check_processor_settings(folder: Path) -> None:
     """Look through the files of a model folder's processors.
 
     Raises:
-        ModelFolderError: A size is no number from 1, or what pixels are divided by is 0 or no number.
+        ModelFolderError: A size is not a number from 1, or what pixels are divided by is 0 or no number.
     """
     for path in (folder / name for name in PROCESSOR_FILES):
         if not path.exists():

@@ -52,7 +52,7 @@ def clash() -> str | None:
         return None
     return (
         f"torchvision {version('torchvision')} is built for another torch than {torch.__version__}; mm and its plugins "
-        "work all the same, but a script of your own must call mindspeed_mm.ensure_torchvision() before it imports "
+        "work anyway, but your own scripts must call mindspeed_mm.ensure_torchvision() before they import "
         "transformers, peft or diffusers"
     )
 

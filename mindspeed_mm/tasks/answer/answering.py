@@ -81,14 +81,14 @@ class AnswerFile:
             if not isinstance(record, dict) or "row" not in record or "model" not in record:
                 raise self._foreign("it was not written by mm infer")
             if record["model"] != self._fingerprint:
-                raise self._foreign("it holds answers of another model or of other settings")
+                raise self._foreign("it holds answers of another model or with other settings")
             self.records[record["row"]] = record
 
     def _foreign(self, why: str) -> DataError:
         return DataError(
             f"cannot be continued: {why}",
             where=str(self.path),
-            way_out="Choose another file, or say --overwrite to start anew.",
+            way_out="Choose another file, or add --overwrite to start again.",
         )
 
 

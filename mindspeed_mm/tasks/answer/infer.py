@@ -42,7 +42,7 @@ def answer_prompt(
     """The answer to one prompt about some pictures; `lora`: with these adapters; `config`: shown as this says.
 
     Raises:
-        MMError: The folder is no model, or a picture cannot be read.
+        MMError: The folder is not a model, or a picture cannot be read.
     """
     source = with_adapters(resolve_model(model), lora)
     generator = load_generator(source.folder, source.lora, rows_view(source, config))
@@ -77,10 +77,10 @@ def run(
         config: Says how rows are laid out and shown, instead of the run's own.
 
     Raises:
-        MMError: The folder is no model, rows are bad, or `out` holds answers of another model or input.
+        MMError: The folder is not a model, rows are bad, or `out` holds answers of another model or input.
     """
     if out.resolve() == data.resolve():
-        raise UsageError("--out names the file of questions itself", where=str(out), way_out="Choose another file.")
+        raise UsageError("--out is the file of questions itself", where=str(out), way_out="Choose another file.")
     check_output_place(resolve_output(out), "--out")
     if overwrite:
         check_output_file(out, is_answers, "--out")

@@ -99,7 +99,7 @@ def with_way_to_columns(problem: Problem) -> Problem:
     """The same problem; where its way out is a key that tells of columns, with the option that names a YAML with it."""
     if ATTR_KEY not in problem.way_out + problem.key:
         return problem
-    way_out = f"{problem.way_out} It is a key of a YAML: say --config YAML to name one.".strip()
+    way_out = f"{problem.way_out} This is a key of a YAML: name one with --config YAML.".strip()
     return replace(problem, way_out=way_out)
 
 

@@ -285,7 +285,7 @@ class _Check:
         if found is not param:
             folder = param.basic_parameters.get("features_dir")
             self.result.warnings.append(
-                f"features_dir {folder} is not there yet: the media are checked instead. Run mm extract before mm train"
+                f"features_dir {folder} does not exist yet: the media are checked instead. Run mm extract first"
             )
         return found
 

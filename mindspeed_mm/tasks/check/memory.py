@@ -44,5 +44,5 @@ def predict(
     if prediction.peak * ranks > total:
         needed = f"{in_units(prediction.peak)} a rank" + (f" × {ranks} ranks" if ranks > 1 else "")
         has = "this host" if device == "cpu" else f"the device ({device})"
-        warnings.append(f"the first batch needs {needed}, and {has} has {in_units(total)}")
+        warnings.append(f"the first batch needs {needed}, but {has} has {in_units(total)}")
     return table(prediction), as_record(prediction) | {"ranks": nproc, "device_bytes": total}, warnings

@@ -89,7 +89,7 @@ def run(
         config_path: The YAML that training takes.
         overrides: `section.key=value`.
         decode: Decode every medium instead of reading its header.
-        limit: Read so many rows, evenly over all.
+        limit: Number of rows to read, spread evenly over the data.
         nproc: Ranks that the global batch is meant for; None: `WORLD_SIZE`, or 1.
         workers: Processes that read; None: by the cores.
         validation: The rows for validation instead.

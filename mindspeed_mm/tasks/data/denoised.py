@@ -56,19 +56,19 @@ def denoised_findings(dataset: MMDataset, tally: RowStatistics) -> list[DataFind
             "empty captions",
             "have an empty caption: they are trained without one",
             [each for each in told if each[1].has_empty_caption],
-            lambda facts: f"one of {facts.captions}" if facts.captions > 1 else "its only one",
-            "write captions, or keep them where training.diffusion.caption_dropout is meant this way",
+            lambda facts: f"one of {facts.captions}" if facts.captions > 1 else "its only caption",
+            "write captions, or keep them if they are meant as caption dropout (training.diffusion.caption_dropout)",
         ),
         _finding(
             "declarations",
-            "declare something else of their medium than the file holds",
+            "declare facts about their medium that differ from the file",
             [each for each in told if each[1].contradiction],
             lambda facts: facts.contradiction,
             "correct the rows, or leave the declarations out: the files' own headers are read then",
         ),
         _finding(
             "enlarged",
-            f"have a medium that is enlarged more than {MUCH_ENLARGED:g} times along a side",
+            f"have a medium that is enlarged more than {MUCH_ENLARGED:g} times along one side",
             sorted((each for each in told if each[1].enlarged > MUCH_ENLARGED), key=lambda each: -each[1].enlarged),
             lambda facts: f"{facts.enlarged:.3g} times, to {facts.bucket}",
             f"{SIZES}.max_enlargement={MUCH_ENLARGED:g} makes them bad samples; or add a smaller size",
@@ -100,10 +100,10 @@ def _of_changed_rows(dataset: MMDataset) -> Iterator[DataFinding]:
         yield DataFinding(
             "error",
             "changed rows",
-            "the rows have changed since features were made of them",
+            "the rows have changed since their features were extracted",
             len(problems),
             tuple(str(problem) for problem in problems[:_EXAMPLES]),
-            (Fix("mm extract again, with --overwrite; or mm train --accept-data-change", 0),),
+            (Fix("run mm extract again with --overwrite, or mm train with --accept-data-change", 0),),
         )
 
 

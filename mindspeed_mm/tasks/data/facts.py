@@ -26,10 +26,8 @@ _TELLING_CHARACTERS = 300
 
 _KINDS: tuple[tuple[str, str], ...] = (
     ("false declarations", r"the row declares"),
-    (
-        "fields",
-        r"the row has no (medium|caption)|\bis null\b|neither a caption nor|is no path|is no resolution|number above 0",
-    ),
+    ("fields", r"the row has no (medium|caption)|\bis null\b|neither a caption nor|number above 0"),
+    ("fields", r"is not a (path|resolution|part of|tool call)|cannot be read as"),
     ("out of proportion", r"it would be enlarged"),
     ("roles", r"^unknown role|^turn \d+ is the|nothing answers it|no turn of the model"),
     ("nothing is trained", r"^no trainable token"),
@@ -39,7 +37,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("the model takes no such media", r"but the model takes"),
     ("preference pairs", r"^chosen and rejected|^nothing comes before the answers"),
     ("text files", r"JSON|UTF-8|surrogate|not an object|the row has \d+ bytes|header's .* cells"),
-    ("fields", r"the field is missing|has the fields|is no message|is no number from|neither true nor false"),
+    ("fields", r"the field is missing|has the fields|is not a message|is not a number from|neither true nor false"),
     ("fields", r"is not (text|a list|a document|messages)|question, answer"),
     ("missing media", r"' not found|is empty \(0 bytes\)|is not a regular file|cannot be opened"),
     ("media outside the roots", r"outside the media roots|is a URL"),
@@ -200,7 +198,9 @@ class RowLook:
             sample = self._describe(facts, index)
             self._measure(facts, index, sample)
             if facts.tokens and not facts.trained:
-                facts.fault = RowFault("nothing is trained", "no trainable token: the loss would be taken of nothing")
+                facts.fault = RowFault(
+                    "nothing is trained", "no trainable token: there is nothing to compute a loss for"
+                )
         except TooLongError as error:
             facts.fault = _too_long(error)
         except MMError as error:

@@ -77,7 +77,7 @@ def find_all(
         *above_the_budget(tally, terms),
         *duplicates("duplicate ids", "have the id of an earlier row", tally.duplicate_ids(place)),
         *duplicates(
-            "duplicate rows", "say what an earlier row says, about the same media", tally.duplicate_rows(place)
+            "duplicate rows", "repeat the text of an earlier row, about the same media", tally.duplicate_rows(place)
         ),
         *special_tokens(tally),
     ]
@@ -112,11 +112,11 @@ MediaSearch = Callable[[Sequence[BadRow]], Sequence[Fix]]
 """Rows whose media are missing → settings under which they would be found."""
 
 _SENTENCES = {
-    "missing media": "a file that they name is not there",
+    "missing media": "a file that they name does not exist",
     "media outside the roots": "they name media that may not be opened",
     "placeholders and media differ": "text and media do not match one to one",
     "roles": "the order of the turns is off",
-    "nothing is trained": "no token of theirs would be trained",
+    "nothing is trained": "none of their tokens would be trained",
     "everything is trained": "the label mask covers the prompt too",
     "text files": "the file cannot be read there",
     "fields": "fields are missing, or hold something else than text or messages",
@@ -144,7 +144,7 @@ def _ways_out(rows: Sequence[BadRow]) -> list[str]:
 
 def _skipping(share: float, rows: int) -> Fix:
     fraction = np.ceil(share * 1000 + 1e-9) / 1000
-    return Fix(f"or train without all bad rows: {BASIC}.on_bad_sample=skip {BASIC}.max_bad_fraction={fraction:g}", rows)
+    return Fix(f"or train without the bad rows: {BASIC}.on_bad_sample=skip {BASIC}.max_bad_fraction={fraction:g}", rows)
 
 
 def too_long(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
@@ -261,7 +261,7 @@ def special_tokens(tally: RowStatistics) -> Iterator[DataFinding]:
         yield DataFinding(
             "warning",
             "special tokens in the text",
-            f"{_count(len(tally.special))} hold a special token as text: the model reads it as a mark, not as words",
+            f"{_count(len(tally.special))} hold a special token as text: the model reads a control token, not words",
             len(tally.special),
             tuple(f"{place}  '{token}'" for place, token in tally.special[:_EXAMPLES]),
             (Fix("data.dataset_param.preprocess_parameters.split_special_tokens=true reads it as words", 0),),

@@ -38,7 +38,7 @@ class SourceShare:
 
 
 def shares(dataset: MMDataset, basic: BasicParameters, tally: RowStatistics) -> list[SourceShare]:
-    """Rows and tokens of each entry of `dataset:`; empty where the data set does not tell its parts."""
+    """Rows and tokens of each entry of `dataset:`; empty where the data set does not name its parts."""
     counts = tally.parts(dataset.parts)
     rows, tokens = sum(each.rows for each in counts) or 1, sum(each.tokens for each in counts) or 1
     weights = _weights(dataset.parts, basic)

@@ -96,7 +96,7 @@ def open_data(
     Args:
         config_path: The YAML.
         overrides: `section.key=value`.
-        validation: The rows for validation instead of those for training.
+        validation: Use the validation rows instead of the training rows.
         patient: Open files although some of their first rows are bad.
 
     Raises:
@@ -117,7 +117,7 @@ def open_data(
         return OpenedData(config, train)
     if held_out is None:
         raise UsageError(
-            "the configuration names no rows for validation",
+            "the configuration names no validation rows",
             where=str(config_path),
             way_out="Set data.dataset_param.basic_parameters.val_dataset or val_rate, or leave --validation out.",
         )

@@ -139,7 +139,7 @@ def run(
         overrides: `section.key=value`.
         rows: Indices from 0.
         row_ids: Ids of rows, or their places (`train.jsonl:12`).
-        count: So many in the order of training, when no rows are named.
+        count: So many in the order of training, when no rows are given.
         ranks: That the steps are dealt to.
         validation: The rows for validation instead, in their order.
 
@@ -260,7 +260,7 @@ def find_rows(dataset: MMDataset, names: Sequence[str]) -> list[int]:
             break
     if missing:
         raise UsageError(
-            f"no row is called {', '.join(sorted(missing))}",
+            f"no row has the id or location {', '.join(sorted(missing))}",
             key="--row-id",
             way_out="Give its `id`, or its place as messages print it: train.jsonl:12.",
         )
@@ -279,7 +279,7 @@ def _check_inside(rows: Sequence[int], size: int) -> None:
     outside = [row for row in rows if not 0 <= row < size]
     if outside:
         raise UsageError(
-            f"row {outside[0]} is not there: the data set has {size}", key="--rows", way_out="Count from 0."
+            f"row {outside[0]} does not exist: the data set has {size}", key="--rows", way_out="Count from 0."
         )
 
 

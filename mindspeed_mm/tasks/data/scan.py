@@ -83,7 +83,8 @@ def _chunks(rows: Sequence[int], look: Look, workers: int) -> Iterator[list[RowF
         yield from loader
     except RuntimeError as error:  # torch's word for a dead worker
         raise MachineError(
-            f"a process that reads rows ended: {error}", way_out="Mostly out of memory: use fewer, --workers 1."
+            f"a process that reads rows ended: {error}",
+            way_out="It probably ran out of memory: use fewer processes, e.g. --workers 1.",
         ) from error
 
 

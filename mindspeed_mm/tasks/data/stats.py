@@ -56,7 +56,7 @@ class PackingEstimate:
     """Share of the rows that fit."""
     packs: int
     fill: float
-    """Share of a pack that is no padding."""
+    """Share of a pack that is not padding."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class DataStats:
     batch_tokens: int = 0
     """Most tokens of a packed micro-batch, as configured."""
     padded_fill: float = 0.0
-    """Share of a batch that is no padding, with rows padded to the longest of a random micro-batch."""
+    """Share of a batch that is not padding, with rows padded to the longest of a random micro-batch."""
     packing: list[PackingEstimate] = field(default_factory=list)
     suggestions: list[str] = field(default_factory=list)
     denoised: dict[str, Any] = field(default_factory=dict)
@@ -194,7 +194,7 @@ def _some(lengths: np.ndarray, seed: int) -> np.ndarray:
 
 
 def padded_fill(lengths: np.ndarray, micro_batch_size: int, seed: int) -> float:
-    """Share of tokens in batches of a random order that are no padding; 0 for no samples."""
+    """Share of tokens in batches of a random order that are not padding; 0 for no samples."""
     if not len(lengths):
         return 0.0
     drawn = lengths[permutation(len(lengths), seed, 0)]

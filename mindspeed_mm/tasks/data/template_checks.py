@@ -34,7 +34,7 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
         yield DataFinding(
             "warning",
             "template mismatch",
-            f"the chat template writes marks that are no tokens of this model: {', '.join(split)}",
+            f"the chat template writes marks that are not tokens of this model: {', '.join(split)}",
             len(samples),
             fixes=(Fix(f"leave {BASIC}.template and chat_template out: the model's folder has its own", 0),),
         )
@@ -44,7 +44,7 @@ def template_findings(template: ChatTemplate, processor: Any, samples: list[Samp
         yield DataFinding(
             "warning",
             "template mismatch",
-            f"{len(differing)} of the first {len(samples)} rows render otherwise than with the model's own template",
+            f"{len(differing)} of the first {len(samples)} rows render differently than with the model's own template",
             len(differing),
             tuple(str(sample.place) for sample in differing[:3]),
             (Fix(f"leave {BASIC}.template and chat_template out, unless the model is to learn another format", 0),),

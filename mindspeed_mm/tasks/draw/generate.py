@@ -76,7 +76,7 @@ class GenerateOutcome:
 
     def sentence(self) -> str:
         """For people."""
-        kept = f", {self.kept} were there already" if self.kept else ""
+        kept = f", {self.kept} were already there" if self.kept else ""
         return f"{self.out}: {self.made} {'sample' if self.made == 1 else 'samples'} made{kept}"
 
 
@@ -216,7 +216,7 @@ def _checked(image: Path) -> Path:
     try:
         MediaLoader(path.parent).load_image(path.name)
     except DataError as error:
-        raise DataError(error.problems[0].what, key="--image", way_out="Give another picture.") from error
+        raise DataError(error.problems[0].what, key="--image", way_out="Give another image.") from error
     return path
 
 

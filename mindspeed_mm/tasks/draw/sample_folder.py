@@ -144,14 +144,14 @@ class SampleFolder:
                 raise self._foreign(f"it holds samples made with {name} {entry['settings'].get(name)}, not {value}")
         order = wanted.get((entry["number"], entry["sample"]))
         if order is None or any(entry.get(name) != value for name, value in _identity(order, self._sampling).items()):
-            raise self._foreign(f"'{entry['file']}' shows '{entry.get('prompt')}', which is not asked for there")
+            raise self._foreign(f"'{entry['file']}' shows '{entry.get('prompt')}', which was not requested for it")
 
     def _foreign(self, why: str) -> DataError:
         return DataError(
             f"cannot be continued: {why}",
             where=str(self.path),
             key="--out",
-            way_out="Choose another folder, or say --overwrite to start anew.",
+            way_out="Choose another folder, or add --overwrite to start again.",
         )
 
 

@@ -79,7 +79,7 @@ def run(
         data_name: What the results call `data`; None: its path.
 
     Raises:
-        MMError: The folder is no model, rows are bad, or `out` cannot be written.
+        MMError: The folder is not a model, rows are bad, or `out` cannot be written.
     """
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)

@@ -65,7 +65,7 @@ class MeanLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is no number."""
+        """exp(loss); infinite where that is not a number."""
         return math.exp(self.loss) if self.loss < _NO_PERPLEXITY else math.inf
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class LossEvaluation:
 
 
 @dataclass(frozen=True)
-class LossRequest:
+class LossEvaluationRequest:
     """What is measured, and how."""
 
     model: Path
@@ -134,7 +134,7 @@ class LossRequest:
     """What the results call `data`; None: its path."""
 
 
-def run(request: LossRequest, out: Path | None = None) -> LossEvaluation:
+def run(request: LossEvaluationRequest, out: Path | None = None) -> LossEvaluation:
     """Measure the loss, and write `loss.json` and `loss_rows.jsonl`.
 
     Rows are encoded as training encodes them: template, masks, media, `cutoff_len`. A run computes as it validates: in
@@ -145,11 +145,11 @@ def run(request: LossRequest, out: Path | None = None) -> LossEvaluation:
         out: Where the two files go; by default `eval/` inside a run, `eval/` in the working directory otherwise.
 
     Raises:
-        MMError: The folder is no language model, rows are bad, or `out` cannot be written.
+        MMError: The folder is not a language model, rows are bad, or `out` cannot be written.
     """
     if is_generator(request.model):
         raise UsageError(
-            "is a generator: its answers are pictures or clips, which have no tokens",
+            "is a generator: its answers are images or videos, which have no tokens",
             where=str(request.model),
             key="--loss",
             way_out="Give its run validation rows (val_dataset, val_rate): mm train logs their val_loss.",
@@ -179,7 +179,7 @@ _Opened = tuple[LossModel, MMDataset, Arguments, dict[str, Any]]
 
 
 @contextmanager
-def _opened(request: LossRequest, run_folder: Path | None) -> Iterator[_Opened]:
+def _opened(request: LossEvaluationRequest, run_folder: Path | None) -> Iterator[_Opened]:
     arguments = run_arguments(run_folder)
     own_adapter = arguments.inference.adapter if arguments is not None else None
     if arguments is None or request.lora is not None or own_adapter is not None:
@@ -193,7 +193,7 @@ def _opened(request: LossRequest, run_folder: Path | None) -> Iterator[_Opened]:
         yield measured, dataset, arguments, _facts(request, request.model, None) | {"weights": weights}
 
 
-def _of_folder(request: LossRequest) -> _Opened:
+def _of_folder(request: LossEvaluationRequest) -> _Opened:
     """A model's folder, an exported run's too, in the type that its weights are stored in."""
     source = with_adapters(resolve_model(request.model), request.lora)
     arguments = _arguments_of(source, rows_view(source, request.config).param)
@@ -220,7 +220,7 @@ def _shown_by(config: Path, arguments: Arguments) -> DatasetParam:
     return param.model_copy(update={"preprocess_parameters": preprocess})
 
 
-def _rows(request: LossRequest, arguments: Arguments) -> MMDataset:
+def _rows(request: LossEvaluationRequest, arguments: Arguments) -> MMDataset:
     """The rows that are asked for, encoded as training does.
 
     Raises:
@@ -230,7 +230,9 @@ def _rows(request: LossRequest, arguments: Arguments) -> MMDataset:
     """
     data, param = arguments.data, arguments.data.dataset_param
     if param.basic_parameters.stage == "rm":
-        raise ConfigError("preference pairs have no loss of one answer", key="stage", way_out="Give rows of answers.")
+        raise ConfigError(
+            "preference pairs do not have the loss of one answer", key="stage", way_out="Give rows of answers."
+        )
     if request.data is not None:
         with told_as(with_way_to_columns):
             return build_mm_dataset(_with_rows(param, request.data, request.media_dir), encode_ahead=False)[0]
@@ -246,9 +248,9 @@ def _rows(request: LossRequest, arguments: Arguments) -> MMDataset:
     return validation
 
 
-def _nothing_named(request: LossRequest) -> UsageError:
+def _nothing_named(request: LossEvaluationRequest) -> UsageError:
     return UsageError(
-        "no rows are named, and there are no validation rows of a run",
+        "no rows are given, and there are no validation rows of a run",
         where=str(request.model),
         key="--data",
         way_out="Name a file of rows.",
@@ -311,7 +313,7 @@ def _mean(rows: Sequence[RowLoss]) -> MeanLoss:
     return MeanLoss(total / weight, len(rows), sum(row.tokens for row in rows))
 
 
-def _facts(request: LossRequest, model: Path, lora: Path | None) -> dict[str, Any]:
+def _facts(request: LossEvaluationRequest, model: Path, lora: Path | None) -> dict[str, Any]:
     facts = {"model": str(model.absolute())} | ({"lora": str(lora.absolute())} if lora is not None else {})
     if request.data is None:
         return facts | {"data": "the run's validation rows"}

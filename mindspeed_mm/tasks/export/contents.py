@@ -82,7 +82,7 @@ def open_contents(
     is_generator = is_diffusion_folder(source.model_folder)
     if transformer_only and not is_generator:
         raise UsageError(
-            "the model is no generator",
+            "the model is not a generator",
             where=str(source.model_folder),
             key="--transformer-only",
             way_out="Leave it out.",
@@ -208,7 +208,7 @@ def _merged(
     recorded = source.checkpoint.context.get("base_weights")
     if recorded is not None and recorded != base_weights_mark(base):
         raise ModelFolderError(
-            "holds other weights than those that the adapters were trained on",
+            "does not hold the weights that the adapters were trained on",
             where=str(base),
             way_out="Name the folder that the run started from: --model FOLDER.",
         )

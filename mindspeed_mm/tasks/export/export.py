@@ -87,7 +87,7 @@ def run(
     ):
         needed = contents.size_bytes + contents.other_bytes
         if (free := free_bytes(draft)) < needed:
-            raise MachineError(f"{needed:,} bytes are needed, {free:,} are free", where=str(target))
+            raise MachineError(f"{needed:,} bytes are needed, but only {free:,} are free", where=str(target))
         contents.write(draft)
         write_model_card(
             draft, found.run, found.checkpoint.iteration, found.model_folder, title=target.name, kind=contents.kind

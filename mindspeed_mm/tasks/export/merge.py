@@ -73,9 +73,9 @@ def run(
         return _merge_run(base, out, scales, dtype, overwrite, max_shard_bytes)
     if recognise(base) != "hf":
         raise ModelFolderError(
-            "is no model folder",
+            "is not a model folder",
             where=str(base),
-            way_out="Name the model that the adapters were trained on; of a run: mm merge RUN --out FOLDER.",
+            way_out="Name the model that the adapters were trained on; for a run: mm merge RUN --out FOLDER.",
         )
     found = [AdapterFile.find(adapter, _KEY).adapter() for adapter in adapters]
     times = _times(found, scales)
@@ -95,7 +95,7 @@ def run(
             contents = model_contents(base, made, rule, max_shard_bytes, torch_type, write_view)
         with atomic_folder(out, overwrite=overwrite, sources=(base, *adapters)) as draft:
             if (free := free_bytes(draft)) < (needed := contents.size_bytes + contents.other_bytes):
-                raise MachineError(f"{needed:,} bytes are needed, {free:,} are free", where=str(out))
+                raise MachineError(f"{needed:,} bytes are needed, but only {free:,} are free", where=str(out))
             contents.write(draft)
     return Merged(out, tuple(map(str, adapters)), contents.tensors, contents.size_bytes)
 
@@ -108,7 +108,7 @@ def _merge_run(
             "there is nothing to merge", where=str(source), key=_KEY, way_out="Name adapters after the base."
         )
     if scales:
-        raise UsageError("goes with adapters that are named", key="--scale", way_out="Leave it out.")
+        raise UsageError("applies only to adapters that are named", key="--scale", way_out="Leave it out.")
     exported = export.run(source, out, dtype=dtype, merge=True, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
     return Merged(out, (str(exported.checkpoint),), exported.tensors, exported.size_bytes)
 
@@ -125,13 +125,13 @@ def _times(adapters: Sequence[StoredAdapter], scales: Sequence[float]) -> list[f
         is_dora = any(MAGNITUDE in sides for sides in adapter.layers.values())
         if is_dora and each != 1:
             raise UsageError(
-                f"{each:g}, and {adapter.weights} is DoRA, whose lengths hold for the whole adapter",
+                f"{each:g}, but {adapter.weights} is DoRA, whose magnitudes hold for the whole adapter",
                 key="--scale",
                 way_out="Merge it once.",
             )
         if adapter.whole and each != 1:
             raise UsageError(
-                f"{each:g}, and {adapter.weights} holds '{adapter.whole[0]}', which was trained whole",
+                f"{each:g}, but {adapter.weights} holds '{adapter.whole[0]}', which was fully trained",
                 key="--scale",
                 way_out="Merge it once.",
             )

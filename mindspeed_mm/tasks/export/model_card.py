@@ -145,15 +145,15 @@ def _is_newest(run: RunFolder, step: int | None) -> bool:
 
 
 _VIEW_WORDS = {
-    "image_max_pixels": "shrink larger pictures to so many pixels (Pillow, bicubic)",
-    "image_min_pixels": "enlarge smaller pictures to so many pixels (Pillow, bicubic)",
-    "video_max_pixels": "shrink larger frames to so many pixels (Pillow, bicubic)",
-    "video_min_pixels": "enlarge smaller frames to so many pixels (Pillow, bicubic)",
-    "video_fps": "take so many frames a second, spread evenly from first to last, and pass do_sample_frames=False",
-    "video_maxlen": "take at most so many frames",
+    "image_max_pixels": "shrink larger images to this many pixels (Pillow, bicubic)",
+    "image_min_pixels": "enlarge smaller images to this many pixels (Pillow, bicubic)",
+    "video_max_pixels": "shrink larger frames to this many pixels (Pillow, bicubic)",
+    "video_min_pixels": "enlarge smaller frames to this many pixels (Pillow, bicubic)",
+    "video_fps": "take this many frames per second, spread evenly from first to last, and pass do_sample_frames=False",
+    "video_maxlen": "take at most this many frames",
     "image_do_pan_and_scan": "pass images_kwargs={'do_pan_and_scan': ...}",
     "use_audio_in_video": "pass load_audio_from_video",
-    "audio_sampling_rate": "resample sounds to it",
+    "audio_sampling_rate": "resample audio to this rate",
 }
 
 
@@ -164,7 +164,7 @@ def _view(folder: Path) -> str:
     steps = [f"- {key} {given[key]}: {words}" for key, words in _VIEW_WORDS.items() if key in given]
     if not steps:
         return ""
-    head = "Training saw media like this. Where the processor has no setting of its own for it, do it before the call:"
+    head = "Training prepared media like this. Where the processor has no setting for a step, do it before the call:"
     return "\n".join(["## Media", "", head, "", *steps])
 
 

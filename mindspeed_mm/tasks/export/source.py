@@ -72,7 +72,7 @@ def noted_model(run: Path) -> Path | None:
     name = read_json_object(record, CheckpointError, way_out=NAME_MODEL).get("model_name_or_path")
     if name is not None and not isinstance(name, str):
         raise CheckpointError(
-            f"{name!r:.80} is no folder", where=str(record), key="model_name_or_path", way_out=NAME_MODEL
+            f"{name!r:.80} is not a folder", where=str(record), key="model_name_or_path", way_out=NAME_MODEL
         )
     return Path(name) if name is not None else None
 
@@ -87,7 +87,7 @@ def _started_from(checkpoint: CommittedCheckpoint, folder: RunFolder | None) -> 
         )
     if not found.is_dir():
         raise ModelFolderError(
-            "the folder that the run started from is gone",
+            "the folder that the run started from no longer exists",
             where=str(found),
             way_out="Name another with the same config.json and tokenizer: --model FOLDER.",
         )

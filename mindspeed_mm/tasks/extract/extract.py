@@ -105,7 +105,7 @@ def configured_adapter(config: ResolvedConfig) -> DiffusionAdapter:
 
     Raises:
         ConfigError: There is no model.
-        ModelFolderError: It is no generator.
+        ModelFolderError: It is not a generator.
     """
     model = config.arguments.model
     if model.model_name_or_path is None:
@@ -133,7 +133,7 @@ def configured_sets(config: ResolvedConfig, out: Path | None) -> list[tuple[Path
     basic = _rows(config, param.basic_parameters)
     folder = out or param.basic_parameters.get("features_dir")
     if folder is None:
-        raise ConfigError("no folder is named", key=FEATURES_KEY, way_out="Set it, or say --out FOLDER.")
+        raise ConfigError("no folder is given", key=FEATURES_KEY, way_out="Set it, or give --out FOLDER.")
     sets = [(Path(folder), basic)]
     val_folder = param.basic_parameters.get("val_features_dir")
     has_validation = basic.val_dataset is not None and basic.val_max_samples != 0

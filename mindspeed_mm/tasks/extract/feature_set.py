@@ -85,7 +85,7 @@ class ExtractOutcome:
 
     def sentence(self) -> str:
         """For people."""
-        kept = f", {self.kept} rows were done already" if self.kept else ""
+        kept = f", {self.kept} rows were already done" if self.kept else ""
         rate = f" ({self.samples_per_s:.1f} samples/s)" if self.samples_per_s else ""
         skipped = f"; {self.skipped} rows were skipped, see {self.out}/skipped.jsonl" if self.skipped else ""
         captions = [
@@ -202,7 +202,7 @@ class SetExtraction:
         self._ranks.gather(None)
         self._description = read_description(self.folder.description)
         if self._description.rows_fingerprint != rows_fingerprint(self._source):
-            raise DataError("this rank sees other rows than rank 0", where=str(self.folder.path))
+            raise DataError("this rank reads different rows than rank 0", where=str(self.folder.path))
         self._batches = plan_batches(self._source.sizes, self._description.batch_size)
 
     def _settle(self) -> Description:
@@ -237,7 +237,7 @@ class SetExtraction:
         damaged = self.folder.drop_damaged(self._options.verify, self._ranks.rank, self._ranks.world_size)
         problems = [error.problems[0] for error in damaged]
         for problem in problems:
-            self._progress.note(f"{problem.where}  {problem.what}: it is made again")
+            self._progress.note(f"{problem.where}  {problem.what}: it is extracted again")
         self._ranks.gather(None)
         return tuple(problem.where for problem in problems)
 

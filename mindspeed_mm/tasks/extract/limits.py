@@ -42,7 +42,7 @@ class BadRows:
         """
         if skipped and self._stops_at_once:
             raise DataError(
-                skipped[0].reason, key=f"{_BASIC}.on_bad_sample", way_out="Repair it, or say skip: it is listed then."
+                skipped[0].reason, key=f"{_BASIC}.on_bad_sample", way_out="Fix it, or set skip: it is then listed."
             )
         self._found += [row.reason for row in skipped]
         self._check(self._found)
@@ -57,7 +57,7 @@ class BadRows:
                 f"{len(reasons)} of {self._total} rows cannot be used, more than {self._fraction:.1%}: "
                 f"{'; '.join(reasons[-_REASONS_SHOWN:])}",
                 key=f"{_BASIC}.max_bad_fraction",
-                way_out="Repair them, or raise max_bad_fraction. Run again then: what is done stays done.",
+                way_out="Fix them or raise max_bad_fraction, then run again: finished samples are kept.",
             )
 
 
@@ -67,10 +67,10 @@ def check_room(folder: Path, batches: Sequence[WorkBatch], geometry: MediaGeomet
     free = free_bytes(folder)
     if numbers * _LEAST_NUMBER_BYTES > free:
         raise MachineError(
-            f"the latents alone take {_gib(numbers * _LEAST_NUMBER_BYTES)}, {_gib(free)} are free",
+            f"the latents alone take {_gib(numbers * _LEAST_NUMBER_BYTES)}, but only {_gib(free)} are free",
             where=str(folder),
             key=FEATURES_KEY,
-            way_out="Make room, or name a folder on another disk.",
+            way_out="Free some space, or name a folder on another disk.",
         )
 
 
@@ -79,7 +79,9 @@ def room_warning(folder: Path, bytes_per_sample: float, samples: int) -> str | N
     needed, free = bytes_per_sample * samples, free_bytes(folder)
     if needed <= free:
         return None
-    return f"warning: {folder}: {samples} samples to come will take about {_gib(needed)}, {_gib(free)} are free"
+    return (
+        f"warning: {folder}: {samples} samples to come will take about {_gib(needed)}, but only {_gib(free)} are free"
+    )
 
 
 def _gib(size_bytes: float) -> str:

@@ -28,11 +28,13 @@ def check_flags(**flags: Any) -> None:
     """Raise `UsageError` for one that is neither True nor False: any text that is not empty would count as true."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise UsageError(f"{short(flag)} is neither True nor False", key=name, way_out=f"Say {name}=True or False.")
+            raise UsageError(
+                f"{short(flag)} is neither True nor False", key=name, way_out=f"Pass {name}=True or {name}=False."
+            )
 
 
 def check_counts(least: int = 1, **counts: Any) -> None:
-    """Raise `UsageError` for a number that is no whole one, or below `least`; None is none."""
+    """Raise `UsageError` for a number that is not a whole one, or below `least`; None is none."""
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
             raise UsageError(f"{short(count)} is not a whole number of at least {least}", key=name)
@@ -55,9 +57,9 @@ def wants_resume(resume: Any) -> bool:
         return resume
     if not isinstance(resume, str) or resume not in _RESUMES:
         raise UsageError(
-            f"{short(resume)} is none of True, False, 'auto' and 'never'",
+            f"{short(resume)} is not one of True, False, 'auto' and 'never'",
             key="resume",
-            way_out="Say resume=True to continue a run, resume=False to refuse a folder that has one.",
+            way_out="Pass resume=True to continue a run, resume=False to refuse a folder that has one.",
         )
     return _RESUMES[resume]
 
@@ -66,7 +68,7 @@ def given_sections(**sections: Any) -> dict[str, Any]:
     """The sections that were given.
 
     Raises:
-        UsageError: One is no mapping.
+        UsageError: One is not a mapping.
     """
     found: dict[str, Any] = {}
     for name, values in sections.items():
@@ -84,7 +86,7 @@ def given_sections(**sections: Any) -> dict[str, Any]:
 def refuse_unknown(
     unknown: Mapping[str, Any],
     function: Callable[..., Any],
-    what: str = "is no argument",
+    what: str = "is not an argument",
     also: Iterable[str] = (),
 ) -> None:
     """Raise `UsageError` for an argument that a function does not have: with the one that was probably meant, or the

@@ -63,7 +63,7 @@ def _model(model: Any) -> tuple[nn.Module | None, dict[str, Any]]:
     if isinstance(model, nn.Module):
         return model, {}
     raise UsageError(
-        f"{type(model).__name__} is no model",
+        f"{type(model).__name__} is not a model",
         key="model",
         way_out="Give the model's folder, a torch module, or a mapping of the section.",
     )

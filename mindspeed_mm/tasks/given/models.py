@@ -21,7 +21,7 @@ def model_path(model: Any) -> Path:
         return named_path(os.fspath(model), "model")
     except TypeError as error:
         raise UsageError(
-            "this run kept nothing" if isinstance(model, Run) else f"{type(model).__name__} is no run and no path",
+            "this run kept nothing" if isinstance(model, Run) else f"{type(model).__name__} is not a run and no path",
             key="model",
             way_out="Set training.save to keep checkpoints, or name a folder; the model that was trained is run.model.",
         ) from error
@@ -49,7 +49,7 @@ def _picture(image: Any, folder: Path, number: int) -> Path:
     if isinstance(image, str | os.PathLike):
         return named_path(image, "images")
     if not is_picture(image):
-        raise UsageError(f"{type(image).__name__} is no picture", key="images", way_out="Give paths or PIL images.")
+        raise UsageError(f"{type(image).__name__} is not a picture", key="images", way_out="Give paths or PIL images.")
     path = folder / f"{number}.png"
     path.write_bytes(picture_bytes(image))
     return path

@@ -122,9 +122,9 @@ def _folder_of(
     """
     if given_value(given, words, "training.save") and given_value(given, words, "training.lora.enable"):
         raise ConfigError(
-            "a run of adapters keeps the adapters only, and the weights of a model object are in no folder",
+            "a run that trains adapters saves only the adapters, and the weights of a model object are in no folder",
             key="model",
-            way_out="Store it first, model.save_pretrained(FOLDER), and give the folder; or leave training.save out.",
+            way_out="Save it with model.save_pretrained(FOLDER), and pass the folder; or leave training.save out.",
         )
     if given_value(given, words, "model.model_name_or_path"):
         return {}

@@ -25,12 +25,12 @@ def named_path(name: str | os.PathLike[str], key: str) -> Path:
     """The path of a name that was given for `key`.
 
     Raises:
-        UsageError: It is no name, or no file can have it.
+        UsageError: It is not a name, or no file can have it.
     """
     if not isinstance(name, str | os.PathLike):
-        raise UsageError(f"{type(name).__name__} is no path", key=key, way_out="Give the name of a file or folder.")
+        raise UsageError(f"{type(name).__name__} is not a path", key=key, way_out="Give the name of a file or folder.")
     if "\0" in str(name):
-        raise UsageError(f"{str(name)!r:.200} holds a NUL character", key=key, way_out="No file is called so.")
+        raise UsageError(f"{str(name)!r:.200} holds a NUL character", key=key, way_out="No file can have this name.")
     try:
         return Path(os.fspath(name))  # Path itself hides, from Python 3.12 on, what `__fspath__` raises
     except TypeError as error:  # a run without a folder says so
@@ -50,7 +50,7 @@ def listed_rows(rows: Any, name: str) -> Any:
         name: What they are for.
 
     Raises:
-        UsageError: They are something else, there are none, or one of them is no mapping.
+        UsageError: They are something else, there are none, or one of them is not a mapping.
     """
     if not _is_datasets(rows):
         if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame
@@ -122,7 +122,7 @@ def _line(row: Any, where: str, store: _MediaStore) -> bytes:
         cells = {name: value for name, value in row.items() if not _is_missing(value)}
         return json.dumps(_plain(cells, store), ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, OSError, RecursionError) as error:
-        reason = "it holds itself, or is nested too deeply" if isinstance(error, RecursionError) else error
+        reason = "it contains itself, or is nested too deeply" if isinstance(error, RecursionError) else error
         raise UsageError(
             f"cannot be stored: {reason}",
             where=where,

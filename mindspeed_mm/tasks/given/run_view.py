@@ -82,7 +82,7 @@ def load_run(folder: Path) -> Run:
     """The run in a folder.
 
     Raises:
-        DataError: It is no run folder, or its files are broken.
+        DataError: It is not a run folder, or its files are broken.
     """
     found = read_run(folder)
     return Run(folder, sorted([*found.steps, *found.validations], key=lambda record: record["step"]), found.facts)

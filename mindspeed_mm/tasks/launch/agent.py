@@ -65,8 +65,8 @@ def told_meeting_place(environment: Mapping[str, str]) -> list[str] | None:
                     f"NNODES is {hosts}, but {name} is not set",
                     where="environment",
                     key=name,
-                    way_out="Set NNODES, MASTER_ADDR and MASTER_PORT to the same on every host, and NODE_RANK to its "
-                    "number, from 0 (docs/multi-host.md).",
+                    way_out="Set NNODES, MASTER_ADDR and MASTER_PORT to the same values on every host, NODE_RANK to "
+                    "its number, from 0 (docs/multi-host.md).",
                 )
     if "MASTER_ADDR" not in environment:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_mm.tasks.report.data import Record, RunData
+from mindspeed_mm.tasks.report.data import Record, ReportedRun
 
 MOST_POINTS = 300
 """Points drawn of a curve: what a screen can show."""
@@ -49,7 +49,7 @@ CHARTS = (
 )
 
 
-def draw_charts(runs: Sequence[RunData]) -> list[tuple[str, str]]:
+def draw_charts(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """Title and SVG of every chart that some run has numbers for. Runs keep their colour in all of them."""
     drawable = [chart for chart in CHARTS if any(points(run.steps, chart.key) for run in runs)]
     return [(chart.title, _draw(chart, runs)) for chart in drawable]
@@ -78,7 +78,7 @@ def thinned(curve: list[tuple[int, float]], most: int = MOST_POINTS) -> list[tup
     return kept if kept[-1] == curve[-1] else [*kept, curve[-1]]
 
 
-def _draw(chart: Chart, runs: Sequence[RunData]) -> str:
+def _draw(chart: Chart, runs: Sequence[ReportedRun]) -> str:
     from matplotlib import rc_context  # a second, and only a report needs it
     from matplotlib.figure import Figure
 
@@ -97,7 +97,7 @@ def _draw(chart: Chart, runs: Sequence[RunData]) -> str:
     return themed(svg.getvalue(), chart.title)
 
 
-def _draw_run(axes: Any, chart: Chart, run: RunData, colour: str) -> None:
+def _draw_run(axes: Any, chart: Chart, run: ReportedRun, colour: str) -> None:
     curve = [(step, value * chart.scale) for step, value in points(run.steps, chart.key)]
     if chart.log:
         curve = [(step, value) for step, value in curve if value > 0]

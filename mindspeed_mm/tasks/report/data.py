@@ -19,8 +19,8 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class RunData:
-    """One run, as its folder tells it."""
+class ReportedRun:
+    """One run, as its folder records it."""
 
     name: str
     path: Path
@@ -40,22 +40,22 @@ class RunData:
     """What a generator made while it was trained."""
 
 
-def read_run(path: Path) -> RunData:
+def read_run(path: Path) -> ReportedRun:
     """Read a run folder.
 
     Raises:
-        DataError: It is no run folder, or nothing was logged or evaluated yet.
+        DataError: It is not a run folder, or nothing was logged or evaluated yet.
     """
     folder = RunFolder(path)
     if not folder.metrics.exists() and not folder.run_json.exists():
         raise DataError(
-            "is no run folder: it holds neither metrics.jsonl nor run.json",
+            "is not a run folder: it holds neither metrics.jsonl nor run.json",
             where=str(path),
             way_out="Give the folder that training.save names.",
         )
     metrics = read_jsonl(folder.metrics)
     resolved = folder.resolved.read_text(encoding="utf-8", errors="replace") if folder.resolved.exists() else ""
-    return RunData(
+    return ReportedRun(
         name=path.resolve().name,
         path=path,
         steps=_latest_by_step([record for record in metrics if "loss" in record]),
@@ -89,4 +89,4 @@ def _latest_by_step(records: list[Record]) -> list[Record]:
 
 
 def _read_object(path: Path) -> Record:
-    return read_json_object(path, DataError, way_out="Put it aside to report without it.") if path.exists() else {}
+    return read_json_object(path, DataError, way_out="Move it away to report without it.") if path.exists() else {}

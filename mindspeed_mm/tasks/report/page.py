@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.tasks.report.charts import draw_charts
-from mindspeed_mm.tasks.report.data import Record, RunData, choose_samples
+from mindspeed_mm.tasks.report.data import Record, ReportedRun, choose_samples
 from mindspeed_mm.tasks.report.media import show
 from mindspeed_mm.tasks.report.rows import training_rows
 from mindspeed_mm.tasks.report.samples import sample_grid
@@ -26,7 +26,7 @@ MOST_EVENTS = 40
 TEMPLATE = "report/report_page.html.j2"
 
 
-def render_page(runs: Sequence[RunData]) -> str:
+def render_page(runs: Sequence[ReportedRun]) -> str:
     """One HTML page that needs nothing from outside itself."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parents[1]),
@@ -44,7 +44,7 @@ def render_page(runs: Sequence[RunData]) -> str:
     )
 
 
-def _describe(run: RunData, several: bool) -> dict[str, Any]:
+def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:
     """What the template shows of a run."""
     wrong, right = choose_samples(run.samples, MOST_SAMPLES)
     right_total = sum(bool(sample.get("correct")) for sample in run.samples)
@@ -69,7 +69,7 @@ def _describe(run: RunData, several: bool) -> dict[str, Any]:
     }
 
 
-def summary(run: RunData) -> list[tuple[str, str]]:
+def summary(run: ReportedRun) -> list[tuple[str, str]]:
     """The numbers on top: name and value, the same names for every run."""
     return [
         ("status", str(run.facts.get("status", "unknown"))),
@@ -95,7 +95,7 @@ def _findings(results: Record) -> list[str]:
     return lines
 
 
-def _subtitle(run: RunData) -> str:
+def _subtitle(run: ReportedRun) -> str:
     facts = run.facts
     parts = [facts.get("model_class"), facts.get("device"), facts.get("platform")]
     if isinstance(facts.get("started"), int | float):
@@ -103,7 +103,7 @@ def _subtitle(run: RunData) -> str:
     return " · ".join(str(part) for part in parts if part)
 
 
-def _steps(run: RunData) -> str:
+def _steps(run: ReportedRun) -> str:
     done = run.steps[-1]["step"] if run.steps else 0
     total = run.facts.get("total_steps")
     return f"{done:,} of {total:,}" if isinstance(total, int) and total != done else f"{done:,}"
@@ -121,7 +121,7 @@ def _other_terms(validations: Sequence[Record]) -> list[str]:
     return [f"{name} {_last(validations, name)}" for name in names]
 
 
-def _duration(run: RunData) -> str:
+def _duration(run: ReportedRun) -> str:
     """Time spent in steps, resumed parts included; a pause between two starts does not count."""
     seconds, previous = 0.0, 0
     for record in run.steps:

@@ -21,7 +21,7 @@ def run(folders: Sequence[Path], out: Path | None = None) -> Path:
         out: The HTML file; by default `report.html` in the first run.
 
     Raises:
-        DataError: A folder is no run.
+        DataError: A folder is not a run.
         UsageError: There are more runs than colours, or `out` is none that a report may replace.
     """
     if len(folders) > len(SERIES):

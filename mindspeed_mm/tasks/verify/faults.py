@@ -54,7 +54,9 @@ def find_fault(name: str) -> PlantedFault:
     """
     if name not in FAULTS:
         raise ConfigError(
-            f"'{name}' is no fault", key="--inject", way_out=f"{did_you_mean(name, FAULTS)}Faults: {', '.join(FAULTS)}."
+            f"'{name}' is not a fault",
+            key="--inject",
+            way_out=f"{did_you_mean(name, FAULTS)}Faults: {', '.join(FAULTS)}.",
         )
     return FAULTS[name]
 
@@ -264,7 +266,7 @@ FAULTS: dict[str, PlantedFault] = {
         _averaged_gradients,
     ),
     "wrong-divisor": PlantedFault(
-        "every rank divides its loss by what it counts itself",
+        "every rank divides its loss by its own count",
         lambda planned: planned.sizes.dp > 1,
         "more than one data rank: --nproc 2, data_parallel_size left out",
         _wrong_divisor,
@@ -312,13 +314,13 @@ FAULTS: dict[str, PlantedFault] = {
         _stage_norm,
     ),
     "labels-off-by-one": PlantedFault(
-        "each label is that of the position beside it",
+        "each label is that of the neighbouring position",
         lambda planned: not planned.is_generator,
         "a language model",
         _labels_off_by_one,
     ),
     "packed-leak": PlantedFault(
-        "samples that share a row see each other",
+        "samples that share a row attend to each other",
         lambda planned: not planned.is_generator,
         "a language model whose samples can share a row",
         _packed_leak,

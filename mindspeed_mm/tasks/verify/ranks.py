@@ -144,7 +144,7 @@ def _raise(failure: Failure) -> None:
     if failure.error is not None:
         raise failure.error
     if "\n" not in failure.report:
-        raise MachineError(failure.report, way_out="Look for a lack of memory; --nproc takes fewer processes.")
+        raise MachineError(failure.report, way_out="It may have run out of memory; use fewer processes with --nproc.")
     raise RankBugError(f"rank {failure.rank}: {failure.report}")
 
 

@@ -115,7 +115,7 @@ def _first_that_runs(job: VerifyJob, candidates: Sequence[Candidate]) -> tuple[T
 def _describe(engine: TrainEngine, full: bool) -> str:
     count = sum(parameter.numel() for parameter in engine.model.parameters())
     name = type(engine.model).__name__.removeprefix("FSDP")
-    return f"{name}, {short_count(count)} parameters{'' if full else ', made small (--full takes the real one)'}"
+    return f"{name}, {short_count(count)} parameters{'' if full else ', made small (--full uses the real one)'}"
 
 
 # --- as planned -------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def run_planned(job: VerifyJob, tell: Tell) -> list[Row]:
             _, accumulated = steps_of(job, replace(case, micro_batches=2 * case.micro_batches))
             rows += compare(ACCUMULATED, reference, accumulated)
         else:
-            rows.append(Row(ACCUMULATED, "", note="not used, what shares a micro-batch is decided by sizes"))
+            rows.append(Row(ACCUMULATED, "", note="not used, because sizes decide which samples share a micro-batch"))
         tell("accumulated")
         steps_of(job, replace(kept, stops=True))
         tell("saved")

@@ -282,7 +282,7 @@ def _scale_rotary_parts(part: Config, narrow: int, head: int) -> None:
 
 
 def _own_tables(part: Config) -> Iterator[Config]:
-    """A section and its tables that are no sections of other modules."""
+    """A section and its tables that are not sections of other modules."""
     yield part
     for key, value in part.items():
         if not key.endswith("_config"):

@@ -80,7 +80,7 @@ class Verification:
 
     def _verdict(self) -> str:
         count = len(self.missed)
-        verdict = "equal" if not count else f"{count} of {sum(not row.note for row in self.rows)} quantities are off"
+        verdict = "equal" if not count else f"{count} of {sum(not row.note for row in self.rows)} quantities deviate"
         if self.fault is None:
             return verdict
         return f"{verdict}, with '{self.fault}' planted" + ("" if count else ": NOT NOTICED")

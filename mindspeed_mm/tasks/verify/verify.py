@@ -56,7 +56,7 @@ def run(
     config = load_with_plugins(config_path, overrides)
     arguments = config.arguments
     if problems := config.locate(unbuilt_features(arguments)):
-        raise ConfigError(f"{len(problems)} of the features asked for are not in this version", problems=problems)
+        raise ConfigError(f"{len(problems)} of the requested features are not in this version", problems=problems)
     without_save = arguments.training.model_copy(update={"save": None})
     for error in check_paths(arguments.model_copy(update={"training": without_save})):
         raise error

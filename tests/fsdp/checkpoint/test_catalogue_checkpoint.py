@@ -215,13 +215,13 @@ CASES = [
     Case("91-manifest-other", edit("MANIFEST.json", lambda b: b"{}"), r"is not a manifest of a checkpoint", 2),
     Case("91-manifest-folder", folder_in_place_of("MANIFEST.json"), r"MANIFEST\.json +cannot be read: Is a dir", 2),
     Case("91-named", remove(SHARD), r"iter_0000003 is damaged\. An older one is \S+/iter_0000002", action=named()),
-    Case("91-all", all_damaged, r"no checkpoint in it is good\. Restore one, or say --allow-fresh.*missing"),
-    Case("92-tracker", edit(layout.TRACKER, lambda b: b"40", "."), r"tracker names step 40, which is not there", 3),
+    Case("91-all", all_damaged, r"no checkpoint in it is good\. Restore one, or add --allow-fresh.*missing"),
+    Case("92-tracker", edit(layout.TRACKER, lambda b: b"40", "."), r"tracker names step 40, which does not exist", 3),
     Case("92-tracker-cut", edit(layout.TRACKER, lambda b: b"", "."), r"^$", 3),
     Case(
         "92-only-tracker",
         lambda s: [shutil.rmtree(s / f"iter_000000{n}") for n in (1, 2, 3)],
-        r"names step 3, which is not there",
+        r"names step 3, which does not exist",
     ),
     Case(
         "93-no-optimizer",
@@ -267,7 +267,7 @@ CASES = [
         "95-hf", in_place_of_the_run(config_DOT_json="{}"), r"kind 'hf'.*model\.model_name_or_path", action=named(".")
     ),
     Case("95-deepspeed", in_place_of_the_run(global_step5__x=""), r"is a DeepSpeed checkpoint", action=named(".")),
-    Case("95-nothing", in_place_of_the_run(notes="x"), r"is no checkpoint .* it holds notes", action=named(".")),
+    Case("95-nothing", in_place_of_the_run(notes="x"), r"is not a checkpoint .* it holds notes", action=named(".")),
     Case(
         "95-absent",
         nothing,

@@ -172,7 +172,7 @@ class TestAnotherSplitOfTheSameBatch:
         assert drops[1].go_on(end, drops[0].batching, may_skip=False) == (DataPosition(1, 0), "")
 
     def test_is_refused_within_an_epoch_whose_steps_are_others_or_skips_the_rest(self) -> None:
-        """Sizes whose numbers are no multiple of the batch leave samples that other micro-batches put together anew."""
+        """Sizes whose numbers are not a multiple of the batch leave samples that later micro-batches combine again."""
         kept, refused = 0, 0
         for steps in range(1, order(2, 2, 2).steps_per_epoch):
             try:

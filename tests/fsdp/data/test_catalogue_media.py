@@ -108,7 +108,7 @@ VIDEOS: dict[str, tuple[Make, str]] = {
     "67 m3u8": (content(lambda: b"#EXTM3U\n#EXTINF:1,\ngood.mp4\n"), r"not a video \(starts with #EXTM3U"),
     "67 mpd": (content(lambda: b'<?xml version="1.0"?><MPD></MPD>'), r"not a video \(starts with <\?xml"),
     "68 no frames": (video_content(without_frames), "is not a video of an allowed container"),
-    "69 no frames in a list": (lambda path: None, r"\[\] is no video"),
+    "69 no frames in a list": (lambda path: None, r"\[\] is not a video"),
     "70 8K frames": (lambda path: huge_frames(path), "9216 × 7424: too large"),
 }
 AUDIOS: dict[str, tuple[Make, str]] = {
@@ -118,7 +118,7 @@ AUDIOS: dict[str, tuple[Make, str]] = {
     "73 NaN": (content(lambda: sound_bytes(np.full((99, 1), np.nan), RATE, subtype="FLOAT")), "are not numbers"),
     "75 longer than the window": (
         content(lambda: sound_bytes(tone(2.5, RATE), RATE)),
-        r"is 2\.5 s long; the model hears 2\.0 s",
+        r"is 2\.5 s long; the model takes 2\.0 s",
     ),
     "html": (content(lambda: b"<html>404</html>"), r"is not a sound \(starts with <html"),
 }

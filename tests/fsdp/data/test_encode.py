@@ -131,7 +131,7 @@ def test_a_bad_sample_names_its_row(
 @pytest.mark.edge("S13")
 def test_a_chat_template_that_is_no_text_is_named(build: Build, tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_bytes(b"{{ messages }}\xff")
-    with pytest.raises(DataError, match=r"chat\.jinja' is no text: byte 14 is not UTF-8"):
+    with pytest.raises(DataError, match=r"chat\.jinja' is not text: byte 14 is not UTF-8"):
         build(LONG, chat_template=str(tmp_path / "chat.jinja"))
 
 

@@ -224,7 +224,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path) ->
         (tmp_path / name).write_text("mine")
     folder = FeatureFolder(tmp_path)
     folder.clear()
-    with pytest.raises(UsageError, match=r"is no folder of features, and holds index\.jsonl"):
+    with pytest.raises(UsageError, match=r"is not a folder of features, and holds index\.jsonl"):
         folder.prepare()
     assert len(list(tmp_path.rglob("*.*"))) == 3
 

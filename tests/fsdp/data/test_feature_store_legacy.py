@@ -113,9 +113,9 @@ def test_a_file_that_would_run_something_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ([{"path": "a.mp4"}], r"data\.jsonl:1  is no JSON object with 'file'"),
-        ([["features/a.pt"]], r"data\.jsonl:1  is no JSON object with 'file'"),
-        ([{"file": 3}], r"data\.jsonl:1  is no JSON object with 'file'"),
+        ([{"path": "a.mp4"}], r"data\.jsonl:1  is not a JSON object with 'file'"),
+        ([["features/a.pt"]], r"data\.jsonl:1  is not a JSON object with 'file'"),
+        ([{"file": 3}], r"data\.jsonl:1  is not a JSON object with 'file'"),
         ([{"file": "features/none.pt"}], r"data\.jsonl:1  'features/none\.pt' is missing"),
         ([{"file": "../outside.pt"}], r"data\.jsonl:1  '\.\./outside\.pt' lies outside"),
         ([{"file": "/etc/passwd"}], r"lies outside"),

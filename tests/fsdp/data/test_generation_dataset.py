@@ -434,7 +434,7 @@ class TestFeatures:
     def test_conditions_are_stacked_and_padding_is_the_familys(
         self, store: Store, param: Callable[..., DatasetParam], monkeypatch: pytest.MonkeyPatch, wan: Path
     ) -> None:
-        """Wan pads texts of uneven length; what is no text is stacked."""
+        """Wan pads texts of uneven length; what is not text is stacked."""
         store.records = [Record(f"{n:032x}", f"{n}.mp4", ("a",), MediaSize(5, 16, 16)) for n in range(2)]
         store.null_text = {"prompt_embeds": torch.zeros(1, 32)}
         monkeypatch.setattr(

@@ -72,7 +72,7 @@ def test_whole_numbers() -> None:
 
 def test_weights() -> None:
     assert weighted_parts(PARTS, {"c": 1, "a": 2.5, "b": 0}) == ([PARTS[0], PARTS[2]], [2.5, 1.0])
-    with pytest.raises(ConfigError, match=r"mix.weights.d  'd' is no entry of dataset.* The entries are a, b, c"):
+    with pytest.raises(ConfigError, match=r"mix.weights.d  'd' is not an entry of dataset.* The entries are a, b, c"):
         weighted_parts(PARTS, {"a": 1, "d": 1})
     with pytest.raises(ConfigError, match="b, c has no weight"):
         weighted_parts(PARTS, {"a": 1})

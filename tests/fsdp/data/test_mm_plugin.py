@@ -223,7 +223,7 @@ def test_what_is_longer_than_the_models_window_is_refused_not_cut(family: str) -
         heard = plugin.encode_audio(sound(3 * RATE)).tensors["input_features_mask"]
         assert heard.sum() * 160 == 3 * RATE
         return
-    with pytest.raises(DataError, match=r"'sound.wav' is 3.0 s long; the model hears 2.0 s"):
+    with pytest.raises(DataError, match=r"'sound.wav' is 3.0 s long; the model takes 2.0 s"):
         plugin.encode_audio(sound(3 * RATE))
 
 
@@ -397,7 +397,7 @@ def test_kinds_that_a_model_does_not_take(tokenizer: Any) -> None:
             plugin_of(build_processor(family)).encode_audio(sound())
     with pytest.raises(DataError, match="the row has a video, but the model takes none"):
         plugin_of(build_processor("llava")).encode_video(clip())
-    with pytest.raises(ConfigError, match="the model hears 16000 samples a second"):
+    with pytest.raises(ConfigError, match="the model takes 16000 samples per second"):
         plugin_of(build_processor("qwen3_asr"), audio_sampling_rate=8000)
 
 

@@ -135,8 +135,8 @@ def test_hosts_that_are_not_public_are_not_asked(tmp_path: Path, site: str) -> N
     ("path", "message"),
     [
         ("/to/http://localhost:{port}/a.png", "an address that is not public"),
-        ("/to/file:///etc/passwd", "is no address of the web"),
-        ("/to/ftp://127.0.0.1/a.png", "is no address of the web"),
+        ("/to/file:///etc/passwd", "is not an address of the web"),
+        ("/to/ftp://127.0.0.1/a.png", "is not an address of the web"),
         ("/circle", "more than 5 redirects"),
         ("/none.png", "answers 404"),
         ("/cut", "broke off|cannot be fetched"),
@@ -176,7 +176,7 @@ def test_data_urls(tmp_path: Path) -> None:
     assert loader(tmp_path).load_image(url).size == (20, 10)
     with pytest.raises(DataError, match="is a URL"):
         loader(tmp_path, limits=MediaLimits()).load_image(url)
-    with pytest.raises(DataError, match="is no address of the web"):
+    with pytest.raises(DataError, match="is not an address of the web"):
         loader(tmp_path).load_image("file:///etc/passwd")
 
 

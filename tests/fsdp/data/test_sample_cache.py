@@ -255,7 +255,7 @@ class TestReuse:
         with pytest.raises(ConfigError, match=r"list cannot be encoded up front"):
             encoded_up_front(as_mm_dataset([1, 2]), param("x"))
         stream = as_mm_dataset(type("Stream", (), {"streams": True})())
-        with pytest.raises(ConfigError, match=r"streamed are not known before.*streaming: false"):
+        with pytest.raises(ConfigError, match=r"streamed rows are not known before.*streaming: false"):
             encoded_up_front(stream, param("x"))
 
 

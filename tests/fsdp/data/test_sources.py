@@ -225,7 +225,7 @@ def test_an_entry_of_dataset_info_without_columns_has_the_usual_ones(tmp_path: P
         ({"file_name": "a.json", "columns": {"promt": "q"}}, "'promt' is not known here. Did you mean 'prompt'?"),
         ({"file_name": "a.json", "columns": {"kto_tag": "label"}}, "'kto_tag' is not known here"),
         ({"file_name": "a.json", "tags": {"usr_tag": "U"}}, "'usr_tag' is not known here. Did you mean 'user_tag'?"),
-        ({"file_name": "a.json", "num_samples": "all"}, "'all' is no number of samples"),
+        ({"file_name": "a.json", "num_samples": "all"}, "'all' is not a number of samples"),
         ({"file_name": "hub", "split": "valid"}, "no split 'valid', only train"),
     ],
 )

@@ -93,7 +93,9 @@ def test_epochs_cannot_be_counted() -> None:
     data = loader(Stream([8] * 100))
     assert data.steps_per_epoch is None
     assert data.describe() == "rows as they are found"
-    with pytest.raises(ConfigError, match=r"training.train_epochs  rows that are streamed .* Set training.train_iters"):
+    with pytest.raises(
+        ConfigError, match=r"training.train_epochs  the number of streamed rows .* Set training.train_iters"
+    ):
         data.steps_for(2)
     packed = loader(Stream([8] * 100, packing=True, cutoff_len=64))
     with pytest.raises(ConfigError, match=r"training.train_epochs"):
@@ -131,5 +133,5 @@ def test_real_files(tmp_path: Path, param: Callable[..., DatasetParam]) -> None:
         assert sorted(names[:13]) == sorted(names[13:]) == sorted(whole[i]["sample_id"] for i in range(13))
         assert set(names[:5]) == {f"a.jsonl:{n}" for n in range(1, 6)}
         assert data.position == DataPosition(1, 13)
-    with pytest.raises(ConfigError, match="val_rate  streamed rows cannot be set aside"):
+    with pytest.raises(ConfigError, match="val_rate  streamed rows cannot be held out"):
         build_mm_dataset(param("a.jsonl", streaming=True, val_rate=0.5))

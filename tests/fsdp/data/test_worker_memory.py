@@ -50,7 +50,7 @@ def taken(data: Any, steps: int) -> list[tuple[list[int], list[int]]]:
 
 def test_workers_that_leak_are_started_anew_and_nothing_is_lost() -> None:
     with pytest.warns(
-        UserWarning, match=r"data worker \d has grown by \d+ MiB to \d+ MiB: the workers are started anew"
+        UserWarning, match=r"data worker \d has grown by \d+ MiB to \d+ MiB: the workers are started again"
     ):
         found = taken(loader(Numbers(200, leak([])), workers=2), 60)
     with warnings.catch_warnings():

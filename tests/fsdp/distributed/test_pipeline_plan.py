@@ -69,7 +69,11 @@ def test_split_points_may_leave_the_ends_without_layers() -> None:
     [
         (8, {}, r"8 ranks are more stages than the 6 layers .*: 6 ranks"),
         (4, {"schedule": "zbv"}, r"4 ranks × 2 chunks .* at most 6: 3 ranks"),
-        (2, {"split_points": ["model.layers.9"]}, r"'model.layers.9' is no module .* model.layers.0 to model.layers.5"),
+        (
+            2,
+            {"split_points": ["model.layers.9"]},
+            r"'model.layers.9' is not a module .* model.layers.0 to model.layers.5",
+        ),
         (2, {"split_points": ["model.layers.2", "model.layers.4"]}, r"2 split points make 3 stages, .* has 2"),
         (3, {"split_points": ["model.layers.4", "model.layers.2"]}, r"not one behind the other"),
         (3, {"split_points": ["model.layers.4", "model.layers.4"]}, r"would have no parameters"),
@@ -85,7 +89,7 @@ def test_a_model_without_cut_points_is_refused() -> None:
         find_cut_points(nn.Linear(2, 2))
     model = decoder()
     model.model.extra = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="holds extra, and nobody says which stage"):
+    with pytest.raises(ConfigError, match="holds extra, and it is not known which stage"):
         find_cut_points(model)
 
 

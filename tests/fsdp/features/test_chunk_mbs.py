@@ -242,9 +242,9 @@ def test_a_sharded_module_is_gathered_once(folder: Path) -> None:
         ),
         ("qwen3", {"chunk_kwarg_names": ["attention_mask"]}, "argument 'position_", "chunk_kwarg_names"),
         ("wan", {}, "argument 1 of 'blocks.0' has the shape", "chunk_arg_indexs"),
-        ("wan", {"chunk_arg_indexs": [0, 1, 2, 9]}, "9 is no argument of 'blocks.0'", "chunk_arg_indexs"),
-        ("wan", {"chunk_arg_indexs": [-1]}, "-1 is no argument", "chunk_arg_indexs"),
-        ("wan", {"chunk_kwarg_names": ["mask"]}, "'mask' is no argument of 'blocks.0'", "chunk_kwarg_names"),
+        ("wan", {"chunk_arg_indexs": [0, 1, 2, 9]}, "9 is not an argument of 'blocks.0'", "chunk_arg_indexs"),
+        ("wan", {"chunk_arg_indexs": [-1]}, "-1 is not an argument", "chunk_arg_indexs"),
+        ("wan", {"chunk_kwarg_names": ["mask"]}, "'mask' is not an argument of 'blocks.0'", "chunk_kwarg_names"),
         ("wan", {"apply_modules": ["blocks"]}, "never called itself", "apply_modules"),
         ("wan", {"apply_modules": ["layers.{*}"]}, "matches no module", "apply_modules"),
         ("wan", {"chunk_arg_indexs": []}, "none of the arguments", "chunk_arg_indexs"),
@@ -261,7 +261,7 @@ def test_refused(kind: str, plan: dict[str, Any], message: str, key: str, folder
 def test_pieces_of_packed_rows_are_refused() -> None:
     model = nn.ModuleDict({"block": Borders()})
     chunk_mbs.run_in_slices(model, ["block"], FeatureArguments().chunkmbs_plan)
-    with pytest.raises(ConfigError, match="pieces that belong together"):
+    with pytest.raises(ConfigError, match="parts that belong together"):
         model["block"](torch.ones(6, 3), cu_seqlens=torch.tensor([0, 2, 6]))
 
 

@@ -187,6 +187,6 @@ def test_without_labels_micro_batches_weigh_their_samples() -> None:
 def test_the_log_says_what_it_is() -> None:
     assert (
         ModelLoss(made("qwen3")).describe()
-        == "the model's own, as the mean over label tokens, which is told their number"
+        == "the model's own, as the mean over label tokens, which is given their number"
     )
     assert "told" not in ModelLoss(nn.Identity()).describe()

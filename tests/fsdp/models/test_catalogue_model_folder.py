@@ -189,7 +189,7 @@ ERRORS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("80 LFS pointer", write("model.safetensors", LFS), "Git LFS pointer.*git lfs pull"),
     ("80 LFS pointer among shards", then(into_shards, write("model-00001-of-00002.safetensors", LFS)), "Git LFS"),
     ("80 random bytes", write("model.safetensors", b"\xff" * 200), "no safetensors file"),
-    ("80 header is no JSON", edit_header(lambda header: header.replace('"', "'")), "header is not valid JSON"),
+    ("80 header is not JSON", edit_header(lambda header: header.replace('"', "'")), "header is not valid JSON"),
     ("80 hole", edit_header(lambda header: header.replace('"data_offsets":[0,', '"data_offsets":[4,')), "hole|takes"),
     ("81 key twice", edit_header(key_twice), r"'model\.norm\.weight' twice"),
     (
@@ -224,7 +224,7 @@ ERRORS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("86 only .bin", only_bin, r"only pickled weights.*convert.*save_pretrained"),
     ("86 nothing", remove("model.safetensors"), r"no \*\.safetensors here.*train_from_scratch"),
     ("87 malicious .bin", malicious_bin, r"would run (posix|nt)\.system"),
-    ("88 no tokenizer", remove("tokenizer.json", "tokenizer_config.json"), "no processor or tokenizer here"),
+    ("88 no tokenizer", remove("tokenizer.json", "tokenizer_config.json"), "the folder has no processor or tokenizer"),
     (
         "88 no padding token",
         lambda folder: edit_json(folder / "tokenizer_config.json", pad_token=None),

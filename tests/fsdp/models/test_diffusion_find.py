@@ -53,7 +53,7 @@ def test_an_id_of_a_language_model_is_refused(folder: Path) -> None:
 
 def test_a_scheduler_that_noise_levels_follow_from_is_not_guessed(folder: Path) -> None:
     shutil.rmtree(folder / "scheduler")
-    with pytest.raises(ModelFolderError, match=r"'scheduler' is listed in .*, but its folder is not there"):
+    with pytest.raises(ModelFolderError, match=r"'scheduler' is listed in .*, but its folder does not exist"):
         find_adapter(folder)
 
 
@@ -63,7 +63,7 @@ def test_a_vae_that_sizes_follow_from_is_asked_for_by_those_who_use_it_and_may_b
     config = whole.component_config("vae")
     shutil.rmtree(folder / "vae")
     found = find_adapter(folder)
-    with pytest.raises(ModelFolderError, match=r"'vae' is listed in .*, but its folder is not there"):
+    with pytest.raises(ModelFolderError, match=r"'vae' is listed in .*, but its folder does not exist"):
         found.require("vae")
     found.note_components({"vae": config, "scheduler": {"shift": 99}})
     assert found.geometry == whole.geometry

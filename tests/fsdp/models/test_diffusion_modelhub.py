@@ -221,7 +221,7 @@ def _unknown_family(folder: Path) -> None:
         (_unknown_setting, r"window_size.*knows no such setting"),
         (_quantised, r"quantised \(bitsandbytes\)"),
         (_impossible, r"cannot build the transformer"),
-        (_unknown_pipeline, r"FluxFillPipeline is no pipeline of FluxTransformer2DModel"),
+        (_unknown_pipeline, r"FluxFillPipeline is not a pipeline of FluxTransformer2DModel"),
         (_unknown_family, r"Did you mean 'FluxTransformer2DModel'"),
     ],
 )
@@ -238,10 +238,14 @@ def test_a_bad_folder_is_one_clear_error(
     ("changes", "error", "message"),
     [
         ({"transformer": {"num_layer": 2}}, ConfigError, r"model\.transformer\.num_layer .*Did you mean 'num_layers'"),
-        ({"attn_implementation": "native-sparse"}, ConfigError, r"model\.attn_implementation .*no attention kernel"),
+        (
+            {"attn_implementation": "native-sparse"},
+            ConfigError,
+            r"model\.attn_implementation .*not an attention kernel",
+        ),
         ({"attn_implementation": "flash_attention_2"}, MachineError, r"does not run on a CPU"),
         ({"model_id": "qwen3_vl"}, ConfigError, r"'qwen3_vl' is not a generator, but the folder is one"),
-        ({"model_id": "wan2_1"}, ModelFolderError, r"FluxPipeline is no pipeline of WanTransformer3DModel"),
+        ({"model_id": "wan2_1"}, ModelFolderError, r"FluxPipeline is not a pipeline of WanTransformer3DModel"),
         ({"freeze": ["text_blocks.{*}"]}, ConfigError, r"text_blocks"),
     ],
 )

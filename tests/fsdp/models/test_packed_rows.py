@@ -184,7 +184,7 @@ def test_a_tower_is_not_told_the_texts_borders() -> None:
     ],
 )
 def test_what_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, part: str, left_out: Any) -> None:
-    """Towers that are told the text's borders, images that are no blocks, states that run on."""
+    """Towers that are told the text's borders, images that are not blocks, states that run on."""
     monkeypatch.setattr(packed_rows, part, left_out)
     monkeypatch.setattr(packed_rows, "check_packed_rows", lambda *_, **__: None)
     with pytest.raises((ParityError, AttentionError, ValueError)):

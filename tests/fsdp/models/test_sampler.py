@@ -313,7 +313,7 @@ def test_rows_of_json(tmp_path: Path) -> None:
         ("p.csv", b"prompt\na\n", "'.csv' files are not read"),
         ("p.jsonl", b"", "p.jsonl.*empty"),
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"p.jsonl:2.*broken JSON"),
-        ("p.jsonl", b'{"text": "a"}\n', r"p.jsonl:1.*'text' is no field.*A row has prompt"),
+        ("p.jsonl", b'{"text": "a"}\n', r"p.jsonl:1.*'text' is not a field.*A row has prompt"),
         ("p.jsonl", b'{"prompt": "a", "negativ_prompt": ""}\n', "Did you mean 'negative_prompt'"),
         ("p.jsonl", b'{"seed": 1}\n', r"p.jsonl:1.*no 'prompt'"),
         ("p.jsonl", b'{"prompt": 3}\n', r"p.jsonl:1.*3 is not text"),
@@ -323,7 +323,7 @@ def test_rows_of_json(tmp_path: Path) -> None:
         ("p.jsonl", b'{"prompt": "a", "image": "gone.png"}\n', r"p.jsonl:1.*'gone.png' not found"),
         ("p.jsonl", b'{"prompt": "a", "image": "/etc/passwd"}\n', "outside the media roots"),
         ("p.jsonl", b'{"prompt": "a", "image": "http://a/b.png"}\n', "only local files"),
-        ("p.jsonl", b'{"prompt": "a", "image": 5}\n', "5 is no path"),
+        ("p.jsonl", b'{"prompt": "a", "image": 5}\n', "5 is not a path"),
         ("p.jsonl", b"[1]\n", r"p.jsonl:1.*not an object"),
     ],
 )  # fmt: skip

@@ -72,7 +72,7 @@ def read(path: Path) -> File:
 
 
 def keys() -> Iterator[tuple[str, type[Section]]]:
-    """Every key that is no section, with the class of its section."""
+    """Every key that is not a section, with the class of its section."""
     classes: dict[str, type[Section]] = {"": Arguments}
     for key, info in walk_fields():
         inner = section_of(info.annotation)

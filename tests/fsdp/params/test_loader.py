@@ -190,7 +190,7 @@ def test_either_switch_of_older_files_switches_recompute_on(load: Any, text: str
 
 def test_recompute_switch_of_older_files_is_warned_of_and_checked(load: Any) -> None:
     (warning,) = load("model: {enable_gradient_checkpointing: true}\n").warnings
-    assert "model.enable_gradient_checkpointing  is taken as features.recompute" in warning
+    assert "model.enable_gradient_checkpointing  is read as features.recompute" in warning
     (problem,) = problems(load, "model: {enable_gradient_checkpointing: maybe}\n")
     assert (problem.key, problem.where.rpartition("/")[2]) == ("features.recompute", "run.yaml:1:40")
 
@@ -326,6 +326,6 @@ def test_written_out_with_origins_it_reads_back_the_same(load: Any, tmp_path: Pa
 
 def test_two_ends_of_a_run_are_warned_of_only_where_both_were_given(load: Any) -> None:
     (warning,) = load("training: {train_iters: 5, train_epochs: 2}\n").warnings
-    assert "training.train_iters  training.train_epochs is given too, and wins" in warning
+    assert "training.train_iters  training.train_epochs is also given and takes precedence" in warning
     for given in ("train_iters: 5", "train_epochs: 2", "train_iters: 5, train_epochs: null"):
         assert not load(f"training: {{{given}}}\n").warnings

@@ -26,12 +26,12 @@ REENTRANT = "features.recompute_plan.use_reentrant"
         (
             {**RECOMPUTE, "model.skip_flash_attn_recompute": True, "model.attn_implementation": "eager"},
             "model.skip_flash_attn_recompute",
-            "'eager' attention is no kernel",
+            "'eager' attention has no kernel",
         ),
         (
             {**RECOMPUTE, "model.skip_gdn_recompute": True, "features.compile": True},
             "model.skip_gdn_recompute",
-            "one graph of a block",
+            "compiles a block into one graph",
         ),
         (
             {**SLICES, "data.dataset_param.basic_parameters.packing": True},

@@ -70,7 +70,7 @@ def test_inputs_that_are_in_both_places_follow_those_that_are_in_one(place: Path
 def test_two_bases_are_refused(place: Path) -> None:
     (place / "model").rename(place.parent / "elsewhere" / "model")
     with pytest.raises(
-        ConfigError, match=r"'rows\.json' is there beside the YAML .* 'model' of model\.model_name_or_path"
+        ConfigError, match=r"'rows\.json' exists only beside the YAML .* 'model' of model\.model_name_or_path"
     ):
         load_config(place / "run.yaml")
     absolute = f"model: {{model_name_or_path: {place.parent / 'elsewhere' / 'model'}}}\n"

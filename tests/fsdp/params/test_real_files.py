@@ -34,7 +34,7 @@ def test_older_vision_file() -> None:
     assert arguments.features.recompute_plan.apply_modules == ("model.language_model.layers.{*}",)
     warned = "\n".join(config.warnings)
     assert "model.loss_cfg" in warned
-    assert "Its place is features.loss_cfg" in warned
+    assert "It belongs at features.loss_cfg" in warned
     assert "parallel.context_parallel_size" in warned
     assert arguments.features.recompute is True
     assert unbuilt_features(arguments) == []

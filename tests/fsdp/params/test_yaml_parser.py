@@ -91,7 +91,7 @@ def test_duplicate_keys_are_problems_with_both_lines() -> None:
         ("a: b: c\n", r"f\.yaml:1:5  not valid YAML"),
         ("a: [1\n", r"not valid YAML"),
         ("a: " + "[" * 70 + "]" * 70 + "\n", r"nested deeper than 64"),
-        ("a: ['x', layers.{*}]\n", r"takes quotes"),
+        ("a: ['x', layers.{*}]\n", r"needs quotes"),
         ("a: \x07\n", r"not valid YAML"),
     ],
 )

@@ -248,7 +248,7 @@ def test_every_key_that_the_advice_names_exists() -> None:
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"hello", "is no JSON"),
+        (b"hello", "is not JSON"),
         (b'{"metrics": []}', "no list 'traceEvents'"),
         (b'{"traceEvents": [', "cut short"),
         (b'{"traceEvents": [{"ph": "X", "na', "cut short"),
@@ -270,7 +270,7 @@ def test_a_file_that_is_no_trace_is_one_error(content: bytes, message: str, tmp_
 
 def test_a_path_without_traces_is_one_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(DataError, match=r"no trace|not there"):
+        with pytest.raises(DataError, match=r"no trace|does not exist"):
             analyse(path)
 
 

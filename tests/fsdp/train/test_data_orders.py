@@ -73,7 +73,7 @@ def test_streamed_rows_need_a_number_of_steps(calm: Path, tmp_path: Path) -> Non
     parts = run(calm, tmp_path / "parts", *words, "--steps", 2) + run(calm, tmp_path / "parts", *words)
     assert parts == whole
     said = mm("train", calm, *words, "training.train_epochs=2")
-    assert said.code != 0 and "training.train_epochs  rows that are streamed have no number" in said.err
+    assert said.code != 0 and "training.train_epochs  the number of streamed rows is not known" in said.err
 
 
 def test_validation_is_the_mean_over_the_whole_set_however_it_is_packed(calm: Path, tmp_path: Path) -> None:

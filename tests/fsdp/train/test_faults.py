@@ -123,7 +123,7 @@ def test_device_that_is_not_there(yaml: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     said = mm("train", yaml, "--nproc", 2)
     assert said.code == 3
-    assert "2 ranks on this host need 2 devices, and it has 1 (cuda)" in said.err
+    assert "2 ranks on this host need 2 devices, but it has 1 (cuda)" in said.err
 
 
 def test_half_a_launcher_environment(yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_bad_requests_are_one_warning_each_and_a_touch_is_a_request(
     on += ["tools.profile.dynamic_param.config_path=watched", "training.train_iters=16", f"{TIME}.analyse_flag=false"]
     train(yaml, *on, hooks=[Person()])
     said = capsys.readouterr().out
-    for words in ("is no JSON", "Did you mean 'level'?", "steps is 0", "not one of 0, 1, 2"):
+    for words in ("is not JSON", "Did you mean 'level'?", "steps is 0", "not one of 0, 1, 2"):
         assert said.count(words) == 1, words
     assert said.count("will be recorded") == 1
     (trace,) = (tmp_path / "run" / "profiling").iterdir()

@@ -76,8 +76,8 @@ def dangling(root: Path, yaml: Path) -> Path:
 
 
 CASES: dict[str, tuple[Callable[[Path, Path], Path | str], str]] = {
-    "a config.yaml": (own_file("config.yaml"), r"is no run folder and holds config\.yaml"),
-    "a run.json": (own_file("run.json"), r"is no run folder and holds run\.json"),
+    "a config.yaml": (own_file("config.yaml"), r"is not a run folder and holds config\.yaml"),
+    "a run.json": (own_file("run.json"), r"is not a run folder and holds run\.json"),
     "a log": (own_file("log"), "holds log"),
     "an iter_": (own_file("iter_0000001"), "holds iter_0000001"),
     "a model of the user's": (own_file("model"), "holds model"),
@@ -120,7 +120,7 @@ def test_a_users_lock_file_is_kept(verb: str, of_a_run: bool, yaml: Path, tmp_pa
     before = everything(tmp_path)
     ended = mm(verb, yaml, f"training.save={tmp_path}")
     assert ended.code == 3, ended
-    for part in (str(tmp_path / ".lock"), "training.save", "stands where a run keeps its lock file, and no run has"):
+    for part in (str(tmp_path / ".lock"), "training.save", "is where a run keeps its lock file, but no run has"):
         assert part in ended.out + ended.err
     assert everything(tmp_path) == before
 
@@ -156,7 +156,7 @@ def test_objects_are_not_stored_over_a_users_files(name: str, yaml: Path, tmp_pa
     (tmp_path / "mine" / name).write_text(SECRET)
     before = everything(tmp_path)
     rows = [json.loads(line) for line in (yaml.parent / "rows.jsonl").read_text().splitlines()]
-    with pytest.raises(ConfigError, match="is no run folder and holds"):
+    with pytest.raises(ConfigError, match="is not a run folder and holds"):
         api.train(yaml, rows=rows, training={"save": str(tmp_path / "mine")})
     assert everything(tmp_path) == before
 

@@ -50,7 +50,7 @@ def test_a_class_gets_it_by_its_constructor() -> None:
 
 
 def test_what_nobody_gives_is_named() -> None:
-    with pytest.raises(ConfigError, match="'mine' asks for 'split', which nobody gives") as caught:
+    with pytest.raises(ConfigError, match="'mine' has a parameter 'split', which is not passed") as caught:
         call(lambda basic_param, *, split: split)
     assert caught.value.problems[0].key == "the.key"
 

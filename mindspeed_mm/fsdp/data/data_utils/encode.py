@@ -70,7 +70,7 @@ class EncodedQuestion(NamedTuple):
     media: list[MediaFeatures]
 
 
-class Outline(NamedTuple):
+class SampleOutline(NamedTuple):
     """A sample as it will be encoded, with its media known by their headers alone. L tokens."""
 
     text: str
@@ -179,7 +179,7 @@ class SampleEncoder:
         except DataError as error:
             raise at_place(error, str(sample.place)) from error
 
-    def outline(self, sample: Sample) -> Outline | tuple[Outline, Outline]:
+    def outline(self, sample: Sample) -> SampleOutline | tuple[SampleOutline, SampleOutline]:
         """What `encode` makes of a sample, without decoding media; of a preference row, of both answers.
 
         Raises:
@@ -189,7 +189,7 @@ class SampleEncoder:
             if sample.text is not None:
                 ids, full = self._document(sample)
                 weights = np.ones(len(ids), dtype=np.float32)
-                return Outline(sample.text, ids, ids, weights, [], [], SampleSize(len(ids), 0), full, 0)
+                return SampleOutline(sample.text, ids, ids, weights, [], [], SampleSize(len(ids), 0), full, 0)
             chosen = self._outline_conversation(sample)
             return chosen if sample.rejected is None else (chosen, self._outline_conversation(sample.rejected))
         except DataError as error:
@@ -250,13 +250,15 @@ class SampleEncoder:
         kept = features[: _count_media(sample, end)]
         return _encoded(sample, turns.ids, turns.labels, kept, shrunk=True, weights=_fractions(turns))
 
-    def _outline_conversation(self, sample: Sample) -> Outline:
+    def _outline_conversation(self, sample: Sample) -> SampleOutline:
         sizes = self._sizes(sample)
         end, full = self._fitting(sample, expansions := self._expansions_of_sizes(sample, sizes))
         turns = self._turns(sample, end, expansions)
         self._check_mask(turns, sample, end)
         size = SampleSize(len(turns.ids), _patches(sample, end, sizes))
-        return Outline(self._tokens.shown(turns.text), *turns[1:], sizes, size=size, full_tokens=full, messages=end)
+        return SampleOutline(
+            self._tokens.shown(turns.text), *turns[1:], sizes, size=size, full_tokens=full, messages=end
+        )
 
     def _measure_conversation(self, sample: Sample) -> SampleSize:
         sizes = self._sizes(sample)

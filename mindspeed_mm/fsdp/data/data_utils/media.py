@@ -172,7 +172,7 @@ class MediaLoader:
             return item, "embedded bytes"
         if not isinstance(item, str) or not item or "\x00" in item:
             raise DataError(
-                f"{item!r} is no media item", way_out="Give a path, bytes, or an object with 'path' or 'bytes'."
+                f"{item!r} is not a media item", way_out="Give a path, bytes, or an object with 'path' or 'bytes'."
             )
         if _is_remote(item):
             return self._fetched(item), item[:100]
@@ -277,7 +277,7 @@ class PixelBudget:
 
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{64,}={0,2}")
-"""Text that is no path: names of media have a dot, which base64 has not."""
+"""Text that is not a path: names of media have a dot, which base64 has not."""
 _REMOTE = ("http://", "https://", "ftp://", "s3://", "file:", "data:")
 
 

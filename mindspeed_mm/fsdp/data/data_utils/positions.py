@@ -40,7 +40,7 @@ class PositionRule(Protocol):
 
     def __call__(self, input_ids: np.ndarray, inputs: Mapping[str, Any]) -> torch.Tensor:
         """(1, L) int64 positions; (4, L) of a model with mRoPE: text, time, height, width. int32 are the bits of fp32
-        numbers: positions that are no whole numbers, which would be rounded to bf16 on their way into the model.
+        numbers: positions that are not whole numbers, which would be rounded to bf16 on their way into the model.
 
         Args:
             input_ids: (L,) of one sample.

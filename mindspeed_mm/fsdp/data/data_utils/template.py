@@ -192,7 +192,7 @@ def _read_template(path: Path) -> str:
         source = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"'{path}' is no text: byte {error.start} is not UTF-8",
+            f"'{path}' is not text: byte {error.start} is not UTF-8",
             key=f"{_BASIC}.chat_template",
             way_out="Give a jinja file.",
         ) from error

@@ -146,7 +146,7 @@ class BucketOrder(Order):
             f"{left} samples of epoch {position.epoch} are left, and the steps of other micro-batches would not take "
             "just them",
             key="training.micro_batch_size",
-            way_out="Give micro_batch_size and ranks × accumulation as they were; or say --accept-data-change to leave "
+            way_out="Give micro_batch_size and ranks × accumulation as they were; or add --accept-data-change to leave "
             "these samples out and go on with the next epoch.",
         )
 

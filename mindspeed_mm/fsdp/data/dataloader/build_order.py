@@ -135,7 +135,7 @@ def _sampler(
         return build_sampler(dataloader_param, len(dataset), seed), None
     if not dataset.parts:
         raise ConfigError(
-            f"{type(dataset.origin).__name__} does not tell its parts", key=f"{_BASIC}.mix", way_out="Leave mix out."
+            f"{type(dataset.origin).__name__} does not name its parts", key=f"{_BASIC}.mix", way_out="Leave mix out."
         )
     parts, weights = weighted_parts(dataset.parts, basic.mix.weights)
     if basic.mix.by == "samples":

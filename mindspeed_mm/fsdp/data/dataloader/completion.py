@@ -24,8 +24,8 @@ def completed(batch: Any, names: Sequence[str]) -> Batch:
         The same with `sample_ids`, and with `shift_labels` made of `labels`, where it had none.
 
     Raises:
-        DataError: It is no mapping, holds nothing that a loss is taken from, or holds labels that are no tensor of
-            rows.
+        DataError: It is not a mapping, holds nothing that a loss can be computed from, or holds labels that are not a
+            tensor of rows.
     """
     if not isinstance(batch, Mapping):
         raise DataError(

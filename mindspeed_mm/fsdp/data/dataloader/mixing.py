@@ -102,7 +102,7 @@ def weighted_parts(parts: Sequence[Part], weights: Mapping[str, float]) -> tuple
         except KeyError:
             names = [part.name for part in parts]
             raise ConfigError(
-                f"'{name}' is no entry of dataset",
+                f"'{name}' is not an entry of dataset",
                 key=f"{_KEY}.{name}",
                 way_out=f"{did_you_mean(name, names)}The entries are {', '.join(names)}.",
             ) from None

@@ -84,7 +84,7 @@ class Order(ABC):
     batching: dict[str, Any]
     """What else than the samples decides how they are put together: the same before and after a resume."""
     most_tokens: int | None = None
-    """Of a micro-batch, where they are limited."""
+    """Maximum number of tokens in a micro-batch; None: no limit."""
     is_exact = True
     """Whether `steps_for` counts; otherwise it estimates."""
 
@@ -229,7 +229,7 @@ def too_few(size: int, why: str) -> DataError:
 def no_epochs() -> ConfigError:
     """The error of epochs over rows that nobody has counted."""
     return ConfigError(
-        "rows that are streamed have no number until all are read, so epochs cannot be counted in steps",
+        "the number of streamed rows is not known until all are read, so epochs cannot be counted in steps",
         key="training.train_epochs",
         way_out="Set training.train_iters instead.",
     )

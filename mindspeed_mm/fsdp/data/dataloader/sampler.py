@@ -97,7 +97,7 @@ def check_sampler_name(name: str) -> None:
     known = sorted({*SAMPLERS, *BUCKET_SAMPLERS, BUDGET_SAMPLER})
     if name not in known:
         built = f"There are {', '.join(known)}."
-        raise ConfigError(f"'{name}' is no sampler", key=SAMPLER_KEY, way_out=f"{did_you_mean(name, known)}{built}")
+        raise ConfigError(f"'{name}' is not a sampler", key=SAMPLER_KEY, way_out=f"{did_you_mean(name, known)}{built}")
 
 
 def keeps_order(dataloader_param: Any) -> bool:

@@ -78,7 +78,7 @@ class WorkerPool:
                 done = self._under_way.popleft()
                 fault = memory.note_delivery([worker.pid for worker in self._workers()])
                 if fault is not None and not asked.is_closed:
-                    warnings.warn(f"{fault}: the workers are started anew", stacklevel=2)
+                    warnings.warn(f"{fault}: the workers are started again", stacklevel=2)
                     asked.is_closed = True
                 yield delivery
             if not asked.is_closed:

@@ -90,7 +90,7 @@ def read_facts(path: Path) -> tuple[FileFacts, dict[str, TensorFacts]]:
     except ModelFolderError as error:
         raise DamagedFile(error.problems[0].what, where=str(path)) from error
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise DamagedFile(f"is no file of features ({type(error).__name__}: {error})", where=str(path)) from error
+        raise DamagedFile(f"is not a file of features ({type(error).__name__}: {error})", where=str(path)) from error
     shapes = {name: (dtype_name(entry.dtype), entry.shape) for name, entry in entries.items()}
     if facts.checksums.keys() != shapes.keys():
         raise DamagedFile("holds other tensors than its list says", where=str(path))
@@ -105,7 +105,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is not a dict)
     except (SafetensorError, OSError) as error:
         raise DamagedFile(str(error), where=str(path)) from error
 

@@ -70,7 +70,7 @@ class FeatureFolder:
             return
         if foreign := sorted(path.name for path in self.path.iterdir() if not path.name.startswith(".")):
             raise UsageError(
-                f"is no folder of features, and holds {', '.join(foreign[:3])}",
+                f"is not a folder of features, and holds {', '.join(foreign[:3])}",
                 where=str(self.path),
                 way_out="Name an empty folder, or one that does not exist.",
             )

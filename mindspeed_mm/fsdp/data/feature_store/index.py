@@ -78,7 +78,7 @@ def read_index(path: Path) -> list[FeatureRecord]:
             records.append(FeatureRecord.from_json(parse_json(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
-                f"is no line of an index ({type(error).__name__}: {error})",
+                f"is not a line of an index ({type(error).__name__}: {error})",
                 where=f"{path}:{number}",
                 way_out="Run mm extract again: it writes the index from the shards.",
             ) from error
@@ -98,7 +98,7 @@ def read_skipped(path: Path) -> list[SkippedRow]:
             skipped.append(SkippedRow(**parse_json(line)))
         except (ValueError, TypeError) as error:
             raise DataError(
-                f"is no line of a list of skipped rows ({type(error).__name__}: {error})",
+                f"is not a line of a list of skipped rows ({type(error).__name__}: {error})",
                 where=f"{path}:{number}",
                 way_out="Run mm extract again: it writes the list from the shards.",
             ) from error

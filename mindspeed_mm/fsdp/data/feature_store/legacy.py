@@ -105,7 +105,7 @@ def _row(number: int, line: bytes, folder: Path) -> tuple[str, tuple[str, ...]]:
         name = content["file"]
         path = (folder / name).resolve()
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError("is no JSON object with 'file'", where=where, way_out=_WAY_OUT) from error
+        raise DataError("is not a JSON object with 'file'", where=where, way_out=_WAY_OUT) from error
     if not path.is_relative_to(folder.resolve()):
         raise DataError(f"'{name}' lies outside the folder of features", where=where)
     if not path.is_file():

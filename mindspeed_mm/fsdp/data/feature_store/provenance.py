@@ -80,7 +80,7 @@ def check_provenance(store: FeatureStore, adapter: DiffusionAdapter) -> None:
     """
     if store.components is None:
         warnings.warn(
-            f"{store.folder}: features of the older layout do not say which weights made them: nobody can tell whether "
+            f"{store.folder}: features of the older layout do not say which weights made them: it is not known whether "
             "they fit this model",
             stacklevel=2,
         )
@@ -88,7 +88,7 @@ def check_provenance(store: FeatureStore, adapter: DiffusionAdapter) -> None:
     absent = absent_encoders(adapter)
     if absent & store.components.keys():
         warnings.warn(
-            f"{adapter.folder} lacks {', '.join(sorted(absent & store.components.keys()))}: nobody can tell whether "
+            f"{adapter.folder} lacks {', '.join(sorted(absent & store.components.keys()))}: it is not known whether "
             f"the features in {store.folder} were made by the same",
             stacklevel=2,
         )

@@ -88,7 +88,7 @@ def open_features(folder: Path, adapter: DiffusionAdapter) -> FeatureStore:
         adapter.require("vae")
         return LegacyFeatureStore(files.path, adapter)
     if not files.description.is_file():
-        what = "holds no features" if files.path.is_dir() else "is not there"
+        what = "holds no features" if files.path.is_dir() else "does not exist"
         raise DataError(what, where=str(files.path), key=_KEY, way_out="Run mm extract with this configuration first.")
     description = read_description(files.description)
     if description.component_configs:

@@ -96,5 +96,5 @@ def explained(folder: FeatureFolder) -> Iterator[None]:
             f"{what} ({free_bytes(folder.path) / 2**30:.2f} GiB free)",
             where=str(error.filename or folder.path),
             key="data.dataset_param.basic_parameters.features_dir",
-            way_out="Make room and run the same command again: what is done stays done.",
+            way_out="Free some space and run the same command again: finished samples are kept.",
         ) from error

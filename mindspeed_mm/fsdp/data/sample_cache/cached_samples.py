@@ -98,7 +98,7 @@ def encoded_up_front(dataset: MMDataset, dataset_param: DatasetParam) -> CachedS
     basic = dataset_param.basic_parameters
     if dataset.streams:
         raise ConfigError(
-            "rows that are streamed are not known before they come",
+            "streamed rows are not known before they are read",
             key=f"{_BASIC}.preprocess_on_fly",
             way_out="Leave it true, or set streaming: false.",
         )

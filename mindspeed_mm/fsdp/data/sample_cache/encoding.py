@@ -79,7 +79,7 @@ def encode_rows(
                 f"the disk is full ({free_bytes(folder) / 2**30:.2f} GiB free)",
                 where=str(folder),
                 key=CACHE_KEY,
-                way_out="Make room, or set cache_dir to another disk, and start again: what is done stays done.",
+                way_out="Free some space or set cache_dir to another disk and start again: finished samples are kept.",
             )
         if encoded.error is not None:
             raise DataError(encoded.error, where=type(dataset.origin).__name__)
@@ -173,7 +173,7 @@ def _spread(work: Dataset[Any], workers: int) -> Iterator[Any]:
             raise
         raise MachineError(
             f"a process that encodes samples ended: {str(error).splitlines()[0]}",
-            way_out="It is mostly out of memory: lower preprocessing_num_workers. What is done stays done.",
+            way_out="It probably ran out of memory: lower preprocessing_num_workers. Finished samples are kept.",
         ) from error
 
 

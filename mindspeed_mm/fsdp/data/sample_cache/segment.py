@@ -102,7 +102,7 @@ def read_entries(path: Path) -> np.ndarray:
             raise DamagedSegment("is cut or no file of samples", where=str(path))
         start, count, told, _ = _FOOTER.unpack(tail)
         if start + count * ENTRY.itemsize + _FOOTER.size != size:
-            raise DamagedSegment(f"has {size} bytes, its index tells of others", where=str(path))
+            raise DamagedSegment(f"has {size} bytes, which differs from its index", where=str(path))
         file.seek(start)
         index = file.read(count * ENTRY.itemsize)
     if _checksum(index) != told:

@@ -166,7 +166,7 @@ def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
     """
     unknown = [key for key in batch if key.startswith("_") and key not in ("_rows", *_BY_ROW, *_WHOLE)]
     if unknown:
-        raise MMError(f"an objective prepared {', '.join(unknown)}, which nobody can say how to cut", key=KEYS)
+        raise MMError(f"an objective prepared {', '.join(unknown)}, and it is not known how to split it", key=KEYS)
     if "_rows" not in batch:
         return {}
     own = len(share.positions)

@@ -258,7 +258,7 @@ def padding_warnings(model: nn.Module, shards: int) -> list[str]:
 
 
 def _part_problems(modules: Mapping[str, nn.Module]) -> list[Problem]:
-    """Parameters that are no experts': their gradients would need a sum of their own."""
+    """Parameters that are not experts': their gradients would need a sum of their own."""
     for name, module in modules.items():
         for inner, parameter in module.named_parameters():
             if parameter.shape[:1] != (expert_count(module),):

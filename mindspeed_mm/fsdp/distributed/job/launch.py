@@ -104,7 +104,7 @@ def resolve_launch(environment: Mapping[str, str]) -> LaunchInfo:
     """Read torchrun's variables, else those of a Slurm step, else a job of one process.
 
     Raises:
-        MachineError: A variable is missing beside its siblings, is no number, or is out of range.
+        MachineError: A variable is missing beside its siblings, is not a number, or is out of range.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         info = _from_torchrun(environment)

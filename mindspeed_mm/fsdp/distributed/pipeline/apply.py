@@ -1,6 +1,6 @@
 """Pipeline parallelism: a model's layers are spread over ranks, which hand hidden states on.
 
-The steps stand in `fsdp/plan/apply.py`: `split_into_stages` leaves of the model what this rank has; tensor and context
+The steps stand in `assemble.py`: `split_into_stages` leaves of the model what this rank has; tensor and context
 parallelism and recompute are applied to that part; `Pipeline.build_stages` makes of it one runnable model a stage,
 which are sharded one by one. The part keeps the names of the whole: optimizer, norm, averages and checkpoints see it.
 """

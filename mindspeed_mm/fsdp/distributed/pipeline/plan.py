@@ -173,7 +173,7 @@ def _given_borders(split_points: Sequence[str], points: CutPoints, layers: int, 
     places = {f"{points.layers}.{number}": number for number in range(layers)} | {points.behind[0]: layers}
     if unknown := [name for name in split_points if name not in places]:
         raise ConfigError(
-            f"'{unknown[0]}' is no module that a stage can begin with",
+            f"'{unknown[0]}' is not a module that a stage can begin with",
             key=SPLIT_KEY,
             way_out=f"Take {points.layers}.0 to {points.layers}.{layers - 1}, or {points.behind[0]} for a last stage "
             "without layers.",

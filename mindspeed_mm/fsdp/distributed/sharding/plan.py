@@ -146,7 +146,7 @@ def _outermost(names: Sequence[str]) -> list[str]:
 
 
 def _with_towers(units: Sequence[Unit], towers: Collection[str], ignored: Sequence[str]) -> list[Unit]:
-    """Units with those of whole towers marked. A tower that is no unit becomes one: its gradients are summed there."""
+    """Units with those of whole towers marked. A tower that is not a unit becomes one, which sums its gradients."""
     wrapped = {name for unit in units for name in unit.names}
     missing = [Unit((name,)) for name in towers if name not in wrapped and not is_inside(name, ignored)]
     return [Unit(unit.names, of_tower=is_inside(unit.names[0], towers)) for unit in (*units, *missing)]

@@ -1,8 +1,8 @@
 """Makes sure that sharding sees the tensors which wrapped modules return.
 
 `fully_shard` starts a module's backward pass from hooks on its output tensors, and finds them by `torch.utils._pytree`.
-In an object that is no pytree (a plain dataclass, a SimpleNamespace) it finds none: gradients would stay unreduced and
-parameters gathered, without a word.
+In an object that is not a pytree (a plain dataclass, a SimpleNamespace) it finds none: gradients would stay unreduced
+and parameters gathered, without a word.
 """
 
 from __future__ import annotations

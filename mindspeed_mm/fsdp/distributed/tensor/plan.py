@@ -192,7 +192,7 @@ def _own(model: nn.Module, linear: Mapping[str, nn.Module]) -> _Draft:
     for pattern, style in own_plan(model).items():
         expression = compile_pattern(re.sub(r"(?<![^.])\*(?![^.])", "{*}", pattern), key=KEY)
         found = [name for name in names if expression.fullmatch(name)]
-        # Experts are bare parameters, or styles of their own; what remains of them is no linear layer.
+        # Experts are bare parameters, or styles of their own; what remains of them is not a linear layer.
         if style in _OF_EXPERTS or (not found and ".experts" in pattern):
             draft.whole.append(pattern)
             continue

@@ -51,14 +51,14 @@ def check_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> 
         missing = [place for place in plan.chunk_arg_indexs if not 0 <= place < len(places)]
         if missing and inspect.Parameter.VAR_POSITIONAL not in kinds:
             raise ConfigError(
-                f"{missing[0]} is no argument of '{name}', which takes {len(places)}",
+                f"{missing[0]} is not an argument of '{name}', which takes {len(places)}",
                 key=PLACES,
                 way_out=f"They are counted from 0: {', '.join(f'{n} {p.name}' for n, p in enumerate(places))}.",
             )
         unknown = [given for given in plan.chunk_kwarg_names if given not in {p.name for p in parameters}]
         if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ConfigError(
-                f"'{unknown[0]}' is no argument of '{name}'",
+                f"'{unknown[0]}' is not an argument of '{name}'",
                 key=NAMES,
                 way_out=f"It takes {', '.join(p.name for p in places)}.",
             )
@@ -167,7 +167,7 @@ class SlicedForward:
         given = next((name for name in _BORDERS if kwargs.get(name) is not None), None)
         if given is not None:
             raise ConfigError(
-                f"'{self._name}' is told of borders ({given}): what looks like rows are pieces that belong together",
+                f"'{self._name}' gets document borders ({given}): what looks like rows are parts that belong together",
                 key=MODULES,
                 way_out="Name modules that get whole rows, or set features.enable_chunk_mbs to false.",
             )

@@ -70,7 +70,7 @@ def check_attention(model: nn.Module) -> None:
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if implementation == "eager":
         raise ConfigError(
-            "true, but attention is computed by 'eager', which is no kernel whose result could be kept",
+            "true, but attention is computed by 'eager', which has no kernel whose result could be kept",
             key=SKIP_ATTENTION,
             way_out="Leave model.attn_implementation out, or this key.",
         )

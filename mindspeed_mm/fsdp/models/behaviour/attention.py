@@ -98,7 +98,7 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
     name = _ALIASES.get(requested or "sdpa", requested or "sdpa")
     if name not in _BACKENDS:
         raise ConfigError(
-            f"'{name}' is no attention kernel of image and video generators",
+            f"'{name}' is not an attention kernel of image and video generators",
             key="model.attn_implementation",
             way_out=f"Choose one of {', '.join(_BACKENDS)}, or leave it out.",
         )

@@ -87,7 +87,9 @@ def packing_problems(model: nn.Module) -> Iterator[Problem]:
     if not _calls_attention_interface(model):
         yield Problem("its attention is not behind transformers' interface", **off)
     if getattr(model, "_is_stateful", False) and not has_mixers:
-        yield Problem("its layers carry a state over tokens, and nobody knows how to stop it at a border", **off)
+        yield Problem(
+            "its layers carry a state over tokens, and it is not known how to reset it between documents", **off
+        )
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - _KEPT_APART
     if not has_mixers:
@@ -149,7 +151,7 @@ def read_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _models_beside_the_decoder(model: nn.Module) -> list[str]:
-    """Names of models inside the model that its decoder is no part of, nor they of it."""
+    """Names of models inside the model that its decoder is not a part of, nor they of it."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
     name_of = next((name for name, module in model.named_modules() if module is decoder), "")
     inside = [name for name, module in model.named_modules() if name and _is_of_transformers(module)]

@@ -134,7 +134,7 @@ class DiffusionAdapter(ABC):
             if pipeline == name:
                 return task
         raise ModelFolderError(
-            f"{name} is no pipeline of {self.transformer_class}",
+            f"{name} is not a pipeline of {self.transformer_class}",
             where=str(self.folder / "model_index.json"),
             key="_class_name",
             way_out=f"It takes {', '.join(self.pipelines.values())}.",
@@ -299,7 +299,7 @@ class DiffusionAdapter(ABC):
 def absent_component(folder: Path) -> ModelFolderError:
     """The error about a component that `model_index.json` lists and that has no folder."""
     return ModelFolderError(
-        f"'{folder.name}' is listed in model_index.json, but its folder is not there",
+        f"'{folder.name}' is listed in model_index.json, but its folder does not exist",
         where=str(folder),
         way_out="Copy the model folder again.",
     )
@@ -308,5 +308,5 @@ def absent_component(folder: Path) -> ModelFolderError:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object out of a model folder. Raises `ModelFolderError` when it is none."""
     if not path.exists():
-        raise ModelFolderError("is not there", where=str(path), way_out="Copy the model folder again.")
+        raise ModelFolderError("does not exist", where=str(path), way_out="Copy the model folder again.")
     return read_json_object(path, ModelFolderError)

@@ -65,7 +65,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json_object(path, ModelFolderError)
     if not isinstance(model_type := config.get("model_type"), str | None):
         raise ModelFolderError(
-            f"{model_type!r:.80} is no model type", where=str(path), key="model_type", way_out="Copy the file again."
+            f"{model_type!r:.80} is not a model type", where=str(path), key="model_type", way_out="Copy the file again."
         )
     _check_keys(config, path)
     return config
@@ -272,7 +272,7 @@ def check_all_loaded(report: Mapping[str, Any], folder: Path) -> None:
     listed = [f"{len(keys)} {kind} ({', '.join(keys[:3])} …)" for kind, keys in found.items() if keys]
     if listed:
         raise ModelFolderError(
-            f"weight keys are off: {', '.join(listed)}",
+            f"weight keys do not match: {', '.join(listed)}",
             where=str(folder),
             way_out="The weights do not belong to this config.json.",
         )

@@ -113,7 +113,7 @@ class AdapterFile:
         if broken := [layer for layer, sides in {**layers, **fused}.items() if not {"A", "B"} <= sides.keys()]:
             raise ModelFolderError("has only one half of the adapter", where=str(self.weights), key=broken[0])
         if unknown := [name for name in whole if ".lora_" in name]:
-            raise ModelFolderError("is no adapter of a linear layer", where=str(self.weights), key=unknown[0])
+            raise ModelFolderError("is not an adapter of a linear layer", where=str(self.weights), key=unknown[0])
         return StoredAdapter(self.weights, self.settings, layers, fused, whole, self.plain_keys())
 
     def check_known(self) -> None:

@@ -71,7 +71,7 @@ def _of_decoder(model: nn.Module) -> CutPoints | None:
     ]
     if strange:
         raise ConfigError(
-            f"{type(decoder).__name__} holds {', '.join(strange)}, and nobody says which stage needs it",
+            f"{type(decoder).__name__} holds {', '.join(strange)}, and it is not known which stage needs it",
             key=KEY,
             way_out="Set it to 1, or give the model class a get_cut_points().",
         )

@@ -46,7 +46,7 @@ def _something_is_trained(arguments: Arguments) -> Iterator[Problem]:
         yield Problem(
             "'*' freezes everything, the adapters of training.lora.enable included",
             key="model.freeze",
-            way_out="Take it out: training.lora freezes all but the adapters by itself.",
+            way_out="Remove it: training.lora already freezes everything but the adapters.",
         )
     else:
         yield Problem(
@@ -58,7 +58,7 @@ def _adapters_have_a_base(arguments: Arguments) -> Iterator[Problem]:
     """Checkpoints of adapters do not hold the base model: its weights must be somewhere else."""
     if arguments.training.lora.enable and arguments.model.train_from_scratch:
         yield Problem(
-            "true, but training.lora.enable trains adapters of weights that exist",
+            "true, but training.lora.enable trains adapters of existing weights",
             key="model.train_from_scratch",
             way_out="Keep one of them.",
         )
@@ -72,7 +72,7 @@ def _learning_rates_are_in_order(arguments: Arguments) -> Iterator[Problem]:
             yield Problem(f"{value} is above training.lr, {training.lr}", key=f"training.{name}", way_out="Lower it.")
     if training.lr_decay_style == "wsd" and training.lr_warmup_ratio + training.lr_decay_ratio > 1:
         yield Problem(
-            f"{training.lr_decay_ratio} and lr_warmup_ratio, {training.lr_warmup_ratio}, make more than all steps",
+            f"{training.lr_decay_ratio} and lr_warmup_ratio, {training.lr_warmup_ratio}, add up to more than all steps",
             key="training.lr_decay_ratio",
             way_out="For wsd it is the share of the steps that decay, e.g. 0.1.",
         )
@@ -94,14 +94,14 @@ def _streams_are_not_counted(arguments: Arguments) -> Iterator[Problem]:
         basic: Any = getattr(getattr(arguments.data, name), "basic_parameters", None)
         if getattr(basic, "streaming", False) and not basic.preprocess_on_fly:
             yield Problem(
-                "rows that are streamed are not known before they come",
+                "streamed rows are not known before they are read",
                 key=f"data.{name}.basic_parameters.preprocess_on_fly",
                 way_out="Leave it true, or set streaming: false.",
             )
     is_streamed = getattr(arguments.data.dataset_param.basic_parameters, "streaming", False)
     if is_streamed and arguments.training.train_epochs is not None:
         yield Problem(
-            "rows that are streamed have no number until all are read, so epochs cannot be counted in steps",
+            "the number of streamed rows is not known until all are read, so epochs cannot be counted in steps",
             key="training.train_epochs",
             way_out="Set training.train_iters instead, or streaming: false.",
         )
@@ -159,7 +159,7 @@ def _validation_has_one_source(arguments: Arguments) -> Iterator[Problem]:
     }
     given = [key for key, value in sources.items() if value]
     if len(given) > 1:
-        yield Problem(f"is given beside {given[1]}", key=given[0], way_out="Keep one source of validation rows.")
+        yield Problem(f"is given together with {given[1]}", key=given[0], way_out="Keep one source of validation rows.")
     is_plugin = arguments.data.dataset_param.dataset_type not in dataset_cards()
     if arguments.training.val_interval and not given and not is_plugin:
         yield Problem(

@@ -23,25 +23,26 @@ def _of_the_base(lora: LoraArguments) -> Iterator[Problem]:
     moves = isinstance(start, str) and start.startswith(("pissa", "olora", "corda"))
     if lora.quantize and moves:
         yield Problem(
-            f"'{start}' takes its values out of the base weights, and training.lora.quantize has rounded them",
+            f"'{start}' takes its values from the base weights, which training.lora.quantize has rounded",
             key=f"{_KEY}.init_lora_weights",
-            way_out="Take loftq, which makes up for the rounding, or leave training.lora.quantize out.",
+            way_out="Use loftq, which compensates for the rounding, or leave training.lora.quantize out.",
         )
     if lora.quantize and lora.use_dora:
         yield Problem(
-            "true, and DoRA measures the base weights in each step, which training.lora.quantize keeps in few bits",
+            "true, but DoRA needs the norms of the base weights in each step, and training.lora.quantize stores them "
+            "in few bits",
             key=f"{_KEY}.use_dora",
             way_out="Keep one of them.",
         )
     if start == "loftq" and not lora.quantize:
         yield Problem(
-            "'loftq' makes up for what quantising takes away, and nothing is quantised",
+            "'loftq' compensates for quantisation, but nothing is quantised",
             key=f"{_KEY}.init_lora_weights",
             way_out="Set training.lora.quantize: nf4.",
         )
     if lora.pretrained_lora_path and start not in (True, False):
         yield Problem(
-            f"{start!r}, but training.lora.pretrained_lora_path says what adapters start with",
+            f"{start!r}, but training.lora.pretrained_lora_path already gives the adapters' first values",
             key=f"{_KEY}.init_lora_weights",
             way_out="Keep one of them.",
         )
@@ -59,13 +60,13 @@ def _of_the_plan(arguments: Arguments) -> Iterator[Problem]:
     for key, count in (("tensor", size), ("pipeline", parallel.pipeline_parallel_size)):
         if count > 1 and lora.quantize:
             yield Problem(
-                f"'{lora.quantize}', but {key}_parallel_size is {count}: bytes are sharded, and not split otherwise",
+                f"'{lora.quantize}', but {key}_parallel_size is {count}: quantised weights can only be sharded",
                 key=f"{_KEY}.quantize",
                 way_out=f"Set parallel.{key}_parallel_size: 1.",
             )
         if count > 1 and lora.init_lora_weights in ("eva", "corda"):
             yield Problem(
-                f"'{lora.init_lora_weights}' looks at what goes into layers, and {key}_parallel_size is {count}",
+                f"'{lora.init_lora_weights}' reads the inputs of layers, but {key}_parallel_size is {count}",
                 key=f"{_KEY}.init_lora_weights",
-                way_out=f"Set parallel.{key}_parallel_size: 1, or choose another start.",
+                way_out=f"Set parallel.{key}_parallel_size: 1, or choose another initialisation.",
             )

@@ -19,7 +19,7 @@ def loss_problems(arguments: Arguments) -> Iterator[Problem]:
     if loss.loss_type == "raw":
         for key in (*chunked, *([_Z_LOSS] if loss.z_loss_coef else [])):
             yield Problem(
-                "is for the loss that is computed here, and features.loss_cfg.loss_type is raw: the model's own",
+                "applies to the engine's loss, but features.loss_cfg.loss_type is raw: the model's own loss",
                 key=key,
                 way_out="Leave one of them out.",
             )
@@ -34,5 +34,5 @@ def loss_problems(arguments: Arguments) -> Iterator[Problem]:
         yield Problem(
             "true, but there is no router loss: features.loss_cfg.router_aux_loss_coef is 0",
             key=_OFFLOAD,
-            way_out="Leave it out, or give a coefficient.",
+            way_out="Leave it out, or set a coefficient.",
         )

@@ -51,14 +51,14 @@ def _results_can_be_kept(arguments: Arguments) -> Iterator[Problem]:
         )
     if model.skip_flash_attn_recompute and model.attn_implementation == "eager":
         yield Problem(
-            "true, but 'eager' attention is no kernel whose result could be kept",
+            "true, but 'eager' attention has no kernel whose result could be kept",
             key="model.skip_flash_attn_recompute",
             way_out="Leave model.attn_implementation out, or this key.",
         )
     delta_nets = [f"model.{name}" for name in SKIPS[1:] if getattr(model, name)]
     if delta_nets and arguments.features.compile:
         yield Problem(
-            "true, but features.compile makes one graph of a block, of which no layer can be left out",
+            "true, but features.compile compiles a block into one graph, from which no layer can be left out",
             key=delta_nets[0],
             way_out="Set one of them to false.",
         )

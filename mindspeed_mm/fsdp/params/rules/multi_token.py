@@ -23,10 +23,10 @@ def multi_token_problems(arguments: Arguments) -> Iterator[Problem]:
         "parallel.ulysses_parallel_size": (parallel.ulysses_parallel_size > 1, "the next token may be another rank's"),
         "training.lora.enable": (arguments.training.lora.enable, "the heads are trained whole"),
         "features.loss_cfg.loss_type": (
-            arguments.features.loss_cfg.loss_type == "raw", "the model's own loss knows nothing of them"
+            arguments.features.loss_cfg.loss_type == "raw", "the model's own loss does not include them"
         ),
     }  # fmt: skip
     for key, (is_set, reason) in reasons.items():
         if is_set:
             way_out = f"Leave it out, or set {KEY} to 0."
-            yield Problem(f"does not go with {KEY}, {depths}: {reason}", key=key, way_out=way_out)
+            yield Problem(f"cannot be combined with {KEY}, {depths}: {reason}", key=key, way_out=way_out)

@@ -15,7 +15,7 @@ def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
     training, offloads = arguments.training, arguments.features.enable_gradient_offload
     if offloads and arguments.parallel.pipeline_parallel_size > 1:
         yield Problem(
-            "true, together with pipeline stages, is not supported: their schedule sums gradients once, at its end",
+            "true is not supported with pipeline stages: their schedule sums gradients once, at its end",
             key="features.enable_gradient_offload",
             way_out="Set it to false, or parallel.pipeline_parallel_size to 1.",
         )
@@ -27,9 +27,9 @@ def optimizer_problems(arguments: Arguments) -> Iterator[Problem]:
         )
     if training.optimizer == "muon" and training.lora.enable and not training.lora.modules_to_save:
         yield Problem(
-            "muon has no matrix to train: the factors of adapters are AdamW's",
+            "muon has no matrix to train: AdamW updates the factors of adapters",
             key="training.optimizer",
-            way_out="Set adamw, or name modules to train whole in training.lora.modules_to_save.",
+            way_out="Set adamw, or name modules to train fully in training.lora.modules_to_save.",
         )
 
 

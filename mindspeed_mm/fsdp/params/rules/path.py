@@ -73,7 +73,7 @@ def check_writable(folder: Path, key: str) -> None:
     if not standing.is_dir():
         raise ConfigError(f"'{standing}' is a file, not a folder", key=key, way_out="Name another folder.")
     if not os.access(standing, os.W_OK | os.X_OK):
-        way_out = "Change its rights, or name another folder."
+        way_out = "Change its permissions, or name another folder."
         raise MachineError(f"'{standing}' cannot be written to", key=key, way_out=way_out)
 
 

@@ -30,9 +30,9 @@ def _chunks_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
         yield Problem(f"{chunks}, but the schedule {schedule} runs 1 chunk on a rank", key=key, way_out=way_out)
     if schedule == "interleaved1f1b" and chunks < 2:
         way_out = "Set it to 2, or schedule to 1f1b."
-        yield Problem(f"{chunks}, but the schedule {schedule} takes turns between 2 and more", key=key, way_out=way_out)
+        yield Problem(f"{chunks}, but the schedule {schedule} interleaves at least 2 chunks", key=key, way_out=way_out)
     if schedule == "zbv" and chunks > 2:
-        way_out = "Leave it out: zbv has 2 by itself."
+        way_out = "Leave it out: zbv always uses 2."
         yield Problem(f"{chunks}, but the schedule zbv has 2 chunks on a rank", key=key, way_out=way_out)
 
 
@@ -44,7 +44,7 @@ def _micro_batches_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
         yield Problem(
             f"{count} at a time do not divide the {steps} micro-batches of a step ({ACCUMULATION})",
             key=f"{PLAN}.micro_batches",
-            way_out=f"Sizes that do: {fitting}.",
+            way_out=f"Sizes that divide them: {fitting}.",
         )
     key = f"{PLAN}.micro_batches" if plan.micro_batches else ACCUMULATION
     if plan.schedule in ("1f1b", "interleaved1f1b") and count < ranks:
@@ -75,7 +75,7 @@ def _features_go_with_stages(arguments: Arguments) -> Iterator[Problem]:
         )
     if parallel.tensor_parallel_size > 1 and parallel.tp_plan.sequence_parallel and is_chunked:
         yield Problem(
-            "joins tokens behind the last layer of a rank, not behind each chunk",
+            "joins tokens after the last layer of a rank, not after each chunk",
             key="parallel.tp_plan.sequence_parallel",
             way_out=f"Leave it empty, or set {PLAN}.schedule to 1f1b or gpipe.",
         )

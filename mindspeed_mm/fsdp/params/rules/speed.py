@@ -15,7 +15,7 @@ def speed_problems(arguments: Arguments) -> Iterator[Problem]:
     """What the configuration asks for and cannot have together, or at all."""
     if arguments.model.attn_implementation == "native-sparse":
         yield Problem(
-            "'native-sparse' is no kernel that can be chosen: models whose layers select their keys (DeepSeek-V3.2, "
+            "'native-sparse' cannot be chosen as a kernel: models whose layers select their keys (DeepSeek-V3.2, "
             "MiniMax-M3) compute it themselves",
             key="model.attn_implementation",
             way_out="Leave it out: those models keep their own, others have none.",
@@ -55,7 +55,7 @@ def _low_precision(arguments: Arguments) -> Iterator[Problem]:
     ema = arguments.training.ema
     if plan.fsdp_low_precision_all_gather_mode == "all" and ema.enable and ema.use_for_evaluation:
         yield Problem(
-            "'all' keeps the scales of the trained weights, and training.ema.use_for_evaluation evaluates others",
+            "'all' keeps the scales of the trained weights, but training.ema.use_for_evaluation evaluates others",
             key=f"{_PLAN}.fsdp_low_precision_all_gather_mode",
             way_out="Take 'on-demand'.",
         )

@@ -15,9 +15,9 @@ def tools_problems(arguments: Arguments) -> Iterator[Problem]:
         yield from _ranks(profile.ranks, "tools.profile.ranks")
         if profile.profile_type == "dynamic" and profile.dynamic_param.config_path is None:
             yield Problem(
-                "is not given, and a dynamic profile is asked for by a file in it",
+                "is not given, but a dynamic profile is requested by a file in it",
                 key="tools.profile.dynamic_param.config_path",
-                way_out="Name a folder; it is made where it is not there.",
+                way_out="Name a folder; it is created if it does not exist.",
             )
         static = profile.static_param
         if profile.profile_type == "static":
@@ -29,7 +29,7 @@ def tools_problems(arguments: Arguments) -> Iterator[Problem]:
 
 def _ranks(ranks: tuple[int, ...], key: str) -> Iterator[Problem]:
     if not ranks or (ranks != (-1,) and min(ranks) < 0):
-        yield Problem(f"{list(ranks)} names no ranks", key=key, way_out="List ranks from 0 on, or [-1] for all.")
+        yield Problem(f"{list(ranks)} names no ranks", key=key, way_out="List ranks, counted from 0, or [-1] for all.")
 
 
 def _steps(start: int, end: int, section: str) -> Iterator[Problem]:

@@ -24,20 +24,20 @@ _OF_CONVERSATIONS = frozenset({"async_preprocess", "mix", "streaming"})
 """Keys that data sets of conversations act on, and those of generators do not."""
 
 _INFERENCE: dict[str, str] = {
-    "load": "mm infer and mm evaluate take the model as their first word.",
+    "load": "mm infer and mm evaluate take the model as their first argument.",
     "load_format": "mm infer and mm evaluate recognise the layout.",
-    "seed": "Answers are drawn by nothing: mm infer takes the likeliest tokens. Generators: inference.sampling.seed.",
+    "seed": "Answers are not sampled: mm infer takes the most likely tokens. Generators: inference.sampling.seed.",
     "use_deter_comp": "Kernels are chosen by the libraries.",
-    "plugin": "A run's own training.plugin is what mm infer imports.",
+    "plugin": "mm infer imports the run's own training.plugin.",
     "processor_path": "The processor is taken from the model's folder.",
-    "enable_thinking": "The chat template's own default counts.",
+    "enable_thinking": "The chat template's own default applies.",
     "data_path": "Give mm infer and mm evaluate --data.",
     "generation.max_new_tokens": "Give mm infer and mm evaluate --max-new-tokens.",
-    "generation.do_sample": "mm infer takes the likeliest tokens.",
-    "generation.temperature": "mm infer takes the likeliest tokens.",
-    "generation.top_p": "mm infer takes the likeliest tokens.",
-    "generation.top_k": "mm infer takes the likeliest tokens.",
-    "generation.repetition_penalty": "mm infer takes the likeliest tokens.",
+    "generation.do_sample": "mm infer takes the most likely tokens.",
+    "generation.temperature": "mm infer takes the most likely tokens.",
+    "generation.top_p": "mm infer takes the most likely tokens.",
+    "generation.top_k": "mm infer takes the most likely tokens.",
+    "generation.repetition_penalty": "mm infer takes the most likely tokens.",
     "generation.use_cache": "Keys and values are always kept.",
 }
 """Keys of `inference` that nothing reads yet → what counts instead. Their defaults are accepted."""

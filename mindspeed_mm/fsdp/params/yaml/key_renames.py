@@ -38,7 +38,7 @@ RECOMPUTE_SWITCH = "model.enable_gradient_checkpointing"
 """Generators' older files switch recompute on with it, whatever the general key beside it says."""
 
 MEANINGLESS: dict[str, str] = {
-    "parallel.context_parallel_size": "ulysses_parallel_size and ring_attention_size share a sequence between ranks",
+    "parallel.context_parallel_size": "ulysses_parallel_size and ring_attention_size split a sequence over ranks",
     "parallel.pregather": "the switch is parallel.fsdp_plan.pregather",
     "parallel.expert_data_parallel_size": "it follows from the other sizes",
     "features.chunkloss_plan.impl_type": "there is one implementation of the chunked loss",
@@ -81,12 +81,12 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
     for key, reason in MEANINGLESS.items():
         entry = take(root, key)
         if entry is not None:
-            notes.warnings.append(Problem("means nothing here and is ignored", str(entry.key), key, f"{reason}."))
+            notes.warnings.append(Problem("has no effect here and is ignored", str(entry.key), key, f"{reason}."))
     for old, new in MISPLACED:
         entry = find(root, old)
         if entry is not None and old.removeprefix("model.") not in declared:
             notes.warnings.append(
-                Problem("is taken, but stands in the wrong section", str(entry.key), old, f"Its place is {new}.")
+                Problem("is accepted, but is in the wrong section", str(entry.key), old, f"It belongs at {new}.")
             )
             _move(root, old, new, notes)
     for old, new in ALIASES:
@@ -105,7 +105,7 @@ def _settle_recompute(root: Node, notes: Notes) -> None:
     if is_off and find(root, "features.recompute") is not None:
         return
     notes.warnings.append(
-        Problem("is taken as features.recompute", str(entry.key), RECOMPUTE_SWITCH, "Write that one instead.")
+        Problem("is read as features.recompute", str(entry.key), RECOMPUTE_SWITCH, "Write that one instead.")
     )
     merge(root, nest("features.recompute", entry))
 
@@ -121,7 +121,7 @@ def _move(root: Node, old: str, new: str, notes: Notes) -> None:
                 f"{show(plain(entry.node))} here, but {new} is {show(plain(held.node))} at {held.node.place}",
                 str(entry.node.place),
                 old,
-                "They are the same setting: keep one.",
+                "They are the same setting: keep one of them.",
             )
         )
         return

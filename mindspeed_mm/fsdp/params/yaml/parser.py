@@ -92,10 +92,12 @@ def _not_yaml(error: MarkedYAMLError, lines: Sequence[str], source: str) -> Conf
     place = str(SourcePosition(source, mark.line + 1, mark.column + 1))
     line = lines[mark.line] if mark.line < len(lines) else ""
     if line[mark.column : mark.column + 1] == "\t":
-        return ConfigError("a tab indents this line", where=place, way_out="YAML indents by spaces: replace the tab.")
+        return ConfigError(
+            "a tab indents this line", where=place, way_out="YAML is indented with spaces: replace the tab."
+        )
     context = f" ({error.context})" if error.context else ""
     needs_quotes = re.search(r"\[[^\]]*\w\.?\{[*\d]", line)
-    hint = "Inside [ ] a pattern with braces takes quotes: ['layers.{*}']." if needs_quotes else ""
+    hint = "Inside [ ] a pattern with braces needs quotes: ['layers.{*}']." if needs_quotes else ""
     return ConfigError(f"not valid YAML: {error.problem}{context}", where=place, way_out=hint)
 
 
@@ -118,7 +120,7 @@ class _Builder:
         root = self._build(next(self.events), level=0)
         for event in self.events:
             if isinstance(event, DocumentStartEvent):
-                raise self._fault(event, "a second document begins here", "A configuration is one document.")
+                raise self._fault(event, "a second document begins here", "A configuration must be one YAML document.")
             if not isinstance(event, DocumentEndEvent | StreamEndEvent):
                 raise self._fault(event, "something stands after the end of the document", "Take it out.")
         return YamlDocument(root, self.problems)
@@ -210,7 +212,7 @@ class _Builder:
         except KeyError:
             raise self._refused(event, str(tag)) from None
         except ValueError:
-            raise self._fault(event, f"'{text}' cannot be read as {kind}", "Quote it to make it a text.") from None
+            raise self._fault(event, f"'{text}' cannot be read as {kind}", "Quote it to make it text.") from None
 
     def _check_tag(self, event: Any, kind: str) -> None:
         if event.tag is not None and str(event.tag) != _CORE + kind:
@@ -218,7 +220,7 @@ class _Builder:
 
     def _refused(self, event: Any, tag: str) -> ConfigError:
         short = tag.replace(_CORE, "!!")
-        return self._fault(event, f"tag '{short}' is refused: a configuration holds plain values", "Take the tag out.")
+        return self._fault(event, f"tag '{short}' is refused: a configuration holds plain values", "Remove the tag.")
 
     def _fault(self, event: Any, what: str, way_out: str) -> ConfigError:
         return ConfigError(what, where=str(self._place(event)), way_out=way_out)

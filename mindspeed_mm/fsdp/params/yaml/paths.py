@@ -131,8 +131,8 @@ def locate_paths(root: Node, config: Path) -> list[Problem]:
 
 def _two_bases(here: _Written, beside: _Written, config: Path) -> Problem:
     return Problem(
-        f"'{beside.text}' is there beside the YAML ({config.parent.resolve()}) only, and '{here.text}' of {here.key} "
-        f"from the working directory ({Path.cwd()}) only: paths of a YAML have one base",
+        f"'{beside.text}' exists only beside the YAML ({config.parent.resolve()}), and '{here.text}' of {here.key} "
+        f"only in the working directory ({Path.cwd()}): all paths of a YAML must have one base",
         str(beside.node.place),
         beside.key,
         "Start from the other folder, or write one of them as an absolute path.",

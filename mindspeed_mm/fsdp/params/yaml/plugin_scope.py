@@ -85,7 +85,7 @@ def check_ids(root: Node, plugin_keys: PluginKeys | None) -> list[Problem]:
     for key, names in known.items():
         name = text_at(root, key)
         if name is not None and name not in names and name.lower() not in names:
-            hint = f"{did_you_mean(name, names)}Known: {', '.join(sorted(names))}. Others need training.plugin."
+            hint = f"{did_you_mean(name, names)}Known ids: {', '.join(sorted(names))}. Others need training.plugin."
             problems.append(Problem(f"'{name}' is not registered", str(place_of(root, key.split("."))), key, hint))
     return problems
 

@@ -113,7 +113,7 @@ def _seen(model: Any, sample: SampleShape, samples: int) -> Batch:
         return {"pixel_values": torch.empty(count, 3, height, width, device="meta"), "image_sizes": sizes}
     side = getattr(vision, "image_size", None)
     if side is None:
-        raise ConfigError("what an image is to this model is not known", key="--images", way_out="Leave it out.")
+        raise ConfigError("it is not known how this model represents an image", key="--images", way_out="Leave it out.")
     height, width = side if isinstance(side, (list, tuple)) else (side, side)
     if sample.height and (sample.height, sample.width) != (height, width):
         raise ConfigError(
@@ -129,7 +129,7 @@ def _heard(model: Any, sample: SampleShape, samples: int) -> Batch:
         return {}
     audio = getattr(model.config, "audio_config", None)
     if audio is None or not hasattr(audio, "num_mel_bins"):
-        raise ConfigError("the model hears no sounds", key="--audio", way_out="Leave it out.")
+        raise ConfigError("the model takes no audio", key="--audio", way_out="Leave it out.")
     frames = round(sample.sound_s * FRAMES_PER_S)
     features = torch.empty(samples, audio.num_mel_bins, frames, device="meta")
     return {"input_features": features, "feature_attention_mask": torch.ones(samples, frames, dtype=torch.long)}

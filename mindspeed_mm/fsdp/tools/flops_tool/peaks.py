@@ -92,7 +92,7 @@ def known_peak(device_name: str, precision: str = "bf16") -> float:
 
 
 def _fits(name: str, words: str) -> bool:
-    """Whole words only: an L4 is no L40, an H20 no H200; what Ascend devices put in front or behind does not matter."""
+    """Whole words only: an L4 is not an L40; what Ascend devices put in front or behind does not matter."""
     place = words.find(name)
     while place >= 0:
         behind = words[place + len(name) : place + len(name) + 1]

@@ -151,7 +151,7 @@ def how_to_go_on(save: str | None) -> list[str]:
     looking.start()
     looking.join(LOOK_S)
     if found is None:
-        return [f"{save}: the folder does not answer from this host, so the last committed step cannot be told."]
+        return [f"{save}: the folder does not answer from this host, so the last committed step is not known."]
     if not found:
         return []
     return [f"{save}: the last committed step is {found[-1]}. Run the same command again to continue from it."]

@@ -80,7 +80,7 @@ def _check_state(state: Mapping[str, Any], path: Path) -> None:
         wrong += [f"data_position.{name}" for name in ("epoch", "index") if type(position.get(name)) is not int]
     if wrong:
         raise CheckpointError(
-            f"is no state of a training: {', '.join(wrong)} missing or mistyped", where=str(path), way_out=RESTORE
+            f"is not a state of a training: {', '.join(wrong)} missing or mistyped", where=str(path), way_out=RESTORE
         )
 
 

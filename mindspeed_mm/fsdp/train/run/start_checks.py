@@ -51,7 +51,7 @@ def refuse_unbuilt(config: ResolvedConfig) -> None:
     """Raise one error that names every key whose feature this version does not have yet."""
     problems = config.locate(unbuilt_features(config.arguments))
     if problems:
-        raise ConfigError(f"{len(problems)} of the features asked for are not in this version", problems=problems)
+        raise ConfigError(f"{len(problems)} of the requested features are not in this version", problems=problems)
 
 
 def check_device(arguments: Arguments) -> None:
@@ -126,9 +126,9 @@ def check_rows_of_features(datasets: Sequence[MMDataset | None], *, accept: bool
     problems = list(dict.fromkeys(found))  # two parts of one set tell the same
     if problems and not accept:
         verdict = Problem(
-            "the rows have changed since features were made of them",
+            "the rows have changed since their features were extracted",
             key="data.dataset_param.basic_parameters.features_dir",
-            way_out="Restore them; or run mm extract again, with --overwrite; or say --accept-data-change to use the "
+            way_out="Restore them; or run mm extract again, with --overwrite; or add --accept-data-change to use the "
             "features as they are. Where the rows are not at hand, leave basic_parameters.dataset out.",
         )
         raise DataError("features and rows do not belong together", problems=[verdict, *problems])

@@ -81,7 +81,7 @@ class Utilisation:
             return "no MFU: how this model's modules are fed is not known"
         missing = f"; not counted: {', '.join(self.count.uncounted[:3])}" if self.count.uncounted else ""
         if self.peak_tflops is None:
-            return f"no MFU: the peak of {self.peak_source} is not known (tools.peak_tflops tells it){missing}"
+            return f"no MFU: the peak of {self.peak_source} is not known (tools.peak_tflops sets it){missing}"
         return (
             f"MFU of {self.devices} × {self.peak_tflops:g} TFLOP/s ({self.peak_source}), attention by the pairs "
             f"that its mask leaves; mfu_full in metrics.jsonl: by all pairs{missing}"

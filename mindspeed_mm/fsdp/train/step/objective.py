@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 def build_language_objective(
     arguments: Arguments, model: nn.Module, head: HeadLoss | None, token_groups: Callable[[], Sequence[ProcessGroup]]
 ) -> Objective:
-    """The objective of a model that is no generator.
+    """The objective of a model that is not a generator.
 
     Args:
         arguments: The whole configuration.

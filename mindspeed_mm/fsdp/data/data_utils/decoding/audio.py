@@ -114,8 +114,8 @@ def read_audio(file: BinaryIO, rate: int, name: str = "audio") -> AudioClip:
         name: What to call it in messages.
 
     Raises:
-        DataError: The file is no sound of an allowed format, is cut, broken, empty or too long, or holds numbers that
-            are not finite.
+        DataError: The file is not audio of an allowed format, is cut short, broken, empty or too long, or holds
+            numbers that are not finite.
     """
     with _opened(file, name) as track:
         if track.declared is not None:

@@ -46,7 +46,7 @@ def decode_image(data: bytes, name: str = "image") -> Image.Image:
         name: What to call it in messages.
 
     Raises:
-        DataError: The data are no image of an allowed format, too large, or broken.
+        DataError: The data are not an image of an allowed format, too large, or broken.
     """
     image = _opened(io.BytesIO(data), name)
     if getattr(image, "is_animated", False):

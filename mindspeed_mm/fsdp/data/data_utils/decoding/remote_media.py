@@ -91,7 +91,7 @@ def _parts(url: str) -> urllib.parse.SplitResult:
     except ValueError:
         is_web = False
     if not is_web:
-        raise DataError(f"'{url[:100]}' is no address of the web (http, https)", way_out=_WAY_OUT)
+        raise DataError(f"'{url[:100]}' is not an address of the web (http, https)", way_out=_WAY_OUT)
     return parts
 
 

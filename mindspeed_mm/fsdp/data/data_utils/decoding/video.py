@@ -28,7 +28,7 @@ whatever the container's clock rounds."""
 LEAST_COMPLETE = 0.95
 """Share of the declared frames that must be there."""
 _LEAST_FPS, _MOST_FPS = 1 / 3600, 1000.0
-"""Rates beyond are no rates but broken timestamps."""
+"""Rates beyond are not rates but broken timestamps."""
 MOST_DECODED_FRAMES = 100_000
 """Longest stretch that is decoded for one clip."""
 
@@ -99,7 +99,7 @@ def probe_video(file: BinaryIO, name: str = "video") -> VideoHeader:
         name: What to call it in messages.
 
     Raises:
-        DataError: The file is no video of an allowed container, is cut, has no frames, no frame rate, or frames that
+        DataError: The file is not a video of an allowed container, is cut, has no frames, no frame rate, or frames that
             are too large.
     """
     with open_video(file, name) as (container, stream):
@@ -177,7 +177,7 @@ def play(
         earlier_s = time_s
         time_s = frame.time - first_s if frame.time is not None else number * frame_s
         if time_s < earlier_s:
-            raise DataError(f"'{name}' has timestamps that run backwards", way_out="Write it anew: ffmpeg -i old new.")
+            raise DataError(f"'{name}' has timestamps that run backwards", way_out="Convert it: ffmpeg -i old new.")
         while before is not None and shown.count < shown.asked and wanted_s[shown.count] + _NEAR * frame_s < time_s:
             shown.add(before)
         if shown.count == shown.asked:
@@ -288,7 +288,7 @@ def _header(container: Any, stream: Any, first: Any, name: str) -> VideoHeader:
     if fps is None and stream.frames > 1 and duration_s:
         fps = stream.frames / duration_s
     if fps is None:
-        raise DataError(f"'{name}' has no frame rate", way_out="Write it anew: ffmpeg -r RATE -i old new.")
+        raise DataError(f"'{name}' has no frame rate", way_out="Convert it: ffmpeg -r RATE -i old new.")
     frames = stream.frames or (round(duration_s * fps) if duration_s else 1)
     return VideoHeader(height, width, max(1, frames), fps)
 

@@ -213,7 +213,7 @@ class ProcessorPlugin:
         takes = getattr(self._hears, "sampling_rate", None)
         if takes is not None and preprocess.audio_sampling_rate not in (None, takes):
             raise ConfigError(
-                f"the model hears {takes} samples a second",
+                f"the model takes {takes} samples per second",
                 key=f"{_KEY}.audio_sampling_rate",
                 way_out=f"Leave it out, or set it to {takes}.",
             )
@@ -233,7 +233,7 @@ class ProcessorPlugin:
         heard = int(mask.sum()) * hop if mask is not None else most
         if heard < len(sound.samples) - 2 * hop:
             raise DataError(
-                f"'{sound.name}' is {sound.seconds:.1f} s long; the model hears {heard / sound.rate:.1f} s",
+                f"'{sound.name}' is {sound.seconds:.1f} s long; the model takes {heard / sound.rate:.1f} s",
                 way_out="Cut it into pieces or drop the row.",
             )
 

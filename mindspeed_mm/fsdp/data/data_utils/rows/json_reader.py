@@ -222,7 +222,7 @@ class _ListScan:
         # Outside of strings each bracket changes the depth by one; `depth` is that behind each mark.
         step = np.where(in_text, 0, _STEPS[marks])
         depth = np.cumsum(step) + self._depth
-        # The first bracket that brings the depth back to 0 ends the list: what follows it is no element.
+        # The first bracket that brings the depth back to 0 ends the list: what follows it is not an element.
         closed = np.flatnonzero((depth == 0) & (step < 0))[:1]
         is_comma = (marks == ord(",")) & ~in_text & (depth == 1)
         if len(closed):

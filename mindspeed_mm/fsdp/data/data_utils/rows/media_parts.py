@@ -52,7 +52,7 @@ def _part(part: Any, where: str, key: str) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if not isinstance(name, str) or name not in _PART_KINDS:
         raise DataError(
-            f"{short(part)} is no part of a message",
+            f"{short(part)} is not a part of a message",
             where=where,
             key=key,
             way_out=f"A part is an object whose type is text, {', '.join(_PART_KINDS)}.",

@@ -94,7 +94,7 @@ def add_messages(sample: Sample, messages: list[Any], row_format: RowFormat, fie
 def _message(message: Any, row_format: RowFormat, where: str, key: str) -> tuple[dict[str, Any], float | None]:
     """A message as chat templates take it, and its weight."""
     if not isinstance(message, dict):
-        raise DataError(f"{short(message)} is no message", where=where, key=key, way_out=REPAIR)
+        raise DataError(f"{short(message)} is not a message", where=where, key=key, way_out=REPAIR)
     role_tag, content_tag = _tags(message, row_format, where, key)
     role = _role(message[role_tag], row_format, where, key)
     content = message.get(content_tag)
@@ -192,7 +192,7 @@ def _weight(message: Row, where: str, key: str) -> float:
     weight, train, mask = message.get("weight"), message.get("train", message.get("trainable")), message.get("mask")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if weight is not None and not (is_number and 0 <= weight <= _LARGEST_WEIGHT):
-        what = f"weight {short(weight)} is no number from 0 that fp32 has"
+        what = f"weight {short(weight)} is not a number from 0 that fp32 has"
         raise DataError(what, where=where, key=f"{key}.weight", way_out=REPAIR)
     for name, flag in (("train", train), ("mask", mask)):
         if flag not in (None, True, False):  # 0 and 1 count as well

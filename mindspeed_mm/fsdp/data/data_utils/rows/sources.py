@@ -186,7 +186,7 @@ def _described(name: str, entry: Any, dataset_dir: Path) -> RowSource:
         raise DataError(f"'{path}' does not exist", where=where, key="folder" if folder else "file_name")
     most = entry.get("num_samples")
     if most is not None and (not isinstance(most, int) or most < 1):
-        raise ConfigError(f"{most!r} is no number of samples", where=where, key="num_samples")
+        raise ConfigError(f"{most!r} is not a number of samples", where=where, key="num_samples")
     return RowSource(name, _files(path, entry.get("split")), RowFormat.from_dataset_info(name, entry), most)
 
 

@@ -68,7 +68,7 @@ def read_calls(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
     `{"name", "arguments"}`; arguments may be an object or its JSON text.
 
     Raises:
-        DataError: A call has no name, or its arguments are no object.
+        DataError: A call has no name, or its arguments are not an object.
     """
     items = calls if isinstance(calls, list) else [calls]
     return [_call(item, where, f"{key}[{number}]") for number, item in enumerate(items)]
@@ -77,7 +77,7 @@ def read_calls(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
 def _call(item: Any, where: str, key: str) -> dict[str, Any]:
     function = item.get("function", item) if isinstance(item, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{short(item)} is no tool call", where=where, key=key, way_out=_CALL_WAY_OUT)
+        raise DataError(f"{short(item)} is not a tool call", where=where, key=key, way_out=_CALL_WAY_OUT)
     arguments = _arguments(function, where, f"{key}.arguments")
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     has_id = function is not item and isinstance(item.get("id"), str)

@@ -24,7 +24,7 @@ from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParame
 
 _KEY = "data.dataset_param.basic_parameters.features_dir"
 _PROBLEMS_SHOWN = 5
-_OTHERS = "Undo the change, or extract them anew into another folder."
+_OTHERS = "Undo the change, or extract them again into another folder."
 
 
 class FeatureSource:

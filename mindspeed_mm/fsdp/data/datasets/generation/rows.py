@@ -270,7 +270,10 @@ def parse_row(row: Mapping[str, Any], place: RowLocation, columns: ColumnNames, 
     resolution = rest.pop("resolution", None) or {}
     if not isinstance(resolution, Mapping):
         raise DataError(
-            f"{resolution!r} is no resolution", where=str(place), key="resolution", way_out='Give {"height", "width"}.'
+            f"{resolution!r} is not a resolution",
+            where=str(place),
+            key="resolution",
+            way_out='Give {"height", "width"}.',
         )
     size = {name: resolution.get(name, rest.pop(name, None)) for name in ("height", "width")}
     return GenerationRow(
@@ -320,7 +323,7 @@ def _medium(found: tuple[str, Any], folder: str, place: RowLocation) -> str | by
         return value
     if not isinstance(value, str) or not value.strip() or "\x00" in value:
         shown = str(value)[:60]
-        raise DataError(f"{shown!r} is no path", where=str(place), key=name, way_out="Give the path of one file.")
+        raise DataError(f"{shown!r} is not a path", where=str(place), key=name, way_out="Give the path of one file.")
     refuse_remote(value, str(place))
     return os.path.join(folder, value)  # noqa: PTH118 (of every row)
 

@@ -12,7 +12,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.convert import convert_row, convert_text
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
-from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, Outline, SampleEncoder
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodeOptions, SampleEncoder, SampleOutline
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.data.data_utils.positions import build_positions
@@ -106,7 +106,7 @@ class Qwen2VLDataset(MMDataset):
         """
         return self._encoder.measure(self.sample(index))
 
-    def outline(self, index: int) -> Outline | tuple[Outline, Outline]:
+    def outline(self, index: int) -> SampleOutline | tuple[SampleOutline, SampleOutline]:
         """What encoding makes of sample `index`, without decoding media; of a preference row, of both answers.
 
         Raises:
