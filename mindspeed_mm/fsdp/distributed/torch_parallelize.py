@@ -134,13 +134,12 @@ class ParallelApplier:
         A model's own `set_modules_to_prefetch(fsdp_plan, ep_plan) -> bool` is asked first.
         """
         sharding = self._resolved(model).sharding
-        section = sharding.section
         own_hook = getattr(model, "set_modules_to_prefetch", None)
-        if own_hook is not None and own_hook(section, self._parallel.ep_plan):
+        if own_hook is not None and own_hook(sharding.section, self._parallel.ep_plan):
             return
         for root, units in self._sharded:
             hooked = _names_in(root, sharding.hooked)
-            set_prefetch(root, units, section.num_to_forward_prefetch, section.num_to_backward_prefetch, hooked)
+            set_prefetch(root, units, *sharding.prefetch, hooked)
 
     def _resolved(self, model: nn.Module) -> ParallelPlan:
         if self.plan is None:

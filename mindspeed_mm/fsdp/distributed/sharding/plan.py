@@ -42,6 +42,11 @@ class ShardingPlan:
     whole_towers: tuple[str, ...] = ()
     """Towers that stay whole although the decoder is split: their units are cut over the tensor ranks, too."""
 
+    @property
+    def prefetch(self) -> tuple[int, int]:
+        """How many units are gathered ahead in the forward pass, and in the backward pass."""
+        return self.section.num_to_forward_prefetch, self.section.num_to_backward_prefetch
+
     def describe(self) -> str:
         """One line for the log."""
         if not self.is_sharded:
