@@ -38,19 +38,28 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def atomic_write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`; whoever reads it, after a crash too, sees the old content or the new one."""
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Replace a file: whoever reads it, after a crash too, sees the old content or the new one.
+
+    Yields:
+        A file beside it to write into. It takes the name once it is on the disk, and is removed when the body raises.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield draft
+        fsync_path(draft)
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def atomic_write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file by `content`, as `atomic_file`."""
+    with atomic_file(path) as draft:
+        draft.write_bytes(content)
 
 
 def atomic_write_text(path: Path, text: str) -> None:

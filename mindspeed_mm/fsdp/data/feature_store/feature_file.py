@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
-from mindspeed_mm.core.artifacts import fsync_path
+from mindspeed_mm.core.artifacts import atomic_file
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
@@ -66,14 +66,8 @@ def write_feature_file(
     """
     checksums = {name: checksum(tensor) for name, tensor in sorted(tensors.items())}
     facts = FileFacts(*batches, records, skipped, checksums)
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
+    with atomic_file(path) as draft:
         write_safetensors(tensors, draft, {_FACTS: _to_text(facts)})
-        fsync_path(draft)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    fsync_path(path.parent)
 
 
 def read_facts(path: Path) -> tuple[FileFacts, dict[str, TensorFacts]]:

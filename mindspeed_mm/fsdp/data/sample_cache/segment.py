@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed_mm.core.artifacts import fsync_path
+from mindspeed_mm.core.artifacts import atomic_file
 from mindspeed_mm.core.errors import DataError
 
 SUFFIX = ".mmc"
@@ -75,16 +75,8 @@ class SegmentWriter:
         index = np.array(self._entries, dtype=ENTRY).tobytes()
         footer = _FOOTER.pack(self.bytes, len(self._entries), _checksum(index), _MAGIC)
         path = self._folder / f"segment-{uuid.uuid4().hex}{SUFFIX}"
-        draft = path.with_name(f".{path.name}.tmp")
-        try:
-            with draft.open("wb") as file:
-                file.writelines([_MAGIC, *self._records, index, footer])
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-        fsync_path(path.parent)
+        with atomic_file(path) as draft, draft.open("wb") as file:
+            file.writelines([_MAGIC, *self._records, index, footer])
         self._begin()
 
 
