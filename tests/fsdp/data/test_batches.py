@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -231,20 +232,40 @@ class TestLeftOver:
         assert max(left_out) > 0, "or this shows nothing"
 
     @pytest.mark.edge("N8")
+    @pytest.mark.parametrize("accumulation", [1, 4])
     @pytest.mark.parametrize("kind", KINDS)
-    def test_it_goes_on_from_any_step_under_any_number_of_ranks(self, kind: str) -> None:
+    def test_without_leaving_any_out_every_row_comes_once_an_epoch(self, kind: str, accumulation: int) -> None:
+        """What remains of an epoch is trained before the rows of the next one, which only fill up its steps."""
+        data, position = self.data(kind, 150, accumulation=accumulation, drop_last=False), DataPosition(0, 0)
+        counts, steps, largest = Counter[int](), 0, 0
+        while min(counts.get(row, 0) for row in range(150)) < 3:
+            planned = data.order.step(position)
+            rows = [pick.row for batch in planned.step for pick in batch.picks]
+            position, steps, largest = planned.after, steps + 1, max(largest, len(rows))
+            counts.update(rows)
+        assert set(counts.values()) <= {3, 4}
+        assert counts.total() - 3 * 150 < largest
+        assert abs(data.steps_for(3) - steps) <= 1
+
+    @pytest.mark.edge("N8")
+    @pytest.mark.parametrize("drop_last", [True, False])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_it_goes_on_from_any_step_under_any_number_of_ranks(self, kind: str, drop_last: bool) -> None:
         whole, position = [], DataPosition(0, 0)
-        positions, order = [position], self.data(kind, 700, accumulation=4).order
+        positions, order = [position], self.data(kind, 700, accumulation=4, drop_last=drop_last).order
         for _ in range(110):
             planned = order.step(position)
             position = DataPosition.from_dict(json.loads(json.dumps(planned.after.to_dict())))
             whole.append(planned.step)
             positions.append(position)
-        begun = [number for number, each in enumerate(positions) if each.carried]
+        begun = [number for number, each in enumerate(positions[1:]) if each.epoch > positions[number].epoch]
         assert begun, "or this shows nothing"
+        assert any(each.carried for each in positions) == drop_last
         for ranks in (1, 2, 4):
             for number in (0, 7, begun[0], begun[-1]):
-                order, at = self.data(kind, 700, ranks=ranks, accumulation=4 // ranks).order, positions[number]
+                accumulation = 4 // ranks
+                order = self.data(kind, 700, ranks=ranks, accumulation=accumulation, drop_last=drop_last).order
+                at = positions[number]
                 for step in whole[number : number + 8]:
                     planned = order.step(at)
                     assert planned.step == step
@@ -280,7 +301,7 @@ class TestStepsOfAnEpoch:
         data = loader(dataset, accumulation=2)
         assert data.estimate_note == "" and dataset.measured == []
         order, position, count = data.order, DataPosition(0, 0), 0
-        while position.epoch == 0:
+        while position.epoch == 0 or position.overdue:
             position, count = order.step(position).after, count + 1
         assert count - 1 <= data.steps_for(1) <= count
         assert data.describe().startswith("3,000 samples, ") and "about" not in data.describe()

@@ -16,6 +16,7 @@ def best_fit(
     capacity: int,
     patches: Sequence[int] | None = None,
     max_patches: int | None = None,
+    first: int = 0,
 ) -> list[list[int]]:
     """Deal samples into as few packs as best fit finds: the largest first, each into the fullest pack that has room.
 
@@ -26,6 +27,7 @@ def best_fit(
         capacity: Most tokens of a pack.
         patches: Encoder work of each sample; None: not counted.
         max_patches: Most patches of a pack; None: any number.
+        first: So many samples, from the beginning, are dealt before the others, which fill up their packs.
 
     Returns:
         Indices of the samples of each pack, ascending; packs by their first index, so that the first pack holds the
@@ -42,7 +44,8 @@ def best_fit(
             raise ValueError(f"sample {index} does not fit a pack: {length} tokens, {load} patches")
     packs = _Packs(capacity, limit)
     # The cap that a sample uses up most of says how hard it is to place.
-    for index in sorted(range(len(tokens)), key=lambda i: (-max(tokens[i] / capacity, work[i] / limit), i)):
+    hardest = sorted(range(len(tokens)), key=lambda i: (i >= first, -max(tokens[i] / capacity, work[i] / limit), i))
+    for index in hardest:
         packs.add(index, tokens[index], work[index])
     return sorted((sorted(pack) for pack in packs.members), key=lambda pack: pack[0])
 

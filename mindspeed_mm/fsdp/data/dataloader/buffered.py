@@ -48,7 +48,8 @@ class BufferedOrder(Order):
         shape: What a micro-batch may hold.
         deal: Micro-batches of a step.
         drop_last: Leave out what remains of an epoch when it no longer fills a step. It goes first in the next epoch:
-            the same odd rows would be left out again and again. Otherwise the sequence runs on over the end.
+            the same odd rows would be left out again and again. Otherwise the sequence runs on over the end, and what
+            remains is filled up with rows of the next epoch.
 
     Raises:
         DataError: There are no samples.
@@ -107,20 +108,26 @@ class BufferedOrder(Order):
 
     @cached_property
     def _steps_of_an_epoch(self) -> float:
-        size, position, steps = self._sampler.size or 0, DataPosition(0, 0), 0
+        size, position, steps, load = self._sampler.size or 0, DataPosition(0, 0), 0, 0.0
         while self.is_exact or steps < _FEWEST_STEPS or position.index < PROBE_ROWS:
-            after = self.step(position).after
-            if after.epoch > 0:
+            planned = self.step(position)
+            if planned.after.epoch > 0:
                 break
-            position, steps = after, steps + 1
-        done = position.index - len(position.pending)
-        if steps == 0:
-            return 1.0 if self._drop_last else size / len(self._all_of(self.step(position)))
-        return float(steps) if self.is_exact and self._drop_last else steps * size / done
+            position, steps, load = planned.after, steps + 1, load + self._load_of(planned)
+        else:  # the epoch did not end: its beginning stands for all of it
+            return steps * size / (position.index - len(position.pending))
+        if self._drop_last:
+            return float(max(1, steps))
+        # The rest of the epoch takes the part of a step that it would fill as the steps before it were filled.
+        rest = self._filled(self._sampler, position, "stop").load
+        return steps + rest / (load / steps if steps else self._count)
 
-    @staticmethod
-    def _all_of(planned: Planned) -> list[Pick]:
-        return [pick for batch in planned.step for pick in batch.picks]
+    def _load_of(self, planned: Planned) -> float:
+        """Micro-batches that the samples of a step fill at least."""
+        rows = [pick.row for batch in planned.step for pick in batch.picks]
+        sizes = [size for size in self.sizes.of(rows) if not isinstance(size, DataError)]
+        tokens = sum(self.shape.padded(size.tokens) for size in sizes)
+        return self.shape.load(len(sizes), tokens, sum(size.patches for size in sizes))
 
     # --- the buffer --------------------------------------------------------------------------------------------------
 
@@ -144,8 +151,9 @@ class BufferedOrder(Order):
                 break
             if began == 0 and (at_end == "drop" or not buffer.picks):
                 raise self._too_little(buffer)
+            buffer.overdue = len(buffer.picks)  # they leave before the rows of the next epoch do
             if at_end == "drop":
-                buffer.carried, buffer.overdue = [pick.row for pick in buffer.picks], len(buffer.picks)
+                buffer.carried = [pick.row for pick in buffer.picks]
             buffer.epoch, buffer.index, began = buffer.epoch + 1, 0, 0
         return buffer
 
@@ -157,7 +165,7 @@ class BufferedOrder(Order):
         ]
 
     def _planned(self, buffer: _Buffer) -> Planned:
-        made = self.shape.micro_batches(buffer.sizes)
+        made = self.shape.micro_batches(buffer.sizes, buffer.overdue)
         costs = [self.shape.cost([buffer.sizes[i] for i in each]) for each in made]
         due = max(1, buffer.overdue)  # the oldest leaves the buffer with every step
         wanted = sorted((n for n, each in enumerate(made) if each[0] < due), key=lambda n: made[n][0])

@@ -69,15 +69,20 @@ class BatchShape:
         longest = self.padded(max(size.tokens for size in sizes))
         return encoder + len(sizes) * longest * (1 + longest / ATTENTION_TOKENS)
 
-    def micro_batches(self, sizes: Sequence[SampleSize]) -> list[list[int]]:
-        """Divide samples, the oldest first, into micro-batches: indices of each, in order of age."""
-        made = self._packed(sizes) if self.kind == "packed" else self._grouped(sizes)
+    def micro_batches(self, sizes: Sequence[SampleSize], overdue: int = 0) -> list[list[int]]:
+        """Divide samples, the oldest first, into micro-batches: indices of each, in order of age.
+
+        Args:
+            sizes: Of each sample.
+            overdue: So many, the oldest, share as few micro-batches as they can; the others fill these up.
+        """
+        made = self._packed(sizes, overdue) if self.kind == "packed" else self._grouped(sizes, overdue)
         return [sorted(each) for each in made]
 
-    def _packed(self, sizes: Sequence[SampleSize]) -> list[list[int]]:
+    def _packed(self, sizes: Sequence[SampleSize], overdue: int) -> list[list[int]]:
         """By best fit. The oldest may have landed in what was filled last: then that is filled up from the others."""
         tokens, patches = [size.tokens for size in sizes], [size.patches for size in sizes]
-        made = best_fit(tokens, self.tokens, patches, self.patches)
+        made = best_fit(tokens, self.tokens, patches, self.patches, overdue)
         fills = [self._fill(sizes, each) for each in made]
         if len(made) == 1 or fills[0] > min(fills):
             return made
@@ -95,9 +100,13 @@ class BatchShape:
         """How full a pack is; above 1 it holds too much."""
         return self.load(len(pack), sum(sizes[i].tokens for i in pack), sum(sizes[i].patches for i in pack))
 
-    def _grouped(self, sizes: Sequence[SampleSize]) -> list[list[int]]:
+    def _grouped(self, sizes: Sequence[SampleSize], overdue: int) -> list[list[int]]:
         """Neighbours by length. What does not fill a group remains at the end that the oldest is not at."""
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i].tokens, i))
+        if overdue:
+            # The longest of them come first and the shortest of the others follow their shortest: neighbours in length.
+            of_others = [i for i in reversed(order) if i >= overdue]
+            return self._cut(sizes, [*(i for i in order if i < overdue), *of_others])
         groups = self._cut(sizes, order)
         # Cut from the longest on, the last group is the one that is not full; from the shortest on, the other end is.
         if len(groups) > 1 and 0 in groups[-1]:
