@@ -76,10 +76,9 @@ class FlowMatching:
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
         """Draw what chance decides, drop captions, encode raw media; adds `_noise`, `_sigma` (B,), `_weights` (B,)."""
-        draws = [
-            self.draw(sample, epoch if training else VALIDATION)
-            for sample, epoch in zip(batch["sample_ids"], batch["epochs"], strict=True)
-        ]
+        draws = []
+        for sample, epoch in zip(batch["sample_ids"], batch["epochs"], strict=True):
+            draws.append(self.draw(sample, epoch if training else VALIDATION))
         dropped = [draw.drops_caption and training for draw in draws]
         batch = self._encoded(batch, dropped) if "pixels" in batch else self._without_captions(batch, dropped)
         latents = batch["latents"]
@@ -133,7 +132,9 @@ class FlowMatching:
         if isinstance(shift, float):
             return shift
         tokens = self._adapter.geometry.tokens(tuple(latent_shape))
-        return self._adapter.resolution_shift(tokens) if shift == "resolution" else self._adapter.released_shift(tokens)
+        if shift == "resolution":
+            return self._adapter.resolution_shift(tokens)
+        return self._adapter.released_shift(tokens)
 
     def _exact(self, numbers: Sequence[float]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float64).to(self._exact_dtype)
@@ -163,13 +164,13 @@ class FlowMatching:
 
     def _cast(self, batch: Batch) -> Batch:
         """Text features and conditions in the dtype of the transformer."""
-        return {
-            key: value.to(self._compute_dtype)
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-            else value
-            for key, value in batch.items()
-            if not key.startswith("_") and key != "latents"
-        }
+        cast: Batch = {}
+        for key, value in batch.items():
+            if key.startswith("_") or key == "latents":
+                continue
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            cast[key] = value.to(self._compute_dtype) if is_float else value
+        return cast
 
 
 def _no_empty_caption(arguments: DiffusionArguments) -> ConfigError:

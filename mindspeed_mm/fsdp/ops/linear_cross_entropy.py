@@ -194,6 +194,7 @@ def _pass(inputs: _Inputs, wanted: tuple[bool, ...]) -> tuple[LossSums, _Gradien
     of_weight = torch.zeros_like(weight_VH, dtype=wide) if wanted[1] else None
     of_bias = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
     losses_N, logsums_N = (hidden_NH.new_empty(rows, dtype=wide) for _ in range(2))
+    # One buffer for all slices: `out=` keeps the allocator from holding two slices of logits at a time.
     room_SV = hidden_NH.new_empty(min(plan.slice_rows, rows), len(weight_VH))
     work = _Softmax(plan, weights_N, forms_gradient=any(wanted))
     for part in plan.slices(rows):
@@ -202,6 +203,7 @@ def _pass(inputs: _Inputs, wanted: tuple[bool, ...]) -> tuple[LossSums, _Gradien
         if bias_V is not None:
             logits_SV += bias_V
         work.run(logits_SV, targets_N[part], part, losses_N, logsums_N)
+        # `logits_SV` holds the gradient of the logits from here on.
         if of_hidden is not None:
             torch.mm(logits_SV, weight_VH, out=of_hidden[part])
         if of_weight is not None:
@@ -241,6 +243,7 @@ class _Softmax:
         if behind is None:
             losses_R, logsums_R, gradient_RV = self._outputs(logits_RV, targets_R, weights_R, wide)
         else:
+            # Autograd for the few operations behind the head; a clone, since the slice's own memory takes the gradient.
             with torch.set_grad_enabled(self._forms_gradient):
                 own_RV = logits_RV.detach().clone().requires_grad_(self._forms_gradient)
                 final_RV = behind(own_RV)
@@ -262,6 +265,8 @@ class _Softmax:
             if weights_R is not None:
                 factor_R = weights_R if factor_R is None else weights_R * factor_R
                 here = here * weights_R.unsqueeze(1)
+            # d(−log p_t)/dz = p − 1[t] and d(lse²)/dz = 2 · lse · p: both hold the probabilities times a number of the
+            # row, and only the first has the target's one-hot to take off.
             if factor_R is not None:
                 probabilities_RV *= factor_R.unsqueeze(1)
             probabilities_RV.scatter_add_(1, own, -here)
@@ -269,6 +274,7 @@ class _Softmax:
 
     def _whole(self, final_RV: Tensor, targets_R: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
         own = targets_R.unsqueeze(1)
+        # The first rows are the most: all later ones fit.
         if self._room is None or self._room.shape[0] < len(final_RV):
             self._room = final_RV.new_empty(final_RV.shape, dtype=wide)
         probabilities_RV = torch.softmax(final_RV, 1, dtype=wide, out=self._room[: len(final_RV)])
@@ -280,6 +286,7 @@ class _Softmax:
     def _shared(self, final_RV: Tensor, targets_R: Tensor, wide: torch.dtype) -> tuple[Tensor, ...]:
         vocabulary = self._plan.vocabulary
         assert vocabulary is not None
+        # A target of another rank points at word 0 here, and its share of the sum is masked.
         own = targets_R - vocabulary.rank * final_RV.shape[1]
         elsewhere = (own < 0) | (own >= final_RV.shape[1])
         own = own.masked_fill(elsewhere, 0).unsqueeze(1)

@@ -51,7 +51,7 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, 
         plan: Of the whole model, from `resolve_tensor_parallel`.
         mesh: `ParallelState.get_tp_device_mesh()`: of one parent with the mesh that `fully_shard` gets.
         gather_logits: Let the output head return all logits on every rank. Otherwise it returns this rank's part of the
-            vocabulary, for `vocabulary_cross_entropy`: see `split_vocabulary`.
+            vocabulary, for the loss of `split_vocabulary`.
     """
     own = plan.only(own_names(model, (*plan.rules, *plan.sequence)))
     _Splitter(model, own, TensorRanks(mesh), gather_logits).split()

@@ -33,29 +33,19 @@ class SplitVocabulary:
         return all_reduce(numbers, self._ranks)
 
     def token_losses(self, logits_NV: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `vocabulary_cross_entropy`, and with it (N,) log Σ exp of whole rows."""
+        """(N,) −log softmax(logits)[target] and (N,) log Σ exp of whole rows, in the logits' dtype: the same numbers on
+        all ranks. Three collectives of N numbers: the largest logit, Σ exp(logit − largest), the target's logit.
+
+        Args:
+            logits_NV: (N, V / ranks), this rank's consecutive part of the vocabulary.
+            targets: (N,) ids in the whole vocabulary, none of them ignored.
+        """
         return _VocabularyCrossEntropy.apply(logits_NV, targets, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def split_vocabulary(model: nn.Module) -> SplitVocabulary | None:
     """The vocabulary of a model that was split; None where its logits are whole."""
     return facts_of(model).noted(SplitVocabulary)
-
-
-def vocabulary_cross_entropy(logits_NV: torch.Tensor, targets: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-    """−log softmax(logits)[target] of every row, in the logits' dtype: the same numbers on all ranks.
-
-    Three collectives of N numbers: the largest logit, Σ exp(logit − largest), the target's logit.
-
-    Args:
-        logits_NV: (N, V / ranks), this rank's consecutive part of the vocabulary.
-        targets: (N,) ids in the whole vocabulary, none of them ignored.
-        ranks: Of the group, in the order of their parts.
-
-    Returns:
-        (N,); sum or weigh it.
-    """
-    return SplitVocabulary(ranks).token_losses(logits_NV, targets)[0]
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):

@@ -96,11 +96,15 @@ class SlicedForward:
             return self._forward(*args, **kwargs)
         self._check_borders(kwargs)
         kwargs |= {name: nothing for name, nothing in CACHES.items() if name in kwargs}
+        # All are cut before the first one runs: a mistake in the plan shows before anything is computed.
         slices = list(self._slices(args, kwargs, rows))
-        outputs = [tree_flatten(self._forward(*args, **kwargs)) for args, kwargs in slices]
+        leaves_of_slices = []
+        for own_args, own_kwargs in slices:
+            leaves, structure = tree_flatten(self._forward(*own_args, **own_kwargs))
+            leaves_of_slices.append(leaves)
         lengths = [min(size, rows - start) for start in range(0, rows, size)]
-        joined = [self._join(parts, lengths, dim) for parts in zip(*(leaves for leaves, _ in outputs), strict=True)]
-        return tree_unflatten(joined, outputs[0][1])
+        joined = [self._join(parts, lengths, dim) for parts in zip(*leaves_of_slices, strict=True)]
+        return tree_unflatten(joined, structure)
 
     def _rows(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         dim = self._plan.batch_dim
@@ -132,10 +136,8 @@ class SlicedForward:
             else:
                 self._check_rowless(key, value, rows)
         for start in range(0, rows, self._plan.chunk_mbs):
-            yield (
-                tuple(self._cut(value, start) if place in chosen else value for place, value in enumerate(args)),
-                {name: self._cut(value, start) if name in chosen else value for name, value in kwargs.items()},
-            )
+            own = {key: self._cut(value, start) if key in chosen else value for key, value in given}
+            yield tuple(own[place] for place in range(len(args))), {name: own[name] for name in kwargs}
 
     def _cut(self, value: Any, start: int) -> Any:
         dim, size = self._plan.batch_dim, self._plan.chunk_mbs

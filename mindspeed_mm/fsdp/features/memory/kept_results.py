@@ -200,6 +200,8 @@ class _KeptCalls:
         """Run and keep, or hand out what was kept."""
         if self._again is not None:
             return next(self._again).hand_out(key)
+        # Torch's checkpoint lets autograd save a promise to compute again instead of tensors. The innermost hooks for
+        # saved tensors win: what this call saves stays as it is.
         with saved_tensors_hooks(torch.Tensor.detach, _unchanged), self._unseen():
             result = forward(*args, **kwargs)
         kept = tree_map_only(torch.Tensor, _alike, result)

@@ -7,6 +7,7 @@ causal layer does not look.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -40,15 +41,17 @@ class SegmentedForward:
         places = host_values(borders)
         check_borders(places, hidden_1TC[:, None])
         own = {name: value for name, value in kwargs.items() if name not in BORDER_KEYS}
-        lengths = [stop - start for start, stop in pairwise(places)]
+        spans = list(pairwise(places))
+        lengths = [stop - start for start, stop in spans]
         pieces: dict[int, Any] = {}
         for bucket in buckets(lengths, waste_on(hidden_1TC.device)):
-            spans = [(places[document], places[document + 1]) for document in bucket]
-            inputs = tree_map_only(Tensor, lambda tensor: _cut(tensor, hidden_1TC.shape[1], spans), (args, own))  # noqa: B023 (used at once)
-            output = self._forward(*inputs[0], **inputs[1])
+            cut = partial(_rows_of, length=hidden_1TC.shape[1], spans=[spans[document] for document in bucket])
+            bucket_args, bucket_kwargs = tree_map_only(Tensor, cut, (args, own))
+            output = self._forward(*bucket_args, **bucket_kwargs)
             first = output[0] if isinstance(output, tuple) else output
             for row, document in enumerate(bucket):
                 pieces[document] = first[row, : lengths[document]]
+        # Empty documents are in no bucket, and have no tokens to be put back.
         joined = torch.cat([pieces[document] for document in sorted(pieces)])[None]
         return (joined, *output[1:]) if isinstance(output, tuple) else joined
 
@@ -68,18 +71,22 @@ def buckets(lengths: Sequence[int], waste: float) -> list[list[int]]:
     """
     found: list[list[int]] = []
     tokens = 0
-    for document in sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n]):
-        longest = lengths[found[-1][0]] if found else 0
+    # From the longest to the shortest: all rows of a bucket are filled up to its first one.
+    documents = [number for number, length in enumerate(lengths) if length]
+    documents.sort(key=lambda number: -lengths[number])
+    for document in documents:
         tokens += lengths[document]
-        if found and longest * (len(found[-1]) + 1) <= (1 + waste) * tokens:
-            found[-1].append(document)
-        else:
-            found.append([document])
-            tokens = lengths[document]
+        if found:
+            longest = lengths[found[-1][0]]
+            if longest * (len(found[-1]) + 1) <= (1 + waste) * tokens:
+                found[-1].append(document)
+                continue
+        found.append([document])
+        tokens = lengths[document]
     return found
 
 
-def _cut(tensor: Tensor, length: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+def _rows_of(tensor: Tensor, length: int, spans: Sequence[tuple[int, int]]) -> Tensor:
     """(documents, longest, …) of (1, length, …); other tensors stay."""
     if tensor.dim() < 2 or tensor.shape[:2] != (1, length):
         return tensor

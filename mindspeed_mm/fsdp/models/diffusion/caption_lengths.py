@@ -36,21 +36,24 @@ class CaptionLengths:
     """
 
     def __init__(self, adapter: DiffusionAdapter, tokenizers: Mapping[str, Any] | None = None) -> None:
-        limits = adapter.caption_limits()
-        self._tokenizers = [
-            (load_component(adapter, name) if tokenizers is None else tokenizers[name], limit)
-            for name, limit in limits.items()
-        ]
+        self._tokenizers = []
+        for name, limit in adapter.caption_limits().items():
+            tokenizer = load_component(adapter, name) if tokenizers is None else tokenizers[name]
+            self._tokenizers.append((tokenizer, limit))
 
     def __call__(self, captions: Sequence[str]) -> list[CaptionLength]:
         """The length of each caption; 0 of 0 where the family has no tokenizer."""
-        found: list[list[CaptionLength]] = [[] for _ in captions]
-        with quiet("transformers"):
-            for tokenizer, limit in self._tokenizers if captions else ():
-                for lengths, ids in zip(found, tokenizer(list(captions)).input_ids, strict=True):
-                    lengths.append(CaptionLength(len(ids), limit))
-        nothing = CaptionLength(0, 0)
-        return [max(lengths, key=lambda one: one.tokens - one.limit, default=nothing) for lengths in found]
+        longest = [CaptionLength(0, 0)] * len(captions)
+        if not captions:
+            return longest
+        for position, (tokenizer, limit) in enumerate(self._tokenizers):
+            with quiet("transformers"):
+                rows = tokenizer(list(captions)).input_ids
+            for number, ids in enumerate(rows):
+                length, before = CaptionLength(len(ids), limit), longest[number]
+                if position == 0 or length.tokens - limit > before.tokens - before.limit:
+                    longest[number] = length
+        return longest
 
     def cut(self, captions: Sequence[str]) -> list[int]:
         """Indices of the captions whose end is not read."""

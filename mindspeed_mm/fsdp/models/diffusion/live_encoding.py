@@ -39,14 +39,14 @@ class LiveEncoder:
         Args:
             batch: `pixels` (B, 3, T, H, W) uint8 and `captions`.
         """
-        clips = batch["pixels"].split(1)
-        latents = [self._adapter.encode_media(self._pipeline, clip).cpu() for clip in clips]
-        conditions = [self._adapter.encode_conditions(self._pipeline, clip) for clip in clips]
-        return {
-            "latents": torch.cat(latents),
-            **{key: torch.cat([each[key].cpu() for each in conditions]) for key in conditions[0]},
-            **self._adapter.pad_text([self._text(caption) for caption in batch["captions"]]),
-        }
+        encoded: dict[str, list[torch.Tensor]] = {}
+        for clip in batch["pixels"].split(1):
+            found = {"latents": self._adapter.encode_media(self._pipeline, clip)}
+            found |= self._adapter.encode_conditions(self._pipeline, clip)
+            for key, tensor in found.items():
+                encoded.setdefault(key, []).append(tensor.cpu())
+        joined = {key: torch.cat(tensors) for key, tensors in encoded.items()}
+        return joined | self._adapter.pad_text([self._text(caption) for caption in batch["captions"]])
 
     def _text(self, caption: str) -> TextFeatures:
         if caption not in self._texts:
@@ -60,8 +60,10 @@ class LiveEncoder:
 
     def _warn_of_length(self, caption: str) -> None:
         """Once: `mm data check` counts all."""
-        (length,) = (None,) if self._has_warned else self._lengths([caption])
-        if length is not None and length.is_cut:
+        if self._has_warned:
+            return
+        (length,) = self._lengths([caption])
+        if length.is_cut:
             self._has_warned = True
             warnings.warn(
                 f"the text encoder reads {length.limit} tokens, and '{caption[:_SHOWN]}…' has {length.tokens}: the end "

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class Delta:
     @property
     def parts(self) -> list[LazyTensor]:
         """What is read."""
-        return [self.a, self.b, *([self.magnitude] if self.magnitude is not None else [])]
+        return [self.a, self.b] if self.magnitude is None else [self.a, self.b, self.magnitude]
 
     def added(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         """The difference to the weight, from `parts` as read."""
@@ -71,13 +70,17 @@ def with_deltas(base: LazyTensor, deltas: Sequence[tuple[Delta, float]], dtype: 
     """A weight with adapters added, each so many times. Added up in the widest of the dtypes that are read and written:
     what is written is rounded once."""
     parts = [part for delta, _ in deltas for part in delta.parts]
-    widest = reduce(torch.promote_types, (base.dtype, *(part.dtype for part in parts), dtype or base.dtype))
+    widest = dtype or base.dtype
+    for each in (base, *parts):
+        widest = torch.promote_types(widest, each.dtype)
 
     def merged(read: list[torch.Tensor]) -> torch.Tensor:
         weight, *values = (tensor.to(widest) for tensor in read)
-        total, remaining = weight, iter(values)
+        total, start = weight, 0
         for delta, times in deltas:
-            total = total + times * delta.added(weight, *(next(remaining) for _ in delta.parts))
+            stop = start + len(delta.parts)
+            total = total + times * delta.added(weight, *values[start:stop])
+            start = stop
         return total
 
     return Computed([base, *parts], merged, base.shape, widest)
@@ -93,8 +96,11 @@ def merge_into(
         adapters: Weight → what is added to it, and how many times.
         dtype: That will be written; None: each tensor's own.
     """
-    for name in dict.fromkeys(name for deltas, _ in adapters for name in deltas):
-        own = [(deltas[name], times) for deltas, times in adapters if name in deltas]
+    added: dict[str, list[tuple[Delta, float]]] = {}
+    for deltas, times in adapters:
+        for name, delta in deltas.items():
+            added.setdefault(name, []).append((delta, times))
+    for name, own in added.items():
         tensors[name] = with_deltas(tensors[name], own, dtype)
 
 
@@ -179,14 +185,16 @@ def _check_fits(
     state = outline.state_dict(keep_vars=True)
     wanted: dict[str, tuple[int, ...]] = {name: delta.shape for name, delta in deltas.items()}
     wanted |= {name: tensor.shape for name, tensor in whole.items()}
-    problems = [Problem("is not in the model", key=name) for name in wanted if name not in state]
-    problems += [
-        Problem(f"{list(shape)} by the adapter, {list(state[name].shape)} in the model", key=name)
-        for name, shape in wanted.items()
-        if name in state and tuple(state[name].shape) != tuple(shape)
-    ]
-    named = {layer for _, layer, _ in levels(outline, list(wanted))}
-    problems += [Problem("is not in the model", key=layer) for layer in adapter.fused if layer not in named]
+    fused = {layer for _, layer, _ in levels(outline, list(wanted))}
+    missing, misshapen = [], []
+    for name, shape in wanted.items():
+        if name not in state:
+            missing.append(Problem("is not in the model", key=name))
+        elif tuple(state[name].shape) != tuple(shape):
+            shapes = f"{list(shape)} by the adapter, {list(state[name].shape)} in the model"
+            misshapen.append(Problem(shapes, key=name))
+    problems = missing + misshapen
+    problems += [Problem("is not in the model", key=layer) for layer in adapter.fused if layer not in fused]
     if problems:
         raise _foreign(adapter, problems)
 

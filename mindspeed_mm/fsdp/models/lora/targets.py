@@ -90,9 +90,8 @@ class _Layers:
     def none_there(self, pattern: str, parameters: _FusedParameters) -> Problem:
         """The pattern names modules, and none that can have an adapter."""
         matched = _matched(pattern, [*self.modules, *parameters.names])
-        near = [name for name in self.linear if is_inside(name, matched, strict=True)] or nearest(
-            matched[0], self.linear, most=3
-        )
+        inside = [name for name in self.linear if is_inside(name, matched, strict=True)]
+        near = inside or nearest(matched[0], self.linear, most=3)
         return Problem(
             f"'{pattern}' matches {len(matched)} module(s), none of them a linear layer ({matched[0]} …)",
             key=TARGETS,
@@ -142,8 +141,8 @@ class _FusedParameters:
         """Gate and up are one parameter: they can only be adapted together."""
         for parameter, asked in self._asked.items():
             if parameter.endswith("gate_up_proj") and len(asked) == 1:
-                pair = next(({a, b} for a, b in (("gate_proj", "up_proj"), ("w1", "w3")) if asked & {a, b}), set())
-                other = ", ".join(pair - asked)
+                pairs = ({"gate_proj", "up_proj"}, {"w1", "w3"})
+                other = ", ".join(name for pair in pairs if pair & asked for name in pair - asked)
                 yield Problem(
                     f"'{next(iter(asked))}' alone cannot be adapted: {parameter} holds gate and up",
                     key=TARGETS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mindspeed_mm.core.patterns import resolve_patterns
+from mindspeed_mm.core.patterns import is_inside, resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.ties import tie_groups
@@ -34,19 +34,19 @@ class ModelSpec:
 def resolve_spec(model: nn.Module) -> ModelSpec:
     """Read the specification off a model that is built but not sharded.
 
-    Embedding and head are wrapped on their own,
-    or as one tied group, so that the root does not hold both for the length of a step.
+    Embedding and head are wrapped on their own, or as one tied group, so that the root does not hold both for the
+    length of a step.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    blocks = find_blocks(model)
-    embedding, head = (_name_of(model, getter, names) for getter in ("get_input_embeddings", "get_output_embeddings"))
-    groups = tie_groups(model)
-    tied = {name for group in groups for name in group}
-    towers = find_towers(model)
-    ends = [name for name in (embedding, head) if name and name not in tied and name not in blocks]
-    further = [multi_token.NAME] if hasattr(model, multi_token.NAME) else []
+    blocks, groups, towers = find_blocks(model), tie_groups(model), find_towers(model)
+    embedding = _name_of(model, "get_input_embeddings")
+    head = _name_of(model, "get_output_embeddings")
+    shard_modules = _with_towers(blocks, towers)
+    if hasattr(model, multi_token.NAME):
+        shard_modules.append(multi_token.NAME)
+    wrapped = {"", *blocks}.union(*groups)
+    shard_modules += [name for name in (embedding, head) if name not in wrapped]
     return ModelSpec(
-        shard_modules=_with_towers(blocks, towers) + further + ends,
+        shard_modules=shard_modules,
         tie_groups=groups,
         towers=towers,
         head=head,
@@ -61,17 +61,19 @@ def find_blocks(model: nn.Module) -> list[str]:
     Some classes name whole towers beside the blocks inside them: what holds blocks is none.
     """
     adapter = facts_of(model).adapter
+    found: list[str] = []
     if adapter is not None:
         names = [name for name, _ in model.named_modules()]
-        return [name for pattern in adapter.blocks for name in resolve_patterns([pattern], names, key="blocks")]
+        for pattern in adapter.blocks:  # one by one: the order of the patterns is that of execution
+            found += resolve_patterns([pattern], names, key="blocks")
+        return found
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    names = [
-        name
-        for name, module in model.named_modules()
+    for name, module in model.named_modules():
         # Sharding puts a class of its own in front: the blocks' class is among the bases then.
-        if classes & {cls.__name__ for cls in type(module).__mro__} and next(module.parameters(), None) is not None
-    ]
-    return [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+        own_classes = {cls.__name__ for cls in type(module).__mro__}
+        if classes & own_classes and next(module.parameters(), None) is not None:
+            found.append(name)
+    return [name for name in found if not any(is_inside(other, (name,), strict=True) for other in found)]
 
 
 def _with_towers(blocks: list[str], towers: list[Tower]) -> list[str]:
@@ -83,10 +85,13 @@ def _with_towers(blocks: list[str], towers: list[Tower]) -> list[str]:
     return modules
 
 
-def _name_of(model: nn.Module, getter: str, names: dict[int, str]) -> str:
+def _name_of(model: nn.Module, getter: str) -> str:
+    """The name of the module that a getter of the model returns; empty where there is none."""
     get = getattr(model, getter, None)
+    if get is None:
+        return ""
     try:
-        module = get() if get is not None else None
+        wanted = get()
     except (AttributeError, NotImplementedError):  # transformers' way to say that there is none
         return ""
-    return names.get(id(module), "") if isinstance(module, nn.Module) else ""
+    return next((name for name, module in model.named_modules() if module is wanted), "")

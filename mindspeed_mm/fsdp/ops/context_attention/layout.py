@@ -67,12 +67,13 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         check_borders(self.borders)
-        intervals = sorted(
-            interval for on_ring in self.pieces for piece in on_ring for interval in piece if interval[0] < interval[1]
-        )
-        edges = [0, *chain.from_iterable(intervals), self.length]
-        if any(stop != start for stop, start in zip(edges[::2], edges[1::2], strict=True)):
-            raise LayoutError(f"intervals {intervals} do not cover the tokens 0…{self.length} once each")
+        everywhere = chain.from_iterable(chain.from_iterable(self.pieces))
+        intervals = sorted(interval for interval in everywhere if interval[0] < interval[1])
+        reached = 0
+        for start, stop in (*intervals, (self.length, self.length)):
+            if start != reached:
+                raise LayoutError(f"intervals {intervals} do not cover the tokens 0…{self.length} once each")
+            reached = stop
 
     @property
     def length(self) -> int:
@@ -113,6 +114,7 @@ class SequenceLayout:
         pieces = self.pieces[ring_rank]
         held = chain.from_iterable(pieces) if ulysses_rank is None else pieces[ulysses_rank]
         for start, stop in merge_intervals(held):
+            # An interval may lie in front of the one before it: the search begins anew.
             if start < self.borders[document]:
                 document = 0
             while start < stop:
@@ -143,7 +145,8 @@ def build_layout(
         raise LayoutError(f"document borders {documents} do not end at the {length} tokens of the row")
     check_borders(documents)
     shares = _zigzag_shares(documents, ring) if balanced and ring > 1 else _equal_cuts([(0, length)], ring)
-    return SequenceLayout(tuple(tuple(map(tuple, _equal_cuts(share, ulysses))) for share in shares), documents)
+    pieces = [_equal_cuts(share, ulysses) for share in shares]
+    return SequenceLayout(tuple(tuple(map(tuple, on_ring)) for on_ring in pieces), documents)
 
 
 def concatenate_layouts(first: SequenceLayout, second: SequenceLayout) -> SequenceLayout:
@@ -155,11 +158,11 @@ def concatenate_layouts(first: SequenceLayout, second: SequenceLayout) -> Sequen
     """
     if [len(part) for part in first.pieces] != [len(part) for part in second.pieces]:
         raise LayoutError("two sequences that attend to each other lie over different numbers of ranks")
-    pieces = tuple(
-        tuple((*one, *shifted(other, first.length)) for one, other in zip(ones, others, strict=True))
-        for ones, others in zip(first.pieces, second.pieces, strict=True)
-    )
-    return SequenceLayout(pieces, (0, first.length + second.length))
+    pieces = []
+    for ones, others in zip(first.pieces, second.pieces, strict=True):
+        both = zip(ones, others, strict=True)
+        pieces.append(tuple((*one, *shifted(other, first.length)) for one, other in both))
+    return SequenceLayout(tuple(pieces), (0, first.length + second.length))
 
 
 def scale_layout(layout: SequenceLayout, unit: int, borders: Sequence[int]) -> SequenceLayout:
@@ -170,10 +173,11 @@ def scale_layout(layout: SequenceLayout, unit: int, borders: Sequence[int]) -> S
         unit: Tokens in each.
         borders: Document borders among the tokens.
     """
-    pieces = tuple(
-        tuple(tuple((start * unit, stop * unit) for start, stop in piece) for piece in on_ring)
-        for on_ring in layout.pieces
-    )
+
+    def scaled(piece: Iterable[Interval]) -> tuple[Interval, ...]:
+        return tuple((start * unit, stop * unit) for start, stop in piece)
+
+    pieces = tuple(tuple(map(scaled, on_ring)) for on_ring in layout.pieces)
     return SequenceLayout(pieces, tuple(borders))
 
 
@@ -201,6 +205,7 @@ def meet(queries: Sequence[Segment], keys: Sequence[Segment], causal: bool) -> l
     squares, full = [], []
     for query in queries:
         for key in by_document[query.document]:
+            # Causal queries and keys lie in one layout, whose intervals coincide or are apart.
             if not causal or key.stop <= query.start:
                 full.append(Rectangle(*query.span, *key.span, False))
             elif (key.start, key.stop) == (query.start, query.stop):
@@ -253,7 +258,7 @@ def _equal_cuts(intervals: Sequence[Interval], parts: int) -> list[list[Interval
     """Intervals cut into `parts` runs with equally many tokens, up to one."""
     total = sum(stop - start for start, stop in intervals)
     cuts = []
-    for first, last in even_bounds(total, parts):
+    for first, last in even_bounds(total, parts):  # counted among the tokens of the intervals, one behind the other
         run, local = [], 0
         for start, stop in intervals:
             low, high = max(first - local, 0), min(last - local, stop - start)

@@ -33,16 +33,21 @@ class HeadShares:
         take it anyway, equally many query heads to each, in order."""
         own = self.key[rank]
         places = [own.index(head // self.group_size) for head in self.query[rank]]
-        each = len(places) // max(1, len(own))
-        return None if places == [place // max(1, each) for place in range(len(places))] else places
+        # What kernels of grouped queries assume: query head number n reads key-value head n // each.
+        each = max(1, len(places) // max(1, len(own)))
+        assumed = [place // each for place in range(len(places))]
+        return None if places == assumed else places
 
 
 def share_heads(heads: int, key_heads: int, ranks: int) -> HeadShares:
     """Any number of heads over any number of ranks; with fewer heads than ranks, some compute none."""
     group_size = heads // key_heads
-    query = tuple(tuple(range(*bounds)) for bounds in even_bounds(heads, ranks))
-    key = tuple(tuple(sorted({head // group_size for head in own})) for own in query)
-    return HeadShares(query, key, group_size)
+    query, key = [], []
+    for start, stop in even_bounds(heads, ranks):
+        own = range(start, stop)
+        query.append(tuple(own))
+        key.append(tuple(sorted({head // group_size for head in own})))
+    return HeadShares(tuple(query), tuple(key), group_size)
 
 
 def scatter_heads(
@@ -58,11 +63,13 @@ def scatter_heads(
     """
     B, T, _, D = x_BTHD.shape
     own = len(heads[group.rank()])
+    # Flat, in the order of ranks: what goes to one rank has another shape than what goes to the next.
     outgoing = torch.cat([x_BTHD[:, :, list(share)].reshape(-1) for share in heads])
+    sent = [B * T * len(share) * D for share in heads]
     incoming = [B * length * own * D for length in lengths]
-    received = _exchange(outgoing, [B * T * len(share) * D for share in heads], incoming, group)
-    parts = zip(received.split(incoming), lengths, strict=True)
-    return torch.cat([part.view(B, length, own, D) for part, length in parts], dim=1)
+    received = _exchange(outgoing, sent, incoming, group).split(incoming)
+    parts = [part.view(B, length, own, D) for part, length in zip(received, lengths, strict=True)]
+    return torch.cat(parts, dim=1)
 
 
 def gather_heads(
@@ -72,10 +79,11 @@ def gather_heads(
     B, _, own, D = x_BLhD.shape
     T = lengths[group.rank()]
     outgoing = torch.cat([part.reshape(-1) for part in x_BLhD.split(list(lengths), dim=1)])
+    sent = [B * length * own * D for length in lengths]
     incoming = [B * T * len(share) * D for share in heads]
-    received = _exchange(outgoing, [B * length * own * D for length in lengths], incoming, group)
-    parts = zip(received.split(incoming), heads, strict=True)
-    return torch.cat([part.view(B, T, len(share), D) for part, share in parts], dim=2)
+    received = _exchange(outgoing, sent, incoming, group).split(incoming)
+    parts = [part.view(B, T, len(share), D) for part, share in zip(received, heads, strict=True)]
+    return torch.cat(parts, dim=2)
 
 
 def _exchange(outgoing: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
