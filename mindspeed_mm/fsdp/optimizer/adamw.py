@@ -17,7 +17,7 @@ from mindspeed_mm.fsdp.optimizer.gradient_offload import forget_gradients, offlo
 from mindspeed_mm.fsdp.optimizer.groups import Group
 from mindspeed_mm.fsdp.optimizer.shards import local
 from mindspeed_mm.fsdp.optimizer.state_formats import MOMENTS, Format, format_of
-from mindspeed_mm.fsdp.optimizer.streaming import Cargo, bucket_bytes, work_in_buckets
+from mindspeed_mm.fsdp.optimizer.streaming import StreamedItem, bucket_bytes, work_in_buckets
 from mindspeed_mm.fsdp.utils.device import memory_room_bytes
 
 PIECE = 1 << 21
@@ -111,15 +111,15 @@ class StreamedAdamW(torch.optim.AdamW):
             if parameter.grad is not None or offloaded(parameter) is not None:
                 by_device.setdefault(local(parameter).device, []).append(parameter)
         for device, parameters in by_device.items():
-            cargo = (piece for parameter in parameters for piece in self._pieces(parameter))
+            items = (piece for parameter in parameters for piece in self._pieces(parameter))
             most = bucket_bytes(memory_room_bytes(self._memory_share))
-            work_in_buckets(cargo, partial(self._update, group), most, device)
+            work_in_buckets(items, partial(self._update, group), most, device)
             for parameter in parameters:
                 self.state[parameter]["step"] += 1
 
-    def _update(self, group: Group, bucket: list[Cargo[ParameterSlice]]) -> None:
+    def _update(self, group: Group, bucket: list[StreamedItem[ParameterSlice]]) -> None:
         """torch's AdamW on the pieces of a bucket."""
-        ready = [_unpacked(cargo) for cargo in bucket]
+        ready = [_unpacked(item) for item in bucket]
         beta1, beta2 = group["betas"]
         adamw(
             [each.piece.parameter for each in ready],
@@ -142,7 +142,7 @@ class StreamedAdamW(torch.optim.AdamW):
             for (how, _), numbers, kept in zip(each.piece.moments, each.numbers, each.kept, strict=True):
                 how.pack(numbers, kept, each.piece.seed)
 
-    def _pieces(self, parameter: torch.Tensor) -> Iterator[Cargo[ParameterSlice]]:
+    def _pieces(self, parameter: torch.Tensor) -> Iterator[StreamedItem[ParameterSlice]]:
         """A parameter's part in stretches, with what has to come from the host."""
         state, formats = self._state_of(parameter), self._formats(parameter)
         away = offloaded(parameter)
@@ -160,8 +160,9 @@ class StreamedAdamW(torch.optim.AdamW):
                 step,
                 _seed(self._names[parameter], step, start),
             )
-            visits = [tensor for _, tensors in moments for tensor in tensors] if self.swaps else []
-            yield Cargo(piece, visits, [gradient[start:end]] if away is not None else [], self._extra(formats, piece))
+            updated = [tensor for _, tensors in moments for tensor in tensors] if self.swaps else []
+            read_only = [gradient[start:end]] if away is not None else []
+            yield StreamedItem(piece, updated, read_only, self._extra(formats, piece))
 
     def _extra(self, formats: list[Format], piece: ParameterSlice) -> int:
         """Bytes of moments as numbers, and of what packing takes."""
@@ -189,10 +190,10 @@ class StreamedAdamW(torch.optim.AdamW):
             )
 
 
-def _unpacked(cargo: Cargo[ParameterSlice]) -> Ready:
-    piece, staged = cargo.item, list(cargo.staged)
+def _unpacked(streamed: StreamedItem[ParameterSlice]) -> Ready:
+    piece, staged = streamed.item, list(streamed.staged)
     kept = [tensors for _, tensors in piece.moments]
-    if cargo.visits:
+    if streamed.updated:
         kept = [[staged.pop(0) for _ in tensors] for tensors in kept]
     gradient = piece.gradient if piece.gradient is not None else staged.pop(0)
     if piece.factor is not None:

@@ -22,27 +22,27 @@ Item = TypeVar("Item")
 
 
 @dataclass
-class Cargo(Generic[Item]):
+class StreamedItem(Generic[Item]):
     """Something to work on, and its tensors on the host.
 
     Args:
         item: Whatever the work is done on.
-        visits: Host tensors, flat: they come in, and go home changed.
-        gifts: Host tensors, flat, that only come in.
+        updated: Host tensors, flat: they come in, and go home changed.
+        read_only: Host tensors, flat, that only come in.
         extra_bytes: What the work on it takes besides.
     """
 
     item: Item
-    visits: Sequence[torch.Tensor] = ()
-    gifts: Sequence[torch.Tensor] = ()
+    updated: Sequence[torch.Tensor] = ()
+    read_only: Sequence[torch.Tensor] = ()
     extra_bytes: int = 0
     staged: list[torch.Tensor] = field(default_factory=list)
-    """While it is worked on: copies of `visits` and `gifts` on the device."""
+    """While it is worked on: copies of `updated` and `read_only` on the device."""
 
     @property
     def moved_bytes(self) -> int:
         """Room that it takes in a buffer."""
-        return sum(_room(tensor) for tensor in (*self.visits, *self.gifts))
+        return sum(_room(tensor) for tensor in (*self.updated, *self.read_only))
 
 
 def bucket_bytes(room: int) -> int:
@@ -50,11 +50,11 @@ def bucket_bytes(room: int) -> int:
     return max(0, min(MOST_BYTES, room // 3))
 
 
-def in_buckets(cargo: Iterable[Cargo[Item]], most_bytes: int) -> Iterator[list[Cargo[Item]]]:
+def in_buckets(items: Iterable[StreamedItem[Item]], most_bytes: int) -> Iterator[list[StreamedItem[Item]]]:
     """Consecutive pieces, as many as fit; at least one."""
-    bucket: list[Cargo[Item]] = []
+    bucket: list[StreamedItem[Item]] = []
     held = 0
-    for piece in cargo:
+    for piece in items:
         size = piece.moved_bytes + piece.extra_bytes
         if bucket and held + size > most_bytes:
             yield bucket
@@ -66,8 +66,8 @@ def in_buckets(cargo: Iterable[Cargo[Item]], most_bytes: int) -> Iterator[list[C
 
 
 def work_in_buckets(
-    cargo: Iterable[Cargo[Item]],
-    work: Callable[[list[Cargo[Item]]], None],
+    items: Iterable[StreamedItem[Item]],
+    work: Callable[[list[StreamedItem[Item]]], None],
     most_bytes: int,
     device: torch.device,
     copies: CopyStream | None = None,
@@ -75,13 +75,13 @@ def work_in_buckets(
     """Do `work` on all pieces, bucket by bucket, with their tensors on the device.
 
     Args:
-        cargo: What is worked on; their tensors on the host are pinned where there is an accelerator.
-        work: Is handed the pieces of a bucket, `staged` filled; it changes the copies of `visits` in place.
+        items: What is worked on; their tensors on the host are pinned where there is an accelerator.
+        work: Is handed the pieces of a bucket, `staged` filled; it changes the copies of `updated` in place.
         most_bytes: Of a bucket; a single piece may be larger.
         device: Where the work is done.
         copies: What runs the copies.
     """
-    buckets = list(in_buckets(cargo, most_bytes))
+    buckets = list(in_buckets(items, most_bytes))
     sizes = [sum(piece.moved_bytes for piece in bucket) for bucket in buckets]
     if not any(sizes):
         for bucket in buckets:
@@ -101,12 +101,12 @@ def work_in_buckets(
     copies.finish()
 
 
-def _bring(bucket: list[Cargo[Item]], buffer: torch.Tensor, copies: CopyStream) -> torch.Event | None:
+def _bring(bucket: list[StreamedItem[Item]], buffer: torch.Tensor, copies: CopyStream) -> torch.Event | None:
     start = 0
     with copies:
         for piece in bucket:
             piece.staged = []
-            for tensor in (*piece.visits, *piece.gifts):
+            for tensor in (*piece.updated, *piece.read_only):
                 size = tensor.numel() * tensor.element_size()
                 copy = buffer[start : start + size].view(tensor.dtype)
                 copy.copy_(tensor, non_blocking=True)
@@ -115,10 +115,10 @@ def _bring(bucket: list[Cargo[Item]], buffer: torch.Tensor, copies: CopyStream) 
         return copies.mark()
 
 
-def _take_home(bucket: list[Cargo[Item]], copies: CopyStream) -> None:
+def _take_home(bucket: list[StreamedItem[Item]], copies: CopyStream) -> None:
     with copies:
         for piece in bucket:
-            for home, copy in zip(piece.visits, piece.staged, strict=False):
+            for home, copy in zip(piece.updated, piece.staged, strict=False):
                 home.copy_(copy, non_blocking=True)
             piece.staged = []
 

@@ -16,7 +16,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.features.memory import activation_offload
-from mindspeed_mm.fsdp.features.memory.activation_offload import OffloadedForward, Ticket, offload_activations
+from mindspeed_mm.fsdp.features.memory.activation_offload import OffloadedForward, SavedView, offload_activations
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.utils import host_copies
@@ -41,7 +41,7 @@ def offloaded(model: nn.Module, recompute: Any = None, patterns: tuple[str, ...]
     return FeaturesApplier(FeatureArguments.model_validate(features), find_blocks(model))(model)
 
 
-def traffic_of(model: nn.Module) -> activation_offload.OffloadParcels:
+def traffic_of(model: nn.Module) -> activation_offload.ActivationTraffic:
     return next(m.forward._traffic for m in model.modules() if isinstance(m.forward, OffloadedForward))
 
 
@@ -240,10 +240,10 @@ def test_the_device_lets_go_one_module_later_and_all_is_freed_after_backward() -
 
     def watched(stop: Any) -> None:
         real(stop)
-        parcels.extend(weakref.ref(parcel) for parcel in stop.parcels)
-        homes.append([parcel.home is not None for parcel in stop.parcels])
+        parcels.extend(weakref.ref(parcel) for parcel in stop.moved_storages)
+        homes.append([parcel.home is not None for parcel in stop.moved_storages])
         assert all(parcel.home is None for ref in before for parcel in [ref()] if parcel is not None)
-        before[:] = [weakref.ref(parcel) for parcel in stop.parcels]
+        before[:] = [weakref.ref(parcel) for parcel in stop.moved_storages]
 
     before: list[weakref.ref[Any]] = []
     traffic.close = watched  # type: ignore[method-assign]
@@ -272,14 +272,14 @@ def test_two_micro_batches_at_once_and_a_graph_used_twice() -> None:
 
 
 def test_strides_come_back() -> None:
-    traffic = activation_offload.OffloadParcels()
+    traffic = activation_offload.ActivationTraffic()
     stop = traffic.open(nn.Linear(2, 2))
     whole = torch.arange(24.0).reshape(4, 6)
     views = [whole.t(), whole[1:3, ::2], whole[:, :1].expand(4, 3), whole.to(torch.bfloat16)]
     tickets = [traffic.pack(stop, view) for view in views]
     traffic.close(stop)
     traffic.close(traffic.open(nn.Linear(2, 2)))
-    assert all(isinstance(ticket, Ticket) for ticket in tickets) and tickets[0].parcel is tickets[1].parcel
+    assert all(isinstance(ticket, SavedView) for ticket in tickets) and tickets[0].moved is tickets[1].moved
     for view, ticket in zip(views, tickets, strict=True):
         back = traffic.unpack(ticket)
         assert torch.equal(back, view) and back.stride() == view.stride() and back.dtype == view.dtype

@@ -146,10 +146,11 @@ def test_a_fault_is_seen(yamls: dict[str, str]) -> None:
 
 def faulty(yaml: str) -> dict[str, str]:
     """What comes back is of another module."""
-    real = activation_offload.OffloadParcels.unpack
+    real = activation_offload.ActivationTraffic.unpack
 
-    def rounded(self: activation_offload.OffloadParcels, ticket: object) -> object:
-        return real(self, ticket) * (1 + 1e-9) if isinstance(ticket, activation_offload.Ticket) else real(self, ticket)
+    def rounded(self: activation_offload.ActivationTraffic, ticket: object) -> object:
+        tensor = real(self, ticket)
+        return tensor * (1 + 1e-9) if isinstance(ticket, activation_offload.SavedView) else tensor
 
-    with mock.patch.object(activation_offload.OffloadParcels, "unpack", rounded):
+    with mock.patch.object(activation_offload.ActivationTraffic, "unpack", rounded):
         return differing(yaml, FSDP, {"offload": (1e-12, ON["offload"])})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mindspeed_mm.fsdp.optimizer import streaming
-from mindspeed_mm.fsdp.optimizer.streaming import MOST_BYTES, Cargo, bucket_bytes, in_buckets, work_in_buckets
+from mindspeed_mm.fsdp.optimizer.streaming import MOST_BYTES, StreamedItem, bucket_bytes, in_buckets, work_in_buckets
 
 CPU = torch.device("cpu")
 
@@ -39,12 +39,12 @@ class Recorder:
         self.said.append("finish")
 
 
-def cargo(count: int, numel: int = 128) -> list[Cargo[int]]:
-    return [Cargo(n, [torch.full((numel,), float(n))], [torch.full((numel,), 10.0)]) for n in range(count)]
+def items(count: int, numel: int = 128) -> list[StreamedItem[int]]:
+    return [StreamedItem(n, [torch.full((numel,), float(n))], [torch.full((numel,), 10.0)]) for n in range(count)]
 
 
 def test_next_bucket_comes_while_one_is_worked_on() -> None:
-    recorder, pieces = Recorder(), cargo(3)
+    recorder, pieces = Recorder(), items(3)
     work_in_buckets(pieces, lambda bucket: recorder.said.append(f"work {bucket[0].item}"), 1024, CPU, recorder)
     first, begin = ["after the work so far"], ["copies", "mark 1"]
     assert recorder.said == [
@@ -57,35 +57,37 @@ def test_next_bucket_comes_while_one_is_worked_on() -> None:
 
 
 def test_what_visits_goes_home_changed_and_gifts_do_not() -> None:
-    pieces = cargo(5)
+    pieces = items(5)
 
-    def work(bucket: list[Cargo[int]]) -> None:
+    def work(bucket: list[StreamedItem[int]]) -> None:
         for piece in bucket:
             visit, gift = piece.staged
             visit.add_(gift)
             gift.zero_()
 
     work_in_buckets(pieces, work, 3000, CPU)
-    assert all(torch.equal(p.visits[0], torch.full((128,), p.item + 10.0)) for p in pieces)
-    assert all(torch.equal(p.gifts[0], torch.full((128,), 10.0)) and not p.staged for p in pieces)
+    assert all(torch.equal(p.updated[0], torch.full((128,), p.item + 10.0)) for p in pieces)
+    assert all(torch.equal(p.read_only[0], torch.full((128,), 10.0)) and not p.staged for p in pieces)
 
 
 def test_two_buffers_of_the_largest_bucket(monkeypatch) -> None:
     taken: list[int] = []
     real = torch.empty
     monkeypatch.setattr(streaming.torch, "empty", lambda size, **options: taken.append(size) or real(size, **options))
-    work_in_buckets(cargo(9), lambda _: None, 2048, CPU)
+    work_in_buckets(items(9), lambda _: None, 2048, CPU)
     assert taken == [2048, 2048]
 
 
 def test_nothing_to_move_takes_no_buffer() -> None:
     seen: list[int] = []
-    work_in_buckets([Cargo(n, extra_bytes=600) for n in range(5)], lambda b: seen.append(len(b)), 1300, CPU, Recorder())
+    work_in_buckets(
+        [StreamedItem(n, extra_bytes=600) for n in range(5)], lambda b: seen.append(len(b)), 1300, CPU, Recorder()
+    )
     assert seen == [2, 2, 1]
 
 
 def test_a_piece_larger_than_a_bucket_goes_alone() -> None:
-    assert [len(bucket) for bucket in in_buckets(cargo(3), 10)] == [1, 1, 1]
+    assert [len(bucket) for bucket in in_buckets(items(3), 10)] == [1, 1, 1]
     assert list(in_buckets([], 10)) == []
 
 

@@ -98,7 +98,7 @@ class _Splitter:
             if parameter is None or (style is Style.ROW and name == "bias"):
                 continue
             if id(parameter) not in self._split:  # a tied parameter is met twice, and stays tied
-                self._split[id(parameter)] = cut(parameter, CUT_DIMS[style], self._ranks)
+                self._split[id(parameter)] = sharded_along(parameter, CUT_DIMS[style], self._ranks)
             module._parameters[name] = self._split[id(parameter)]
 
 
@@ -110,7 +110,7 @@ _OTHERS: dict[Style, type[LocalForward]] = {
 }
 
 
-def cut(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
+def sharded_along(parameter: nn.Parameter, dim: int, ranks: TensorRanks) -> nn.Parameter:
     """The parameter as a DTensor of which this rank holds an equal part along `dim`, on meta or with values."""
     own = parameter.detach().chunk(ranks.size, dim=dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
     split = DTensor.from_local(own, ranks.mesh, [Shard(dim)], run_check=False)

@@ -36,7 +36,7 @@ def offload_activations(model: nn.Module, names: Iterable[str]) -> None:
         model: Parameters on meta or real.
         names: Modules, none inside another.
     """
-    traffic = OffloadParcels()
+    traffic = ActivationTraffic()
     for name in names:
         module = model.get_submodule(name)
         replace_forward(module, ForwardKind.OFFLOAD, OffloadedForward(module, traffic))
@@ -50,7 +50,7 @@ class OffloadedForward:
         traffic: What all modules of a model share.
     """
 
-    def __init__(self, module: nn.Module, traffic: OffloadParcels) -> None:
+    def __init__(self, module: nn.Module, traffic: ActivationTraffic) -> None:
         self._forward: Callable[..., Any] = module.forward
         self._module = module
         self._traffic = traffic
@@ -59,14 +59,14 @@ class OffloadedForward:
         """Outputs of the module, the very same."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        stop = self._traffic.open(self._module)
-        with saved_tensors_hooks(lambda tensor: self._traffic.pack(stop, tensor), self._traffic.unpack):
+        call = self._traffic.open(self._module)
+        with saved_tensors_hooks(lambda tensor: self._traffic.pack(call, tensor), self._traffic.unpack):
             outputs = self._forward(*args, **kwargs)
-        self._traffic.close(stop)
+        self._traffic.close(call)
         return outputs
 
 
-class Parcel:
+class MovedStorage:
     """One storage on its way.
 
     Args:
@@ -80,7 +80,7 @@ class Parcel:
         self.device = home.device
 
 
-class Stop:
+class ModuleCall:
     """One call of one module: what it saved.
 
     Args:
@@ -88,8 +88,8 @@ class Stop:
         before: The call before it, whose storages are wanted next in the backward pass.
     """
 
-    def __init__(self, module: nn.Module, before: Stop | None) -> None:
-        self.parcels: weakref.WeakKeyDictionary[Parcel, None] = weakref.WeakKeyDictionary()
+    def __init__(self, module: nn.Module, before: ModuleCall | None) -> None:
+        self.moved_storages: weakref.WeakKeyDictionary[MovedStorage, None] = weakref.WeakKeyDictionary()
         """In the order in which they were saved; each once, however many saved tensors are views of it."""
         self.sent: torch.Event | None = None
         self.module = module
@@ -98,7 +98,7 @@ class Stop:
         self._own: set[int] = set()
 
     @property
-    def before(self) -> Stop | None:
+    def before(self) -> ModuleCall | None:
         """None when nothing of it is wanted any more."""
         return self._before() if self._before is not None else None
 
@@ -113,99 +113,99 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class SavedView:
     """What autograd keeps instead of a tensor."""
 
-    parcel: Parcel
-    stop: Stop
+    moved: MovedStorage
+    call: ModuleCall
     dtype: torch.dtype
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
 
 
-class OffloadParcels:
-    """All parcels of a model."""
+class ActivationTraffic:
+    """All storages of a model that are on their way or on the host."""
 
     def __init__(self) -> None:
         self._copies = HostCopies()
-        self._known: dict[tuple[StorageWeakRef, int], weakref.ref[Parcel]] = {}
-        """(storage, version) → parcel: a storage that several modules save, and somebody keeps, goes once."""
-        self._coming: dict[Parcel, torch.Event | None] = {}
+        self._known: dict[tuple[StorageWeakRef, int], weakref.ref[MovedStorage]] = {}
+        """(storage, version) → where it is: a storage that several modules save, and somebody keeps, goes once."""
+        self._coming: dict[MovedStorage, torch.Event | None] = {}
         """On their way back and not read yet: their memory must not be given to others before they arrived."""
-        self._leaving: Stop | None = None
-        self._last: weakref.ref[Stop] | None = None
+        self._leaving: ModuleCall | None = None
+        self._last: weakref.ref[ModuleCall] | None = None
         self._wanted_at_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules after which the backward pass began: nothing of theirs is worth a copy."""
 
-    def __deepcopy__(self, memo: Any) -> OffloadParcels:
-        return memo.setdefault(id(self), OffloadParcels())
+    def __deepcopy__(self, memo: Any) -> ActivationTraffic:
+        return memo.setdefault(id(self), ActivationTraffic())
 
-    def open(self, module: nn.Module) -> Stop:
+    def open(self, module: nn.Module) -> ModuleCall:
         """A module begins."""
-        stop = Stop(module, self._last() if self._last is not None else None)
-        self._last = weakref.ref(stop)
+        call = ModuleCall(module, self._last() if self._last is not None else None)
+        self._last = weakref.ref(call)
         self._drop_unread()
-        return stop
+        return call
 
-    def close(self, stop: Stop) -> None:
+    def close(self, call: ModuleCall) -> None:
         """A module is done: what the one before it saved has had its time to leave."""
-        stop.sent = self._copies.mark()
-        leaving, self._leaving = self._leaving, stop
+        call.sent = self._copies.mark()
+        leaving, self._leaving = self._leaving, call
         if leaving is not None:
             self._let_go(leaving)
         self._forget_dead()
 
-    def pack(self, stop: Stop, tensor: torch.Tensor) -> Any:
-        """What autograd keeps: a ticket, or the tensor where it stays."""
-        parcel = self._parcel(stop, tensor) if _can_travel(tensor) else None
-        if parcel is None:
+    def pack(self, call: ModuleCall, tensor: torch.Tensor) -> Any:
+        """What autograd keeps: a `SavedView`, or the tensor where it stays."""
+        moved = self._moved_storage(call, tensor) if _can_travel(tensor) else None
+        if moved is None:
             return tensor.detach()  # autograd must not keep what knows its own history: they would never be freed
-        stop.parcels[parcel] = None
-        return Ticket(parcel, stop, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        call.moved_storages[moved] = None
+        return SavedView(moved, call, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def unpack(self, ticket: Any) -> torch.Tensor:
+    def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor; starts the copies for the module that comes next in the backward pass."""
-        if not isinstance(ticket, Ticket):
-            return ticket
-        if self._leaving is ticket.stop:
-            self._keep_last(ticket.stop)
-        self._bring_back(ticket.stop)
-        if (before := ticket.stop.before) is not None:
+        if not isinstance(saved, SavedView):
+            return saved
+        if self._leaving is saved.call:
+            self._keep_last(saved.call)
+        self._bring_back(saved.call)
+        if (before := saved.call.before) is not None:
             self._bring_back(before)
-        parcel = ticket.parcel
-        assert parcel.home is not None
-        self._copies.wait(self._coming.pop(parcel, None))
-        empty = torch.empty(0, dtype=ticket.dtype, device=parcel.device)
-        return empty.set_(parcel.home.untyped_storage(), ticket.offset, ticket.size, ticket.stride)
+        moved = saved.moved
+        assert moved.home is not None
+        self._copies.wait(self._coming.pop(moved, None))
+        empty = torch.empty(0, dtype=saved.dtype, device=moved.device)
+        return empty.set_(moved.home.untyped_storage(), saved.offset, saved.size, saved.stride)
 
-    def _parcel(self, stop: Stop, tensor: torch.Tensor) -> Parcel | None:
+    def _moved_storage(self, call: ModuleCall, tensor: torch.Tensor) -> MovedStorage | None:
         """None for what stays."""
         storage = tensor.untyped_storage()
         key = (StorageWeakRef(storage), tensor._version)
         known = self._known.get(key)
-        parcel = known() if known is not None else None
-        if parcel is None and stop.module not in self._wanted_at_once and not stop.is_own(tensor):
+        moved = known() if known is not None else None
+        if moved is None and call.module not in self._wanted_at_once and not call.is_own(tensor):
             home = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            parcel = Parcel(home, self._copies.to_host(home))
-            self._known[key] = weakref.ref(parcel)
-        return parcel
+            moved = MovedStorage(home, self._copies.to_host(home))
+            self._known[key] = weakref.ref(moved)
+        return moved
 
-    def _let_go(self, stop: Stop) -> None:
-        self._copies.wait(stop.sent)  # the memory is given to the computing stream again
-        for parcel in stop.parcels:
-            parcel.home = None
+    def _let_go(self, call: ModuleCall) -> None:
+        self._copies.wait(call.sent)  # the memory is given to the computing stream again
+        for moved in call.moved_storages:
+            moved.home = None
 
-    def _keep_last(self, stop: Stop) -> None:
+    def _keep_last(self, call: ModuleCall) -> None:
         """The backward pass begins with what was saved last, which is still on the device."""
         self._leaving = None
-        self._wanted_at_once.add(stop.module)
-        self._copies.wait(stop.sent)  # this once they were copied: the memory is let go of as soon as it has been used
+        self._wanted_at_once.add(call.module)
+        self._copies.wait(call.sent)  # this once they were copied: the memory is let go of as soon as it has been used
 
-    def _bring_back(self, stop: Stop) -> None:
-        missing = [parcel for parcel in stop.parcels if parcel.home is None]
-        for parcel in missing:
-            parcel.home = self._copies.to_device(parcel.on_host, parcel.device)
+    def _bring_back(self, call: ModuleCall) -> None:
+        missing = [moved for moved in call.moved_storages if moved.home is None]
+        for moved in missing:
+            moved.home = self._copies.to_device(moved.on_host, moved.device)
         if missing:
             self._coming |= dict.fromkeys(missing, self._copies.mark())
 
@@ -216,9 +216,9 @@ class OffloadParcels:
 
     def _forget_dead(self) -> None:
         self._known = {
-            (storage, version): parcel
-            for (storage, version), parcel in self._known.items()
-            if parcel() is not None and not storage.expired()
+            (storage, version): moved
+            for (storage, version), moved in self._known.items()
+            if moved() is not None and not storage.expired()
         }
 
 
