@@ -106,7 +106,7 @@ class ModelHub:
                 key="model",
                 way_out="Give a model with weights, or name its folder.",
             )
-        undo_forwards(model, ForwardKind.COMPILE)  # features of an earlier training of this model
+        undo_forwards(model, ForwardKind.HEAD_LOSS)  # loss and features of an earlier training of this model
         return _prepared(model, model_args, param_dtype)
 
     @staticmethod

@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.features.speed.compiled_blocks import compile_modules
 from mindspeed_mm.fsdp.models.behaviour.kernels import choose_kernels
 from mindspeed_mm.fsdp.models.behaviour.packed_rows import apply_packed_rows
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.ops.forward_stack import (
     ForwardKind,
     describe_forwards,
@@ -133,6 +134,14 @@ def test_features_of_an_earlier_training_come_off_and_what_is_inside_of_them_sta
     assert kinds(layer) == ["kernel"]
     undo_forwards(layer, ForwardKind.KERNEL)
     assert "forward" not in vars(layer)
+
+
+def test_a_model_that_is_trained_again_begins_without_the_loss_and_features_of_the_first_time() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    for kind in (ForwardKind.KERNEL, ForwardKind.HEAD_LOSS, ForwardKind.OFFLOAD):
+        replace_forward(model[0], kind, Doubled(model[0]))
+    ModelHub.adopt(model, ModelArguments())
+    assert kinds(model[0]) == ["kernel"]
 
 
 def test_forwards_for_the_length_of_a_call_are_put_back() -> None:
