@@ -377,7 +377,7 @@ def called(value: Any) -> dict[str, Any]:
         ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 1e300}]}, "message 1.weight", "1"),
         ({"messages": [*turns("a"), {"role": "assistant", "content": "b", "train": "no"}]}, "message 1.train", "'no'"),
         ({"messages": [*turns("a"), LONG_CALL | {"thinking": 3}]}, "message 1.thinking", "3 is not text"),
-        ({"messages": [*turns("a"), LONG_CALL | {"tool_calls": [{}]}]}, "message 1.tool_calls[0]", "no tool call"),
+        ({"messages": [*turns("a"), LONG_CALL | {"tool_calls": [{}]}]}, "message 1.tool_calls[0]", "not a tool call"),
         (called("add(1, 2)"), "message 1.value", "'add(1, 2)' holds no tool call"),
         (called('{"name": "add", "arguments": {'), "message 1.value", "is not JSON"),
         (called('{"name": "add", "arguments": [1]}'), "message 1.value[0].arguments", "[1] is not an object"),

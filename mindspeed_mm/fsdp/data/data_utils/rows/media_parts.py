@@ -79,7 +79,9 @@ def _source(value: Any, kind: MediaKind, where: str, key: str) -> Any:
         return [_source(frame, "image", where, key) for frame in value]
     of_video = "; of a video also the list of its frames" if kind == "video" else ""
     way_out = f'Give a path, bytes, {{"path": …}} or {{"bytes": …}}{of_video}.'
-    raise DataError(f"{short(value)} is no {kind}", where=where, key=key, way_out=way_out)
+    raise DataError(
+        f"{short(value)} is not {'a video' if kind == 'video' else f'an {kind}'}", where=where, key=key, way_out=way_out
+    )
 
 
 def place_media(sample: Sample, row: Row, row_format: RowFormat) -> None:
