@@ -379,7 +379,7 @@ def test_forked_workers_open_the_shards_themselves(finished: FeatureFolder, mode
 
 
 def test_a_folder_without_features(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(DataError, match=r"is not there.*Run mm extract"):
+    with pytest.raises(DataError, match=r"does not exist.*Run mm extract"):
         open_features(tmp_path / "none", adapter(model))
     with pytest.raises(DataError, match=r"holds no features.*Run mm extract"):
         open_features(model, adapter(model))
