@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from torch import nn
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.fsdp import data
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
@@ -38,12 +36,9 @@ class Model(nn.Module):
 def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stand-ins for the model hub and the data: what they give can be changed by a test."""
     given: dict[str, Any] = {"model": Model(), "batch": {"input_ids": 0, "shift_labels": 0, "sample_ids": []}}
-    import_module("mindspeed_mm.tasks.data.opening")  # it needs the real data modules
-    data = ModuleType("mindspeed_mm.fsdp.data")
-    data.build_mm_dataset = lambda *_, **__: (as_mm_dataset([1]), given.get("validation"))  # type: ignore[attr-defined]
-    data.build_mm_dataloader = lambda *_, **__: Loader(given)  # type: ignore[attr-defined]
+    monkeypatch.setattr(data, "build_mm_dataset", lambda *_, **__: (as_mm_dataset([1]), given.get("validation")))
+    monkeypatch.setattr(data, "build_mm_dataloader", lambda *_, **__: Loader(given))
     monkeypatch.setattr(ModelHub, "build", lambda *_, **__: give(given["model"]))
-    monkeypatch.setitem(sys.modules, data.__name__, data)
     monkeypatch.setattr(memory_stage, "predict", lambda *_: ([], {}, []))  # it builds the model again
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return given
@@ -249,7 +244,6 @@ def test_a_stage_gets_the_data_section_as_configured(
     parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    data = sys.modules["mindspeed_mm.fsdp.data"]
 
     def build(dataset_param: DatasetParam, **options: Any) -> tuple[Any, None]:
         seen.append((dataset_param.preprocess_parameters.model_name_or_path, options["seed"]))
