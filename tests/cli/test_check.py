@@ -12,11 +12,13 @@ from torch import nn
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp import data
+from mindspeed_mm.fsdp.checkpoint.layout import draft_folder
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.tasks.check import check
 from mindspeed_mm.tasks.check import memory as memory_stage
+from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run
 from tests.tasks.extraction_run import make_run
 
@@ -293,3 +295,15 @@ def test_faults_of_a_real_model_and_real_rows(tiny_run: Path, tmp_path: Path) ->
     (data,) = (finding for finding in found.values() if finding.stage == "first samples")
     assert data.exit_code == 4
     assert "rows.jsonl" in data.problem.where
+
+
+def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
+    """The run that is checked may be training at this moment."""
+    yaml = make_tiny_run(tmp_path)
+    train(yaml, tmp_path / "run", "training.train_iters=1")
+    draft = draft_folder(tmp_path / "run", 2)
+    draft.mkdir()
+    assert mm("check", yaml, f"training.save={tmp_path / 'run'}").code == 0
+    assert draft.is_dir()
+    train(yaml, tmp_path / "run", "training.train_iters=2")
+    assert not draft.exists()

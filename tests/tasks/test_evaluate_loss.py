@@ -198,7 +198,7 @@ def test_a_row_whose_loss_is_no_number_ends_it(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     rows = make_rows(tmp_path, count=2, images=(0,))
     said = mm("evaluate", tmp_path / "model", "--loss", "--data", rows, "--out", tmp_path / "out")
-    assert said.code == 4 and "rows.jsonl:1" in said.err and "no number" in said.err and "--batch-size" in said.err
+    assert said.code == 4 and "rows.jsonl:1" in said.err and "not a number" in said.err and "--batch-size" in said.err
     assert list((tmp_path / "out").iterdir()) == []
 
 

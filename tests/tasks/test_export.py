@@ -163,7 +163,7 @@ def test_existing_target(run_folder: Path, tmp_path: Path) -> None:
 def test_refusals(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"has no step 3\. Steps here: 2, 4\."):
         export.run(run_folder, tmp_path / "out", step=3)
-    with pytest.raises(CheckpointError, match=r"digit +is not there\. Did you mean 'digits'\?"):
+    with pytest.raises(CheckpointError, match=r"digit +does not exist\. Did you mean 'digits'\?"):
         export.run(run_folder.parent / "digit", tmp_path / "out")
     with pytest.raises(CheckpointError, match="folder of kind 'hf'"):
         export.run(run_folder.parent / "tiny-qwen", tmp_path / "out")
@@ -171,7 +171,7 @@ def test_refusals(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointError, match=r"saved from another model: \d+ tensors are missing"):
         export.run(run_folder, tmp_path / "out", model_folder=other)
     monkeypatch.setattr(export, "free_bytes", lambda path: 1000)
-    with pytest.raises(MachineError, match=r"bytes are needed, 1,000 are free"):
+    with pytest.raises(MachineError, match=r"bytes are needed, but only 1,000 are free"):
         export.run(run_folder, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]
 
@@ -183,7 +183,7 @@ def test_run_whose_model_is_gone_takes_another_folder(run_folder: Path, tmp_path
     before = record.read_text()
     record.write_text(json.dumps({"model_name_or_path": "/gone/tiny"}))
     try:
-        with pytest.raises(ModelFolderError, match=r"/gone/tiny.*is gone.*--model FOLDER"):
+        with pytest.raises(ModelFolderError, match=r"/gone/tiny.*no longer exists.*--model FOLDER"):
             export.run(run_folder, tmp_path / "out")
         assert export.run(run_folder, tmp_path / "out", model_folder=moved).step == 4
     finally:

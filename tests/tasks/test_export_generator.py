@@ -138,7 +138,7 @@ def test_refusals(flux: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match=r"--transformer-only +the model is not a generator"):
         export.run(run, tmp_path / "out", transformer_only=True, model_folder=language)
     monkeypatch.setattr(export, "free_bytes", lambda path: 300_000)
-    with pytest.raises(MachineError, match=r"bytes are needed, 300,000 are free"):
+    with pytest.raises(MachineError, match=r"bytes are needed, but only 300,000 are free"):
         export.run(run, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["language"]
 

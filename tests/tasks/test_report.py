@@ -147,7 +147,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 
 
 def test_not_a_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no run folder"):
+    with pytest.raises(DataError, match="not a run folder"):
         report.run([tmp_path])
     assert not list(tmp_path.iterdir())
 

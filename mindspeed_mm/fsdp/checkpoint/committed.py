@@ -39,10 +39,15 @@ class CommittedCheckpoint:
 
 
 def find_latest(
-    save: Path, ranks: Ranks, verification: Verification, note: Callable[[str], None], *, allow_fresh: bool = False
+    save: Path,
+    ranks: Ranks,
+    verification: Verification,
+    note: Callable[[str], None],
+    *,
+    allow_fresh: bool = False,
+    clears_drafts: bool = True,
 ) -> CommittedCheckpoint | None:
-    """The newest checkpoint of this run's own folder that verifies; what a killed save left there is cleared. Called
-    by all ranks, who share the reading.
+    """The newest checkpoint of this run's own folder that verifies. Called by all ranks, who share the reading.
 
     Args:
         save: The run folder.
@@ -50,6 +55,8 @@ def find_latest(
         verification: How closely files are compared with the manifest.
         note: Tells the user what was cleared, and which newer checkpoints were skipped and why.
         allow_fresh: Return None also when checkpoints are there but none is good.
+        clears_drafts: Remove what a killed save left there. Only for the run that owns the folder now: to anybody else
+            the draft may be that of a save under way.
 
     Returns:
         None when nothing was ever committed.
@@ -57,8 +64,9 @@ def find_latest(
     Raises:
         CheckpointError: Checkpoints are there but none is good, or the newest comes from a newer version.
     """
-    for name in ranks.first("clearing what a killed save left", lambda: layout.remove_leftovers(save)):
-        note(f"cleared {name}, which a killed save had left")
+    if clears_drafts:
+        for name in ranks.first("clearing what a killed save left", lambda: layout.remove_leftovers(save)):
+            note(f"cleared {name}, which a killed save had left")
     try:
         found = _newest_good(save, ranks, verification)
     except InvalidCheckpoint as error:

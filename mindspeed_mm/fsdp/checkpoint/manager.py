@@ -120,10 +120,15 @@ class CheckpointManager:
         future, self._under_way = self._under_way, None
         return future.exception() if future is not None else None
 
-    def find_latest(self, *, allow_fresh: bool = False) -> CommittedCheckpoint | None:
+    def find_latest(self, *, allow_fresh: bool = False, clears_drafts: bool = True) -> CommittedCheckpoint | None:
         """The newest good checkpoint of this run's folder; see `committed.find_latest`."""
         return committed.find_latest(
-            self.save_folder, self.ranks, self.training.verify_checkpoint, self.note, allow_fresh=allow_fresh
+            self.save_folder,
+            self.ranks,
+            self.training.verify_checkpoint,
+            self.note,
+            allow_fresh=allow_fresh,
+            clears_drafts=clears_drafts,
         )
 
     def open(self, path: Path) -> CommittedCheckpoint:

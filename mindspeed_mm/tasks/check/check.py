@@ -301,7 +301,9 @@ class _Check:
         as_checked = training.model_copy(update=by_size | {"save_async": False})
         arguments = self.config.arguments.model_copy(update={"training": as_checked})
         options = ResumeOptions(accept_data_change=self.accepts_data_change)
-        find_resume_point(arguments, options, self._context(), note=lambda _line: None, say=lambda _line: None)
+        # A run may be saving there right now: nothing is cleared.
+        silent: Callable[[str], None] = lambda _line: None  # noqa: E731
+        find_resume_point(arguments, options, self._context(), note=silent, say=silent, clears_drafts=False)
 
     def _context(self) -> dict[str, Any]:
         from mindspeed_mm.fsdp.train.run.context import run_context

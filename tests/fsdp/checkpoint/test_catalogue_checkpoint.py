@@ -216,7 +216,7 @@ CASES = [
     Case("91-manifest-folder", folder_in_place_of("MANIFEST.json"), r"MANIFEST\.json +cannot be read: Is a dir", 2),
     Case("91-named", remove(SHARD), r"iter_0000003 is damaged\. An older one is \S+/iter_0000002", action=named()),
     Case("91-all", all_damaged, r"no checkpoint in it is good\. Restore one, or add --allow-fresh.*missing"),
-    Case("92-tracker", edit(layout.TRACKER, lambda b: b"40", "."), r"tracker names step 40, which does not exist", 3),
+    Case("92-tracker", edit(layout.TRACKER, lambda b: b"40", "."), r"tracker names step 40, which is not there", 3),
     Case("92-tracker-cut", edit(layout.TRACKER, lambda b: b"", "."), r"^$", 3),
     Case(
         "92-only-tracker",
@@ -271,7 +271,7 @@ CASES = [
     Case(
         "95-absent",
         nothing,
-        r"iter_0000033 +is not there\. Did you mean 'iter_0000003'\?",
+        r"iter_0000033 +does not exist\. Did you mean 'iter_0000003'\?",
         action=named("iter_0000033"),
     ),
     Case("95-hostile-metadata", hostile_metadata, r"is refused: it asks for pathlib\.\S*touch", action=named()),

@@ -200,7 +200,7 @@ def test_state_that_is_no_json_and_extra_state_are_refused_before_writing(tmp_pa
         checkpoints.save(1, model, optimizer, {"when": object()})
     type(model.idle).get_extra_state = lambda self: {"a": 1}  # type: ignore[method-assign]
     try:
-        with pytest.raises(CheckpointError, match=r"_extra_state.*no tensor but a dict"):
+        with pytest.raises(CheckpointError, match=r"_extra_state.*not a tensor but a dict"):
             checkpoints.save(1, model, optimizer, {})
     finally:
         del type(model.idle).get_extra_state

@@ -139,7 +139,7 @@ def test_mark_of_the_base_weights(yamls: dict[str, Path], tmp_path: Path) -> Non
     assert other != mark
     assert base_weights_mark(yamls["generator"].parent / "model") not in {mark, other}
     assert check_resumable({"base_weights": mark}, {"base_weights": mark}) == []
-    with pytest.raises(CheckpointError, match=r"model_name_or_path +the folder holds other weights"):
+    with pytest.raises(CheckpointError, match=r"model_name_or_path +the folder does not hold the weights"):
         check_resumable({"base_weights": mark}, {"base_weights": other})
 
 

@@ -166,7 +166,7 @@ def test_samples_of_a_plugin_may_bring_lists_and_further_tensors(processor: Any)
     batch = collator(processor)(rows)
     assert batch["pixel_values"].tolist() == [[0.0] * 4] * 2 + [[1.0] * 4] * 2
     assert batch["shift_labels"][0].tolist()[:3] == [2, 3, -100]
-    with pytest.raises(DataError, match=r"undocumented \['spectrum'\]"):
+    with pytest.raises(DataError, match=r"undocumented keys: \['spectrum'\]"):
         collator(processor)([{**rows[0], "spectrum": torch.zeros(1)}])
 
 

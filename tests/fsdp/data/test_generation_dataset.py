@@ -478,7 +478,7 @@ class TestFeatures:
             build_mm_dataset(param(None, sizes={}, features_dir="features"))
 
     def test_features_that_are_not_there(self, tmp_path: Path, param: Callable[..., DatasetParam]) -> None:
-        with pytest.raises(DataError, match=r"is not there. Run mm extract"):
+        with pytest.raises(DataError, match=r"does not exist. Run mm extract"):
             build_mm_dataset(param(None, sizes={}, features_dir=str(tmp_path / "nothing")))
 
     def test_validation_rows_have_features_of_their_own(

@@ -140,7 +140,7 @@ class TestPaths:
     )
     def test_outside_is_never_opened(self, root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(media.os, "open", lambda *_: pytest.fail("opened"))
-        with pytest.raises(DataError, match=r"outside the media roots|no media item"):
+        with pytest.raises(DataError, match=r"outside the media roots|not a media item"):
             MediaLoader(root).load_image(name)
 
     def test_further_roots(self, root: Path) -> None:
@@ -161,7 +161,7 @@ class TestPaths:
             ("http://x.org/a.png", "is a URL"),
             ("file:///etc/passwd", "is a URL"),
             ("data:image/png;base64,AAAA", "is a URL"),
-            ("a\x00.png", "no media item"),
+            ("a\x00.png", "not a media item"),
         ],
     )
     def test_what_is_no_file_is_refused(self, root: Path, name: str, message: str) -> None:
@@ -174,7 +174,7 @@ class TestPaths:
             assert MediaLoader(root).load_image(item).size == (32, 32)
         with pytest.raises(DataError, match="not base64"):
             MediaLoader(root).load_image({"bytes": "!!"})
-        with pytest.raises(DataError, match="no media item"):
+        with pytest.raises(DataError, match="not a media item"):
             MediaLoader(root).load_image({"bytes": None, "path": None})
 
 

@@ -158,7 +158,7 @@ def test_a_run_starts_from_files(
         (lambda folder: (folder / PEFT_CONFIG).write_text("{"), {}, r"is not valid JSON"),
         (lambda folder: (folder / PEFT_WEIGHTS).unlink(), {}, r"holds adapter_config\.json: no adapters"),
         (lambda folder: (folder / PEFT_WEIGHTS).write_bytes(b"\x09" * 64), {}, r"adapter_model\.safetensors"),
-        (shutil.rmtree, {}, r"does not exist"),
+        (shutil.rmtree, {}, r"is not there"),
     ],
 )
 def test_files_that_do_not_fit(

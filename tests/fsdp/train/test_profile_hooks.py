@@ -152,7 +152,7 @@ def test_keys_that_mean_nothing_on_this_device_are_named_once() -> None:
     for build in (build_memory_profile_hook, build_time_profile_hook):
         build(Arguments.model_validate({"tools": tools}), 0, 1, notes.append)
     for name in ("data_simplification", "aic_metrics_type", "stacks", "max_entries"):
-        assert sum(name in note and "means nothing on cpu" in note for note in notes) == 1
+        assert sum(name in note and "has no effect on cpu" in note for note in notes) == 1
 
 
 def test_that_compiled_blocks_are_left_out_is_said() -> None:
@@ -374,7 +374,7 @@ def test_a_backend_without_a_history_is_profiled_without_it(tmp_path: Path, monk
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
     settings = MemoryProfile(enable=True, max_entries=7)
-    assert "means nothing on outside" in memory_profiler.idle_settings(settings)[0]
+    assert "has no effect on outside" in memory_profiler.idle_settings(settings)[0]
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     profiler = MemoryProfiler(settings, tmp_path, 0, model, optimizer, torch.device("cuda"))

@@ -85,7 +85,13 @@ def _check_state(state: Mapping[str, Any], path: Path) -> None:
 
 
 def find_resume_point(
-    arguments: Arguments, options: ResumeOptions, context: RunContext, *, note: Note, say: Note
+    arguments: Arguments,
+    options: ResumeOptions,
+    context: RunContext,
+    *,
+    note: Note,
+    say: Note,
+    clears_drafts: bool = True,
 ) -> ResumePoint:
     """Decide where the run starts, before anything large is built.
 
@@ -98,6 +104,7 @@ def find_resume_point(
         context: Of the run, to be compared with that of the checkpoint.
         note: Tells the user what is remarkable.
         say: Tells the user where the run starts.
+        clears_drafts: Remove what a killed save left in the run's own folder; False where nothing may be changed.
 
     Raises:
         CheckpointError: Checkpoints exist and none may be used; the message says why and what to do.
@@ -107,7 +114,7 @@ def find_resume_point(
     if manager is not None and not options.resume:
         refuse_used_folder(manager.save_folder)
     elif manager is not None:
-        own = manager.find_latest(allow_fresh=options.allow_fresh)
+        own = manager.find_latest(allow_fresh=options.allow_fresh, clears_drafts=clears_drafts)
         if own is not None:
             return _from_own(own, manager, options, context, note, say)
     if training.load is None:
