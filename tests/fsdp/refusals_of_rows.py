@@ -67,7 +67,7 @@ ORDERS = (
     Refusal(
         "two sources of validation",
         (f"{BASIC}.val_rate=0.2", f"{BASIC}.val_dataset={{folder}}/rows.jsonl"),
-        "is given beside",
+        "is given together with",
         f"{BASIC}.val_dataset",
     ),
     Refusal(
