@@ -32,9 +32,8 @@ from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state, ini
 from mindspeed_mm.fsdp.distributed.pipeline.apply import split_into_stages  # noqa: E402
 from mindspeed_mm.fsdp.distributed.pipeline.plan import plan_stages  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel  # noqa: E402
-from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks  # noqa: E402
 from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel  # noqa: E402
-from mindspeed_mm.fsdp.distributed.tensor.vocabulary import vocabulary_cross_entropy  # noqa: E402
+from mindspeed_mm.fsdp.distributed.tensor.vocabulary import split_vocabulary  # noqa: E402
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier  # noqa: E402
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss  # noqa: E402
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy  # noqa: E402
@@ -170,8 +169,9 @@ def tensor_split(model: Any, batch: Batch, _device: torch.device) -> torch.Tenso
     """Layers split over one rank, and the loss of a vocabulary in one part."""
     mesh = get_parallel_state().get_tp_device_mesh()
     apply_tensor_parallel(model, resolve_tensor_parallel(model, TpPlan(), 1), mesh)
-    ranks = TensorRanks(mesh)
-    return _summed(model, batch, lambda logits, targets: vocabulary_cross_entropy(logits, targets, ranks))
+    vocabulary = split_vocabulary(model)
+    assert vocabulary is not None
+    return _summed(model, batch, lambda logits, targets: vocabulary.token_losses(logits, targets)[0])
 
 
 def context_layer(model: Any, batch: Batch, _device: torch.device) -> torch.Tensor:
