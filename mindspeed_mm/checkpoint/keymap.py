@@ -24,6 +24,7 @@ from functools import cached_property
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import (
+    Agreeing,
     Concatenated,
     LazyTensor,
     Reordered,
@@ -31,6 +32,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
     Sliced,
     Stacked,
     Transposed,
+    Zeros,
 )
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 
@@ -148,6 +150,112 @@ class Reorder(Op):
     def _inverse(self) -> Op:
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         return Reorder(self.dim, tuple(back))
+
+
+@dataclass(frozen=True)
+class Interleave(Op):
+    """Columns into one, along `dim`, by turns: of `groups` equal runs of each, the first of every column, then the
+    second of every column, and so on. Megatron's fused query, key and value stand so: a group's queries, its key, its
+    value.
+
+    `sizes`, those of the columns along the dim, undo it.
+    """
+
+    dim: int
+    groups: int
+    sizes: tuple[int, ...]
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        found = tuple(tensor.shape[self.dim] for (tensor,) in columns)
+        if found != self.sizes or any(size % self.groups for size in found):
+            raise ValueError(f"cannot interleave {found} in {self.groups} groups, expected {self.sizes}")
+        runs = [
+            Sliced(
+                tensor, self.dim, group * (tensor.shape[self.dim] // self.groups), tensor.shape[self.dim] // self.groups
+            )
+            for group in range(self.groups)
+            for (tensor,) in columns
+        ]
+        return [[Concatenated(runs, self.dim)]]
+
+    def _inverse(self) -> Op:
+        return Deinterleave(self.dim, self.groups, self.sizes)
+
+
+@dataclass(frozen=True)
+class Deinterleave(Op):
+    """What `Interleave` joined, apart again."""
+
+    dim: int
+    groups: int
+    sizes: tuple[int, ...]
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        ((base,),) = columns
+        if base.shape[self.dim] != sum(self.sizes):
+            raise ValueError(f"cannot take {base.shape[self.dim]} apart into {self.sizes}")
+        each = [size // self.groups for size in self.sizes]
+        return [
+            [
+                Concatenated(
+                    [Sliced(base, self.dim, g * sum(each) + sum(each[:i]), size) for g in range(self.groups)], self.dim
+                )
+            ]
+            for i, size in enumerate(each)
+        ]
+
+    def _inverse(self) -> Op:
+        return Interleave(self.dim, self.groups, self.sizes)
+
+
+@dataclass(frozen=True)
+class Duplicate(Op):
+    """One column into two that hold the same. On the way back the two must be equal."""
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        (column,) = columns
+        return [column, column]
+
+    def _inverse(self) -> Op:
+        return Agree()
+
+
+@dataclass(frozen=True)
+class Agree(Op):
+    """Two columns that hold the same into one; unequal values are refused when they are read."""
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        return [[Agreeing(copies, ["one copy", "another copy"]) for copies in zip(*columns, strict=True)]]
+
+    def _inverse(self) -> Op:
+        return Duplicate()
+
+
+@dataclass(frozen=True)
+class InsertZeros(Op):
+    """A further column of zeros as column `position`, like the first column. On the way back it is left out."""
+
+    position: int
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        like = columns[0][0]
+        return [*columns[: self.position], [Zeros(like.shape, like.dtype)], *columns[self.position :]]
+
+    def _inverse(self) -> Op:
+        return Drop(self.position)
+
+
+@dataclass(frozen=True)
+class Drop(Op):
+    """Leaves column `position` out."""
+
+    position: int
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        return columns[: self.position] + columns[self.position + 1 :]
+
+    def _inverse(self) -> Op:
+        return InsertZeros(self.position)
 
 
 @dataclass(frozen=True)

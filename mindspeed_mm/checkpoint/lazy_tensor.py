@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from mindspeed_mm.core.errors import CheckpointError
+
 Item = TypeVar("Item")
 
 Region = tuple[tuple[int, int], ...]
@@ -164,6 +166,56 @@ class Reordered(LazyTensor):
             inner = (*region[: self.dim], (order[run_start], position - run_start), *region[self.dim + 1 :])
             self.base.copy_to(out.narrow(self.dim, run_start, position - run_start), inner)
             run_start = position
+
+
+class Padded(LazyTensor):
+    """A tensor with zeros behind it along `dim`, up to `length`."""
+
+    def __init__(self, base: LazyTensor, dim: int, length: int) -> None:
+        super().__init__((*base.shape[:dim], length, *base.shape[dim + 1 :]), base.dtype, [base])
+        self.base, self.dim = base, dim
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        start, length = region[self.dim]
+        held = max(0, min(start + length, self.base.shape[self.dim]) - start)
+        out.narrow(self.dim, held, length - held).zero_()
+        if held:
+            inner = (*region[: self.dim], (start, held), *region[self.dim + 1 :])
+            self.base.copy_to(out.narrow(self.dim, 0, held), inner)
+
+
+class Zeros(LazyTensor):
+    """Zeros, for a tensor that one layout has and the other has not."""
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        out.zero_()
+
+
+class Agreeing(LazyTensor):
+    """Copies of one tensor that must be equal: what is read of the first is compared with the others.
+
+    Args:
+        parts: The copies.
+        names: What each is called in an error.
+    """
+
+    def __init__(self, parts: Sequence[LazyTensor], names: Sequence[str]) -> None:
+        _check_same([part.shape for part in parts], "compare")
+        super().__init__(parts[0].shape, parts[0].dtype, parts)
+        self.names = tuple(names)
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        first, *others = self.parts
+        first.copy_to(out, region)
+        other = torch.empty_like(out, memory_format=torch.contiguous_format)
+        for part, name in zip(others, self.names[1:], strict=True):
+            part.copy_to(other, region)
+            if not torch.equal(other, out):
+                raise CheckpointError(
+                    f"differs from {self.names[0]}; they should be copies of one tensor",
+                    where=name,
+                    way_out="The checkpoint is damaged, or was saved while its ranks had drifted apart.",
+                )
 
 
 class Computed(LazyTensor):

@@ -1,6 +1,6 @@
 """Reads the `.metadata` file of a torch distributed checkpoint, which is a pickle, without letting it run anything.
 
-This is the one place of the project where `pickle` is named. Only the listed classes can be built; they hold plain
+Only the listed classes can be built; they hold plain
 data. Whatever else a file asks for is refused by name before it is looked up.
 """
 

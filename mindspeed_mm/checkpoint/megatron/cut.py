@@ -1,0 +1,92 @@
+"""How tensor parallelism divides one tensor among its ranks, and how the pieces become the tensor again.
+
+A tensor is seen as `parts` equal parts along one dim (gate and up of a gated projection are two, a fused [Q|K|V] is
+three), and each rank holds its run of every part. Where whole units must stay together (attention heads, groups of a
+key with its queries), the run is a number of units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Padded, Sliced
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """A dim that tensor parallelism divides."""
+
+    dim: int
+    parts: int = 1
+    """Equal parts along the dim, each of which is divided for itself."""
+    units: int | None = None
+    """Units in each part that may not be torn; None: single rows."""
+    uneven: bool = False
+    """The first ranks may hold one unit more, where the number of ranks does not divide that of the units."""
+    padded: bool = False
+    """Of a vocabulary: the dim may be filled up with zeros, so that the ranks divide it evenly."""
+
+    def piece(self, tensor: LazyTensor, rank: int, ranks: int, multiple: int = 1) -> LazyTensor:
+        """What one rank holds.
+
+        Args:
+            tensor: The whole.
+            rank: Which one, from 0.
+            ranks: How many divide the tensor.
+            multiple: Of a padded dim: its length becomes a multiple of this times `ranks`.
+
+        Raises:
+            ValueError: The ranks do not divide the units.
+        """
+        if self.padded:
+            tensor = pad(tensor, self.dim, multiple * ranks)
+        length = tensor.shape[self.dim]
+        if length % self.parts:
+            raise ValueError(f"{length} rows are no {self.parts} equal parts")
+        starts = self._starts(length // self.parts, ranks)
+        start, end = starts[rank], starts[rank + 1]
+        of_each_part = [
+            Sliced(tensor, self.dim, part * (length // self.parts) + start, end - start) for part in range(self.parts)
+        ]
+        return of_each_part[0] if self.parts == 1 else Concatenated(of_each_part, self.dim)
+
+    def whole(self, pieces: Sequence[LazyTensor], true_length: int | None = None) -> LazyTensor:
+        """The tensor again.
+
+        Args:
+            pieces: Those of all ranks, in order.
+            true_length: Of a padded dim, before it was filled up; None: nothing was.
+
+        Raises:
+            ValueError: A piece is no `parts` equal parts, or the pieces are shorter than `true_length`.
+        """
+        in_order = []
+        for part in range(self.parts):
+            for piece in pieces:
+                length, rest = divmod(piece.shape[self.dim], self.parts)
+                if rest:
+                    raise ValueError(f"{piece.shape[self.dim]} rows are no {self.parts} equal parts")
+                in_order.append(piece if self.parts == 1 else Sliced(piece, self.dim, part * length, length))
+        tensor = in_order[0] if len(in_order) == 1 else Concatenated(in_order, self.dim)
+        if not self.padded or true_length is None or tensor.shape[self.dim] == true_length:
+            return tensor
+        if tensor.shape[self.dim] < true_length:
+            raise ValueError(f"{tensor.shape[self.dim]} rows are fewer than the vocabulary's {true_length}")
+        return Sliced(tensor, self.dim, 0, true_length)
+
+    def _starts(self, length: int, ranks: int) -> list[int]:
+        """Where each rank's run begins in a part of this length, and at last where it ends."""
+        units = self.units or length
+        if length % units:
+            raise ValueError(f"{length} rows are no {units} equal units")
+        each, more = divmod(units, ranks)
+        if more and not self.uneven:
+            raise ValueError(f"{ranks} ranks do not divide {units} {'heads or groups' if self.units else 'rows'}")
+        return [(each * rank + min(rank, more)) * (length // units) for rank in range(ranks + 1)]
+
+
+def pad(tensor: LazyTensor, dim: int, multiple: int) -> LazyTensor:
+    """The tensor with zeros behind it, so that `dim` is a multiple of `multiple`."""
+    length = -(-tensor.shape[dim] // multiple) * multiple
+    return tensor if length == tensor.shape[dim] else Padded(tensor, dim, length)

@@ -1,0 +1,136 @@
+"""What Megatron-style checkpoints of one kind of model look like, as data: names, merges, cuts and stages.
+
+A family says how the hub's tensors become *whole* Megatron tensors (a key map, with layers and experts numbered over
+the whole model), how tensor parallelism cuts each of those, and which of them stand at the two ends of a tower.
+Dividing and joining them is the same for all families (`sharding.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
+from mindspeed_mm.core.errors import ModelFolderError
+
+Config = Mapping[str, Any]
+"""A model's config.json."""
+
+
+@dataclass(frozen=True)
+class PipelineTower:
+    """A stack of layers with what stands before and behind it, divided over the pipeline by a list of its own."""
+
+    name: str
+    """`text`, `vision` or `audio`: the flags are called `llm_pp_layers`, `vit_pp_layers` and `audio_pp_layers`."""
+    prefix: str
+    """Whole Megatron names of the tower begin so: `text_decoder.`. Tensor parallelism may have a size of its own."""
+    layers: str
+    """Names of its layers begin so, before the number: `text_decoder.decoder.layers.`."""
+    first: tuple[str, ...]
+    """Beginnings of the names that stand where its first layer is."""
+    last: tuple[str, ...]
+    """Beginnings of the names that stand where its last layer is."""
+    everywhere: tuple[str, ...] = ()
+    """Beginnings of the names that every stage holds."""
+
+
+TEXT = PipelineTower(
+    name="text",
+    prefix="text_decoder.",
+    layers="text_decoder.decoder.layers.",
+    first=("text_decoder.embedding.",),
+    last=("text_decoder.decoder.final_layernorm.", "text_decoder.output_layer."),
+)
+"""The language model of every family."""
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """One model of a family, from its configuration."""
+
+    towers: tuple[PipelineTower, ...]
+    depths: Mapping[str, int]
+    """Layers of each tower, by its name."""
+    rules: Sequence[KeyRule]
+    """Hub name → whole Megatron name. Every rule has a way back."""
+    cuts: Mapping[str, TensorCut]
+    """Pattern of whole Megatron names (`{n}` stands for one part between dots) → how tensor parallelism cuts them. What
+    no pattern takes is held by every rank."""
+    tied_head: bool = False
+    """The hub stores no head because it is the embedding. A pipeline of several stages holds a copy as the head."""
+    vocabulary: int | None = None
+    """Rows of the embedding, without padding; None: as many as are stored."""
+    experts: int = 0
+    """Routed experts in each layer, which expert parallelism divides."""
+
+    @property
+    def key_map(self) -> KeyMap:
+        """The rules as a map."""
+        return KeyMap(self.rules)
+
+    def cut_of(self, name: str) -> TensorCut | None:
+        """How tensor parallelism cuts a whole tensor; None: not at all."""
+        return next((cut for regex, cut in self._cuts if regex.fullmatch(name)), None)
+
+    def tower_of(self, name: str) -> PipelineTower:
+        """The tower that a whole tensor belongs to.
+
+        Raises:
+            ModelFolderError: It belongs to none.
+        """
+        for tower in self.towers:
+            if name.startswith((tower.layers, *tower.first, *tower.last, *tower.everywhere)):
+                return tower
+        raise ModelFolderError("belongs to no tower of this family", key=name)
+
+    @cached_property
+    def _cuts(self) -> list[tuple[re.Pattern[str], TensorCut]]:
+        return [(_pattern(text), cut) for text, cut in self.cuts.items()]
+
+
+EMBEDDING = "text_decoder.embedding.word_embeddings.weight"
+HEAD = "text_decoder.output_layer.weight"
+EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<after>\..*)")
+"""A tensor of one routed expert; experts are numbered from 0 on every rank."""
+
+
+@dataclass(frozen=True)
+class MegatronFamily:
+    """Models that one converter knows."""
+
+    name: str
+    """As people write it: `Qwen2.5-VL`."""
+    model_types: tuple[str, ...]
+    """Values of `model_type` in config.json."""
+    describe: Callable[[Config, bool], MegatronModel] = field(repr=False)
+    """(config.json, canonical) → the model. Canonical: queries, keys and values, and gates and ups, stay apart."""
+
+    def model(self, config: Config, *, canonical: bool = False) -> MegatronModel:
+        """The model that a config.json describes.
+
+        Raises:
+            ModelFolderError: It is of another family, or a number that the layout needs is missing.
+        """
+        if config.get("model_type") not in self.model_types:
+            raise ModelFolderError(
+                f"model_type is {config.get('model_type')!r}, and {self.name} is {' or '.join(self.model_types)}",
+                key="model_type",
+                way_out="Choose the converter of this model.",
+            )
+        try:
+            return self.describe(config, canonical)
+        except KeyError as error:
+            raise ModelFolderError(
+                f"is missing in config.json; {self.name} needs it", key=str(error.args[0])
+            ) from error
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(
+        "".join(r"[^.]+" if part.startswith("{") else re.escape(part) for part in re.split(r"(\{\w+\})", text))
+    )

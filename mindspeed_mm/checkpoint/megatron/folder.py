@@ -1,0 +1,213 @@
+"""A Megatron-style folder: which of its steps is meant, how it is divided, its tensors under the hub's names, and what
+the files of one that is written hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.checkpoint.keymap import check_used_once, natural_order
+from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor
+from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.layout import (
+    LAYOUT_FILE,
+    WEIGHTS_FILE,
+    MegatronLayout,
+    MegatronRank,
+    Stages,
+    parse_folder_name,
+)
+from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
+from mindspeed_mm.checkpoint.megatron.sharding import Shards, divide, join
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
+from mindspeed_mm.core.json_file import read_json_object
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+CHECKPOINT_VERSION = 3.0
+
+
+def find_step(folder: Path) -> Path:
+    """The folder that holds `mp_rank_*`: the one given, or the step in it that the tracker names.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if any(folder.glob("mp_rank_*")):
+        return folder
+    tracker = folder / TRACKER
+    named = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    if named.isdecimal():
+        named = f"iter_{int(named):07d}"
+    steps = [path.name for path in sorted(folder.glob("*/")) if any(path.glob("mp_rank_*"))]
+    if named in steps:
+        return folder / named
+    if named:
+        raise CheckpointError(
+            f"names '{named}', and there is no such step with mp_rank_* folders",
+            where=str(tracker),
+            way_out=f"Name a step itself: {', '.join(steps)}." if steps else "Copy the whole folder again.",
+        )
+    if len(steps) == 1:
+        return folder / steps[0]
+    raise CheckpointError(
+        f"has {len(steps)} steps and no {TRACKER}" if steps else "holds no mp_rank_* folder",
+        where=str(folder),
+        way_out=f"Name one of them: {', '.join(steps)}." if steps else "Name the folder that holds them.",
+    )
+
+
+def hub_tensors(
+    folder: Path, family: MegatronFamily, config: Mapping[str, Any], wanted: MegatronLayout | None = None
+) -> tuple[dict[str, LazyTensor], MegatronLayout]:
+    """The tensors of a folder under the hub's names, read when they are needed.
+
+    Args:
+        folder: As `find_step` takes it.
+        family: Of the model.
+        config: Its config.json.
+        wanted: How a person said that the folder is divided; None: not at all.
+
+    Returns:
+        The tensors by hub name, and how the folder is divided.
+
+    Raises:
+        CheckpointError: A file is missing or broken, or files do not fit together.
+        UsageError: `wanted` is another division than the folder's.
+    """
+    whole, model, layout = whole_tensors(folder, family, config, wanted)
+    steps = model.key_map.inverse.steps(whole)
+    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    check_used_once(steps, whole, made)
+    return {key: made[key] for key in sorted(made, key=natural_order)}, layout
+
+
+def whole_tensors(
+    folder: Path, family: MegatronFamily, config: Mapping[str, Any], wanted: MegatronLayout | None = None
+) -> tuple[dict[str, LazyTensor], MegatronModel, MegatronLayout]:
+    """As `hub_tensors`, under Megatron's own names: for dividing them anew."""
+    step = find_step(folder)
+    layout_file = step / LAYOUT_FILE
+    kept = None
+    if layout_file.is_file():
+        kept = MegatronLayout.from_json(read_json_object(layout_file, CheckpointError), str(layout_file))
+    canonical = kept.canonical if kept else bool(wanted and wanted.canonical)
+    model = family.model(config, canonical=canonical)
+    contents = _read_files(step, kept.ep if kept else (wanted.ep if wanted else 1))
+    layout = kept or _layout_of(contents, model, wanted)
+    if wanted is not None:
+        _refuse_contradiction(wanted, layout, step)
+    layout.check(model.depths, model.experts, where=str(step))
+    if missing := [layout.folder_name(rank) for rank in layout.ranks if rank not in contents]:
+        raise CheckpointError(f"{missing[0]} is missing", where=str(step), way_out="Copy the whole folder again.")
+    return join(_shards(contents, layout), model, layout), model, layout
+
+
+def files_of(
+    hub: Mapping[str, LazyTensor], family: MegatronFamily, config: Mapping[str, Any], layout: MegatronLayout
+) -> dict[str, dict[str, dict[str, LazyTensor]]]:
+    """What a folder in this division holds.
+
+    Args:
+        hub: The model's tensors under the hub's names.
+        family: Of the model.
+        config: Its config.json.
+        layout: The division.
+
+    Returns:
+        File, relative to the step's folder → `model` (or `model0` …) → name → tensor.
+
+    Raises:
+        UsageError: The division does not fit the model.
+        ModelFolderError: A tensor has no place, or is missing.
+    """
+    model = family.model(config, canonical=layout.canonical)
+    layout.check(model.depths, model.experts)
+    steps = model.key_map.steps(hub)
+    whole = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    check_used_once(steps, hub, whole)
+    if model.tied_head and HEAD in whole:
+        whole[EMBEDDING] = Agreeing([whole[EMBEDDING], whole.pop(HEAD)], ["the embedding", "the head tied to it"])
+    return divided_files(whole, model, layout)
+
+
+def divided_files(
+    whole: Mapping[str, LazyTensor], model: MegatronModel, layout: MegatronLayout
+) -> dict[str, dict[str, dict[str, LazyTensor]]]:
+    """As `files_of`, of tensors under Megatron's own names."""
+    layout.check(model.depths, model.experts)
+    _check_layers(whole, model)
+    shards = divide(whole, model, layout)
+    return {f"{layout.folder_name(rank)}/{WEIGHTS_FILE}": content for rank, content in shards.items()}
+
+
+def _check_layers(whole: Mapping[str, LazyTensor], model: MegatronModel) -> None:
+    for tower in model.towers:
+        found = {name.removeprefix(tower.layers).partition(".")[0] for name in whole if name.startswith(tower.layers)}
+        if missing := sorted(set(map(str, range(model.depths[tower.name]))) - found, key=int):
+            raise ModelFolderError(
+                f"nothing is stored of layer {missing[0]} of the {tower.name} tower", key=f"{tower.layers}{missing[0]}"
+            )
+
+
+def _read_files(step: Path, expert_ranks: int) -> dict[MegatronRank, PtContent]:
+    folders: dict[MegatronRank, Path] = {}
+    for path in sorted(step.glob("mp_rank_*")):
+        rank = parse_folder_name(path.name, expert_ranks=expert_ranks > 1)
+        if rank is None:
+            raise CheckpointError("is no name of a rank's folder", where=str(path), way_out="Take it away.")
+        folders[rank] = path / WEIGHTS_FILE
+    return dict(zip(folders, read_pt_files(list(folders.values())), strict=True))
+
+
+def _layout_of(
+    contents: Mapping[MegatronRank, PtContent], model: MegatronModel, wanted: MegatronLayout | None
+) -> MegatronLayout:
+    """The division that files show: their names have the ranks, their tensors the layers."""
+    stages = 1 + max(rank.pp for rank in contents)
+    chunks = max(1, sum(key.removeprefix("model").isdecimal() for key in next(iter(contents.values())).tensors))
+    layers: dict[str, Stages] = {}
+    outline = MegatronLayout({"text": ((0,) * stages,) * chunks})
+    for tower in model.towers:
+        layers[tower.name] = tuple(
+            tuple(_count_layers(contents, stage, outline.model_key(chunk), tower.layers) for stage in range(stages))
+            for chunk in range(chunks)
+        )
+    ep = 1 + max(rank.ep for rank in contents)
+    layout = MegatronLayout(layers, tp=1 + max(rank.tp for rank in contents), ep=ep)
+    if wanted is None:
+        return layout
+    return replace(layout, tp_of_tower=wanted.tp_of_tower, canonical=wanted.canonical)
+
+
+def _count_layers(contents: Mapping[MegatronRank, PtContent], stage: int, chunk: str, layers: str) -> int:
+    content = next((found for rank, found in contents.items() if rank.pp == stage), None)
+    names = content.tensors.get(chunk, {}) if content else {}
+    return len({name.removeprefix(layers).partition(".")[0] for name in names if name.startswith(layers)})
+
+
+def _refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Path) -> None:
+    said, held = wanted.to_json(), found.to_json()
+    different = [key for key in said if key != "vocabulary_multiple" and said[key] != held.get(key, said[key])]
+    if different:
+        key = different[0]
+        raise UsageError(
+            f"{said[key]} was said, and the checkpoint has {held[key]}",
+            where=str(step),
+            key=key,
+            way_out="Leave it out: the checkpoint knows how it is divided.",
+        )
+
+
+def _shards(contents: Mapping[MegatronRank, PtContent], layout: MegatronLayout) -> Shards:
+    """By rank and chunk, without what Megatron's kernels keep for themselves."""
+    shards: Shards = {}
+    for rank, content in contents.items():
+        shards[rank] = {}
+        for key in (layout.model_key(chunk) for chunk in range(layout.chunks)):
+            stored = content.tensors.get(key, {})
+            shards[rank][key] = {name: stored[name] for name in stored if not name.endswith("._extra_state")}
+    return shards

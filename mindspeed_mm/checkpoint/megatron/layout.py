@@ -1,0 +1,259 @@
+"""How a Megatron-style checkpoint is divided: sizes of its parallel groups, layers of each stage, names of files.
+
+The division is kept beside the weights as `layout.json`, so that nobody has to repeat it. A folder without one (written
+by another program) shows it by its files: their names have the ranks, their tensors the layers of each stage.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError
+
+LAYOUT_FILE = "layout.json"
+WEIGHTS_FILE = "model_optim_rng.pt"
+TOWERS = ("text", "vision", "audio")
+FLAG_OF_TOWER = {"text": "llm_pp_layers", "vision": "vit_pp_layers", "audio": "audio_pp_layers"}
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+
+Stages = tuple[tuple[int, ...], ...]
+"""Layers of a tower: for each virtual chunk, those on each stage. `((10, 10, 10, 2),)` is a pipeline of four stages."""
+
+
+class MegatronRank(NamedTuple):
+    """Whose file it is."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
+class Place(NamedTuple):
+    """Where on the pipeline a tensor stands."""
+
+    chunk: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """One way to divide a model."""
+
+    layers: Mapping[str, Stages]
+    """Of each tower that the model has. All have the same numbers of chunks and stages."""
+    tp: int = 1
+    ep: int = 1
+    tp_of_tower: Mapping[str, int] = field(default_factory=dict)
+    """Where a tower's size differs from `tp` (`vit_tp_size`, `audio_tp_size`): its pieces repeat over the ranks."""
+    vocabulary_multiple: int = 1
+    """The vocabulary is filled up to a multiple of this times the tensor ranks."""
+    canonical: bool = False
+    """Queries, keys and values, and gates and ups, are stored apart."""
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return len(next(iter(self.layers.values()))[0])
+
+    @property
+    def chunks(self) -> int:
+        """Of every stage: more than one where the pipeline is interleaved."""
+        return len(next(iter(self.layers.values())))
+
+    @property
+    def ranks(self) -> list[MegatronRank]:
+        """Of all files, in order of their names."""
+        return [MegatronRank(tp, pp, ep) for tp in range(self.tp) for pp in range(self.stages) for ep in range(self.ep)]
+
+    def tp_size(self, tower: str) -> int:
+        """Tensor ranks that divide a tower."""
+        return self.tp_of_tower.get(tower, self.tp)
+
+    def first_place(self, tower: str) -> Place:
+        """Where the tower's first layer is."""
+        return self._filled(tower)[0]
+
+    def last_place(self, tower: str) -> Place:
+        """Where the tower's last layer is."""
+        return self._filled(tower)[-1]
+
+    def place_of_layer(self, tower: str, layer: int) -> tuple[Place, int]:
+        """Where a layer is, and its number there.
+
+        Raises:
+            IndexError: The division has fewer layers.
+        """
+        for place, start, end in self._runs(tower):
+            if start <= layer < end:
+                return place, layer - start
+        raise IndexError(layer)
+
+    def first_layer(self, tower: str, place: Place) -> int:
+        """The number in the whole model of the layer that is 0 at a place."""
+        return next(start for found, start, _ in self._runs(tower) if found == place)
+
+    def model_key(self, chunk: int) -> str:
+        """What a chunk's tensors stand under in a file."""
+        return "model" if self.chunks == 1 else f"model{chunk}"
+
+    def folder_name(self, rank: MegatronRank) -> str:
+        """`mp_rank_TT`, with `_PPP` when there are several stages and `_EEE` when there are several expert ranks."""
+        pp = f"_{rank.pp:03d}" if self.stages > 1 else ""
+        ep = f"_{rank.ep:03d}" if self.ep > 1 else ""
+        return f"mp_rank_{rank.tp:02d}{pp}{ep}"
+
+    def check(self, depths: Mapping[str, int], experts: int, *, where: str = "") -> None:
+        """Compare with a model.
+
+        Args:
+            depths: Layers of each of its towers.
+            experts: Routed experts in a layer.
+            where: Whose division this is, for errors.
+
+        Raises:
+            UsageError: Towers, layers or experts do not fit.
+        """
+        problems = [
+            *(
+                Problem(f"the model has no {tower} tower", where, FLAG_OF_TOWER[tower])
+                for tower in self.layers
+                if tower not in depths
+            ),
+            *self._wrong_depths(depths, where),
+            *self._unequal_shapes(where),
+        ]
+        if self.ep > 1 and (not experts or experts % self.ep):
+            what = f"{self.ep} ranks do not divide {experts} experts" if experts else "the model has no experts"
+            problems.append(Problem(what, where, "ep_size"))
+        for tower, size in self.tp_of_tower.items():
+            if self.tp % size:
+                problems.append(Problem(f"{size} does not divide tp_size {self.tp}", where, _TP_FLAG.get(tower, tower)))
+        if problems:
+            raise UsageError("the division does not fit the model", problems=problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `layout.json`."""
+        return {
+            "tp_size": self.tp,
+            "ep_size": self.ep,
+            **{FLAG_OF_TOWER[tower]: [list(chunk) for chunk in chunks] for tower, chunks in self.layers.items()},
+            **{_TP_FLAG[tower]: size for tower, size in self.tp_of_tower.items()},
+            "vocabulary_multiple": self.vocabulary_multiple,
+            "canonical": self.canonical,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], where: str) -> MegatronLayout:
+        """From `layout.json`.
+
+        Raises:
+            CheckpointError: Something is missing or of another type.
+        """
+        try:
+            return cls(
+                layers={t: parse_stages(values[flag], flag) for t, flag in FLAG_OF_TOWER.items() if values.get(flag)},
+                tp=int(values["tp_size"]),
+                ep=int(values["ep_size"]),
+                tp_of_tower={tower: int(values[flag]) for tower, flag in _TP_FLAG.items() if flag in values},
+                vocabulary_multiple=int(values["vocabulary_multiple"]),
+                canonical=bool(values["canonical"]),
+            )
+        except (KeyError, TypeError, ValueError, UsageError) as error:
+            raise CheckpointError(
+                f"is not the division of a checkpoint: {type(error).__name__}: {error}",
+                where=where,
+                way_out="Copy the file again, or delete it: the folder's files show the division too.",
+            ) from error
+
+    def _wrong_depths(self, depths: Mapping[str, int], where: str) -> list[Problem]:
+        problems = []
+        for tower, depth in depths.items():
+            given = sum(map(sum, self.layers.get(tower, ())))
+            if given != depth:
+                shown = json.dumps([list(chunk) for chunk in self.layers.get(tower, ())])
+                what = f"{shown} are {given} layers, the model's {tower} tower has {depth}"
+                problems.append(Problem(what, where, FLAG_OF_TOWER[tower]))
+        return problems
+
+    def _unequal_shapes(self, where: str) -> list[Problem]:
+        problems = []
+        for tower, chunks in self.layers.items():
+            shape = [len(chunk) for chunk in chunks]
+            if shape != [self.stages] * self.chunks:
+                what = f"has {shape} stages in its chunks, the first tower has {[self.stages] * self.chunks}"
+                problems.append(Problem(what, where, FLAG_OF_TOWER[tower]))
+        return problems
+
+    def _runs(self, tower: str) -> list[tuple[Place, int, int]]:
+        """Each place with its first layer and the one behind its last; places in the order that data passes them."""
+        counts = [count for chunk in self.layers[tower] for count in chunk]
+        ends = list(accumulate(counts))
+        return [
+            (Place(*divmod(i, self.stages)), end - count, end)
+            for i, (count, end) in enumerate(zip(counts, ends, strict=True))
+        ]
+
+    def _filled(self, tower: str) -> list[Place]:
+        return [place for place, start, end in self._runs(tower) if end > start]
+
+
+_TP_FLAG = {"vision": "vit_tp_size", "audio": "audio_tp_size"}
+
+
+def parse_stages(value: Any, flag: str) -> Stages:
+    """Layers of a tower as people write them: `[14, 14]`, or one list for each virtual chunk.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    nested = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    if not all(isinstance(chunk, list) and chunk and all(type(n) is int and n >= 0 for n in chunk) for chunk in nested):
+        raise UsageError(
+            f"{value!r} are not the layers of stages",
+            key=flag,
+            way_out="Write [14,14], or one list for each virtual chunk: [[7,7],[7,7]].",
+        )
+    return tuple(tuple(chunk) for chunk in nested)
+
+
+def even_layers(depths: Mapping[str, int], stages: int, chunks: int = 1) -> dict[str, Stages]:
+    """Layers where none were named: text as evenly as the places allow, the last places the shorter ones; towers before
+    it on the first place, as the second front door has them.
+
+    Args:
+        depths: Layers of each tower.
+        stages: Of the pipeline.
+        chunks: Of every stage.
+    """
+    places = stages * chunks
+    text = [depths["text"] // places + (i < depths["text"] % places) for i in range(places)]
+    layers = {"text": _in_chunks(text, stages)}
+    for tower in TOWERS[1:]:
+        if tower in depths:
+            layers[tower] = _in_chunks([depths[tower]] + [0] * (places - 1), stages)
+    return layers
+
+
+def _in_chunks(counts: list[int], stages: int) -> Stages:
+    return tuple(tuple(counts[i : i + stages]) for i in range(0, len(counts), stages))
+
+
+def parse_folder_name(name: str, *, expert_ranks: bool) -> MegatronRank | None:
+    """Whose folder it is; None for another name.
+
+    Args:
+        name: `mp_rank_01_002`, for example.
+        expert_ranks: A single further number is the expert rank, not the stage: nothing in the name tells.
+    """
+    found = _FOLDER.fullmatch(name)
+    if found is None:
+        return None
+    tp, second, third = (int(number) if number else 0 for number in found.groups())
+    if expert_ranks and found[3] is None:
+        return MegatronRank(tp, 0, second)
+    return MegatronRank(tp, second, third)

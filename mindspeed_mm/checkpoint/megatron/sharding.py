@@ -1,0 +1,156 @@
+"""Divides whole Megatron tensors among ranks, stages and chunks, and joins them again. Nothing is read: both directions
+are expressions over the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from mindspeed_mm.checkpoint.keymap import natural_order
+from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor
+from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, EXPERT, HEAD, MegatronModel, PipelineTower
+from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, MegatronRank, Place
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem
+
+Tensors = Mapping[str, LazyTensor]
+Shards = dict[MegatronRank, dict[str, dict[str, LazyTensor]]]
+"""Rank → `model`, or `model0`, `model1` … → name as that rank has it → tensor."""
+
+
+def divide(whole: Tensors, model: MegatronModel, layout: MegatronLayout) -> Shards:
+    """What every file of a checkpoint holds.
+
+    Args:
+        whole: Whole tensors by name.
+        model: Names, cuts and stages.
+        layout: Checked against the model.
+
+    Raises:
+        ModelFolderError: A tensor belongs to no tower, or the ranks do not divide it.
+    """
+    chunks = [layout.model_key(chunk) for chunk in range(layout.chunks)]
+    shards: Shards = {rank: {chunk: {} for chunk in chunks} for rank in layout.ranks}
+    tensors = dict(whole)
+    if model.tied_head and layout.stages > 1:
+        tensors[HEAD] = tensors[EMBEDDING]
+    for name in sorted(tensors, key=natural_order):
+        for rank, chunk, local, tensor in _pieces(name, tensors[name], model, layout):
+            shards[rank][chunk][local] = tensor
+    return shards
+
+
+def _pieces(
+    name: str, tensor: LazyTensor, model: MegatronModel, layout: MegatronLayout
+) -> Iterator[tuple[MegatronRank, str, str, LazyTensor]]:
+    """Who holds which piece of a tensor, and as what."""
+    tower = model.tower_of(name)
+    size, cut = layout.tp_size(tower.name), model.cut_of(name)
+    try:
+        pieces = (
+            [cut.piece(tensor, rank, size, layout.vocabulary_multiple) for rank in range(size)] if cut else [tensor]
+        )
+    except ValueError as error:
+        raise ModelFolderError(f"cannot be divided by tensor parallelism of {size}: {error}", key=name) from error
+    expert_ranks, local_expert = _expert_ranks(name, model, layout)
+    for place, local in _places(local_expert, tower, layout):
+        for tp in range(layout.tp):
+            for ep in expert_ranks:
+                yield MegatronRank(tp, place.stage, ep), layout.model_key(place.chunk), local, pieces[tp % len(pieces)]
+
+
+def _places(name: str, tower: PipelineTower, layout: MegatronLayout) -> list[tuple[Place, str]]:
+    """Where a tensor stands, and its name there: layers are numbered from 0 at every place."""
+    if name.startswith(tower.layers):
+        number, _, rest = name.removeprefix(tower.layers).partition(".")
+        place, local = layout.place_of_layer(tower.name, int(number))
+        return [(place, f"{tower.layers}{local}.{rest}")]
+    if name.startswith(tower.first):
+        return [(layout.first_place(tower.name), name)]
+    if name.startswith(tower.last):
+        return [(layout.last_place(tower.name), name)]
+    return [(Place(chunk, stage), name) for chunk in range(layout.chunks) for stage in range(layout.stages)]
+
+
+def _expert_ranks(name: str, model: MegatronModel, layout: MegatronLayout) -> tuple[list[int], str]:
+    """The expert ranks that hold a tensor, and its name there."""
+    found = EXPERT.fullmatch(name)
+    if found is None or layout.ep == 1:
+        return list(range(layout.ep)), name
+    rank, local = divmod(int(found["number"]), model.experts // layout.ep)
+    return [rank], f"{found['before']}{local}{found['after']}"
+
+
+class _Piece(NamedTuple):
+    rank: MegatronRank
+    where: str
+    tensor: LazyTensor
+
+
+def join(shards: Shards, model: MegatronModel, layout: MegatronLayout) -> dict[str, LazyTensor]:
+    """The whole tensors. Where several ranks hold the same, reading compares their copies.
+
+    Args:
+        shards: What every file holds.
+        model: Names, cuts and stages.
+        layout: How it was divided; checked against the model.
+
+    Raises:
+        CheckpointError: A file lacks what its siblings hold, or holds what belongs nowhere.
+    """
+    pieces: dict[str, list[_Piece]] = {}
+    for rank, chunks in shards.items():
+        for chunk in range(layout.chunks):
+            key = layout.model_key(chunk)
+            for local, tensor in chunks[key].items():
+                name = _whole_name(local, Place(chunk, rank.pp), rank, model, layout)
+                where = f"{layout.folder_name(rank)}  {key}.{local}"
+                pieces.setdefault(name, []).append(_Piece(rank, where, tensor))
+    whole = {name: _joined(name, pieces[name], model, layout) for name in sorted(pieces, key=natural_order)}
+    if model.tied_head and HEAD in whole:
+        head = whole.pop(HEAD)
+        whole[EMBEDDING] = Agreeing([whole[EMBEDDING], head], [EMBEDDING, HEAD])
+    return whole
+
+
+def _whole_name(local: str, place: Place, rank: MegatronRank, model: MegatronModel, layout: MegatronLayout) -> str:
+    try:
+        tower = model.tower_of(local)
+    except ModelFolderError as error:
+        raise CheckpointError(
+            f"{local} belongs to no tower of this model",
+            where=layout.folder_name(rank),
+            way_out="Is it another model's?",
+        ) from error
+    name = local
+    if local.startswith(tower.layers):
+        number, _, rest = local.removeprefix(tower.layers).partition(".")
+        name = f"{tower.layers}{int(number) + layout.first_layer(tower.name, place)}.{rest}"
+    if (found := EXPERT.fullmatch(name)) and layout.ep > 1:
+        expert = int(found["number"]) + rank.ep * (model.experts // layout.ep)
+        name = f"{found['before']}{expert}{found['after']}"
+    return name
+
+
+def _joined(name: str, pieces: list[_Piece], model: MegatronModel, layout: MegatronLayout) -> LazyTensor:
+    tower, cut = model.tower_of(name), model.cut_of(name)
+    size = layout.tp_size(tower.name) if cut else 1
+    of_rank: list[list[_Piece]] = [[piece for piece in pieces if piece.rank.tp % size == tp] for tp in range(size)]
+    present = {piece.rank.tp for piece in pieces}
+    if missing := sorted(set(range(layout.tp)) - present):
+        raise CheckpointError(
+            f"{name} is missing on tensor rank {missing[0]}, and there on rank {min(present)}",
+            where=pieces[0].where.partition(" ")[0],
+            way_out="Copy the whole folder again.",
+        )
+    try:
+        agreed = [_agreed(copies) for copies in of_rank]
+        return cut.whole(agreed, model.vocabulary) if cut else agreed[0]
+    except ValueError as error:
+        raise CheckpointError("cannot be joined", problems=[Problem(str(error), pieces[0].where)]) from error
+
+
+def _agreed(copies: list[_Piece]) -> LazyTensor:
+    if len(copies) == 1:
+        return copies[0].tensor
+    return Agreeing([copy.tensor for copy in copies], [copy.where for copy in copies])
