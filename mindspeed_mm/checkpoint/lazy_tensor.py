@@ -232,8 +232,36 @@ class Computed(LazyTensor):
         self.function = function
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
-        tensor = self.function([part.read() for part in self.parts])
+        read = [part.read() for part in self.parts]
+        if out.is_meta:  # only what is read counts there: see the ledger of a conversion
+            return
+        tensor = self.function(read)
         out.copy_(tensor[tuple(slice(start, start + length) for start, length in region)])
+
+
+class Held(LazyTensor):
+    """A tensor in memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.shape, tensor.dtype)
+        self._tensor = tensor
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        out.copy_(self._tensor[tuple(slice(start, start + length) for start, length in region)])
+
+    def read(self) -> torch.Tensor:  # noqa: D102
+        return self._tensor
+
+
+class Cast(LazyTensor):
+    """The same numbers in another dtype."""
+
+    def __init__(self, base: LazyTensor, dtype: torch.dtype) -> None:
+        super().__init__(base.shape, dtype, [base])
+        self.base = base
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        self.base.copy_to(out, region)
 
 
 def stored_keys(tensor: LazyTensor) -> Iterator[str]:

@@ -44,6 +44,9 @@ from mindspeed_mm.core.version import __version__
 
 _PREFIX, _DRAFT, _FORMER = ".mindspeed-mm-", ".draft", ".former"
 _LONGEST_SHOWN = 120
+_BACKUP = ".bak"
+_UNSWAPPED = "unswapped"
+"""In the marker of a folder that is complete and waits to change places with the one that it was made from."""
 
 
 @contextmanager
@@ -76,6 +79,62 @@ def atomic_folder(path: Path, *, overwrite: bool = False, sources: Sequence[Path
             with suppress(OSError):
                 _remove(draft)
             raise
+
+
+@contextmanager
+def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
+    """A new content for a folder that is read meanwhile. It is built beside it as `<name>.bak`; once it is complete the
+    two change places in one step, so that the original ends up under that name.
+
+    Args:
+        path: The folder; of a link, where it leads.
+        keep: Keep the original as `<name>.bak`.
+
+    Yields:
+        A folder beside it to write into. It is removed when the body raises.
+
+    Raises:
+        UsageError: It is none that can be replaced, or `<name>.bak` is there already.
+        MachineError: Its parent cannot be written.
+    """
+    target = resolve_output(path)
+    backup = target.with_name(target.name + _BACKUP)
+    _refuse_in_place(target, backup)
+    make_writable_folder(target.parent)
+    heal(target.parent)
+    if (marker := read_marker(target)) is not None and marker.pop(_UNSWAPPED, None):
+        _write_marker(target, marker)  # a killed writer's folder, which has its place
+    with _locked_draft(backup) as draft:
+        try:
+            yield draft
+            _complete(draft, backup)
+            _write_marker(draft, {**(read_marker(draft) or {}), _UNSWAPPED: True})
+            _put_in_place(draft, backup, overwrite=True)
+        except BaseException:
+            with suppress(OSError):
+                _remove(draft)
+            raise
+    former = swap_folders(backup, target)
+    if former != backup:
+        former.rename(backup)
+    _write_marker(target, {key: value for key, value in (read_marker(target) or {}).items() if key != _UNSWAPPED})
+    fsync_path(target.parent)
+    if not keep:
+        shutil.rmtree(backup)
+
+
+def _refuse_in_place(target: Path, backup: Path) -> None:
+    if not target.is_dir():
+        raise _refused(target, "is not a folder", "Name the folder that is converted.")
+    if os.path.ismount(target) or target in (Path.cwd(), *Path.cwd().parents):
+        raise _refused(target, "cannot be replaced while it is a mount point or the working directory")
+    if is_run(target) or is_checkpoint(target):
+        raise _refused(target, "is a run folder" if is_run(target) else "is a checkpoint")
+    is_left = (read_marker(backup) or {}).get(_UNSWAPPED) is True and not is_touched(backup)
+    if os.path.lexists(backup) and not is_left:
+        raise _refused(
+            backup, "is there already, and the original would be kept under this name", "Move it elsewhere first."
+        )
 
 
 def check_target(path: Path, *, overwrite: bool = False, sources: Sequence[Path] = ()) -> Path:

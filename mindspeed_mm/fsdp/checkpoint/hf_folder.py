@@ -22,6 +22,8 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 MAX_SHARD_BYTES = 5_000_000_000
 _ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}
 _ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE"}
+_NO_ASSETS = {"conversion_manifest.json"}
+"""About the weights of the folder that it lies in."""
 _ASSET_FOLDERS = {"additional_chat_templates"}
 
 
@@ -168,7 +170,7 @@ def _is_asset(path: Path) -> bool:
         return False
     if path.is_dir():
         return path.name in _ASSET_FOLDERS
-    if path.name.endswith(".index.json"):
+    if path.name.endswith(".index.json") or path.name in _NO_ASSETS:
         return False
     return path.suffix in _ASSET_SUFFIXES or path.name in _ASSET_NAMES
 

@@ -18,22 +18,24 @@ class WorkProgress:
         rank: Global rank.
         world_size: Number of ranks.
         stream: Where people look.
+        unit: What is counted.
     """
 
-    def __init__(self, rank: int, world_size: int, stream: TextIO) -> None:
+    def __init__(self, rank: int, world_size: int, stream: TextIO, unit: str = "samples") -> None:
+        self._unit = unit
         self._stream, self._speaks = stream, rank == 0
         self._live = self._stream.isatty() and "NO_COLOR" not in os.environ
         self._share = f" of rank 0 (of {world_size})" if world_size > 1 else ""
         self._bar_stands = False
         self.begin(0)
 
-    def begin(self, total: int) -> None:
+    def begin(self, total: float) -> None:
         """The work starts now.
 
         Args:
-            total: Samples of this rank.
+            total: Of this rank, in the unit.
         """
-        self._total, self.done = total, 0
+        self._total, self.done = total, 0.0
         self._began = self._told = time.monotonic()
 
     def note(self, text: str) -> None:
@@ -42,9 +44,9 @@ class WorkProgress:
             self._clear()
             print(text, file=self._stream, flush=True)
 
-    def advance(self, samples: int) -> None:
-        """So many samples more are through."""
-        self.done += samples
+    def advance(self, amount: float) -> None:
+        """So much more is through."""
+        self.done += amount
         now = time.monotonic()
         every = _LIVE_EVERY_S if self._live else _LINE_EVERY_S if self._told > self._began else 0.0
         if self._speaks and now - self._began >= _QUIET_S and now - self._told >= every:
@@ -60,9 +62,11 @@ class WorkProgress:
         left_s = (self._total - self.done) / rate if rate else 0.0
         if self._live:
             self._bar_stands = True
-            print(f"{bar(self.done, self._total, left_s)}  {rate:.1f} samples/s", end="", file=self._stream, flush=True)
+            drawn = bar(round(self.done), round(self._total), left_s)
+            print(f"{drawn}  {rate:.1f} {self._unit}/s", end="", file=self._stream, flush=True)
         else:
-            told = f"{self.done}/{self._total} samples{self._share}  {rate:.1f} samples/s  {clock(left_s)} left"
+            through = f"{self.done:.0f}/{self._total:.0f} {self._unit}{self._share}"
+            told = f"{through}  {rate:.1f} {self._unit}/s  {clock(left_s)} left"
             print(told, file=self._stream, flush=True)
 
     def _clear(self) -> None:

@@ -1,0 +1,148 @@
+"""The kinds of files that a conversion writes, each tensor by tensor, and reads back to compare."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from mindspeed_mm.checkpoint.lazy_tensor import Held, LazyTensor, Stored
+from mindspeed_mm.checkpoint.pt_files import load_weights
+from mindspeed_mm.checkpoint.safetensors_header import DTYPES, read_header
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What the manifest says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+    """Of its bytes, row after row."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorRecord:
+        """Of a tensor in memory."""
+        digest = hashlib.sha256(bytes_of(tensor)).hexdigest()
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, row after row; no copy of one that lies so."""
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+Note = Callable[[str, torch.Tensor], None]
+"""Is told each tensor that was written, by its key in the file."""
+
+
+class OutputFile(ABC):
+    """One file, or a folder that counts as one, of a conversion's output."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, LazyTensor]:
+        """What is in it, by a key that is unique in the file, in the order of writing."""
+
+    @abstractmethod
+    def write(self, path: Path, note: Note) -> None:
+        """Write it. `path` does not exist, its folder does. Each tensor is told to `note` once."""
+
+    @abstractmethod
+    def open_written(self, path: Path) -> AbstractContextManager[Mapping[str, LazyTensor]]:
+        """What was written, by the same keys, open for the length of the `with` block."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class SafetensorsFile(OutputFile):
+    """A `.safetensors` file, written tensor by tensor: no more than one is in memory."""
+
+    content: Mapping[str, LazyTensor]
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+    """Text in the file's header."""
+
+    @property
+    def tensors(self) -> Mapping[str, LazyTensor]:  # noqa: D102
+        return self.content
+
+    def write(self, path: Path, note: Note) -> None:  # noqa: D102
+        # Wider types first, so that every tensor starts at a multiple of its own width.
+        keys = sorted(self.tensors, key=lambda key: -self.tensors[key].dtype.itemsize)
+        with path.open("wb") as file:
+            file.write(self._header(keys))
+            for key in keys:
+                tensor = self.tensors[key].read()
+                file.write(bytes_of(tensor))
+                note(key, tensor)
+
+    def _header(self, keys: list[str]) -> bytes:
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        header: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        position = 0
+        for key in keys:
+            tensor = self.tensors[key]
+            end = position + tensor.size_bytes
+            header[key] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+            position = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @contextmanager
+    def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
+        entries = read_header(path)
+        with safe_open(path, framework="pt") as file:
+            yield {key: Stored(key, entry.shape, entry.dtype, lambda: file) for key, entry in entries.items()}
+
+
+@dataclass(frozen=True)
+class PtFile(OutputFile):
+    """A file of `torch.save`. All its tensors are in memory at once: the format leaves no other way."""
+
+    sections: Mapping[str, Mapping[str, LazyTensor]]
+    """Section → key → tensor, written as `{"model": {key: tensor}}`; the section "" is the file's own top level."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values beside the sections, as `{"checkpoint_version": 3.0}`."""
+
+    @property
+    def tensors(self) -> Mapping[str, LazyTensor]:  # noqa: D102
+        return {_joined(name, key): tensor for name, part in self.sections.items() for key, tensor in part.items()}
+
+    def write(self, path: Path, note: Note) -> None:  # noqa: D102
+        content: dict[str, Any] = dict(self.extras)
+        for name, part in self.sections.items():
+            place = content if name == "" else content.setdefault(name, {})
+            for key, lazy in part.items():
+                # A view would drag the storage it is cut from into the file.
+                tensor = lazy.read().clone(memory_format=torch.contiguous_format)
+                place[key] = tensor
+                note(_joined(name, key), tensor)
+        torch.save(content, path)
+
+    @contextmanager
+    def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
+        content = load_weights(path)
+        parts = {name: content if name == "" else content[name] for name in self.sections}
+        yield {
+            _joined(name, key): Held(tensor)
+            for name, part in parts.items()
+            for key, tensor in part.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+
+
+def _joined(section: str, key: str) -> str:
+    return f"{section}/{key}" if section else key

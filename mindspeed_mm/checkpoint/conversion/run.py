@@ -1,0 +1,243 @@
+"""Runs a conversion: every promise about the output folder is kept here, whatever the layouts are.
+
+with open_weights(source) as stored:
+    ledger = Ledger(stored, source)
+    files = {"model.safetensors": SafetensorsFile(my_map(ledger.tensors))}
+    convert(Conversion([source], [ledger], files, layout={"kind": "hf"}), target)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from mindspeed_mm.checkpoint.conversion.files import OutputFile, SafetensorsFile, TensorRecord
+from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
+from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem
+from mindspeed_mm.core.folder_writing import atomic_folder, check_target, copy_plain, folder_in_place
+from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+
+MANIFEST = "conversion_manifest.json"
+FORMAT = "mindspeed-mm-conversion"
+_MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is to be written, and from what."""
+
+    sources: Sequence[Path]
+    """Folders and files that are read meanwhile: the target may neither be one of them, nor hold or lie in one."""
+    ledgers: Sequence[Ledger]
+    """Of the sources' tensors. Every element is used exactly once, but for what the next two fields say."""
+    files: Mapping[str, OutputFile]
+    """Relative name → content."""
+    layout: Mapping[str, Any]
+    """What the manifest says about how the tensors lie; plain JSON values."""
+    repeated: Collection[str] = ()
+    """Source keys that are written whole several times: a norm on every rank, a tied embedding."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Source keys that are not written, each with the reason."""
+    copies: Mapping[str, Path] = field(default_factory=dict)
+    """Relative name → file or folder to copy."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Relative name → text to write: configurations, indices, trackers."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that will be written, small texts left out."""
+        copied = sum(_size_of(path) for path in self.copies.values())
+        return copied + sum(file.size_bytes for file in self.files.values())
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    folder: Path
+    tensors: int
+    size_bytes: int
+    write_s: float
+    verify_s: float
+    """Zero when it was not asked for."""
+
+
+def convert(
+    conversion: Conversion,
+    target: Path,
+    *,
+    overwrite: bool = False,
+    in_place: bool = False,
+    keep_backup: bool = True,
+    verify: bool = True,
+    stream: TextIO | None = None,
+) -> Converted:
+    """Write the output folder. It appears when it is complete and verified, or not at all.
+
+    Args:
+        conversion: What is written.
+        target: The folder.
+        overwrite: Replace what a command of ours has written there.
+        in_place: The target is the source: the new folder is built beside it and takes its place.
+        keep_backup: With `in_place`, keep the original as `<name>.bak`.
+        verify: Read everything back and compare keys, shapes and checksums before the folder gets its name.
+        stream: Where progress is shown; None shows none.
+
+    Raises:
+        ModelFolderError: A stored tensor would be lost, or used more often than the layout says.
+        UsageError: The target is none that may be written.
+        MachineError: There is not enough room, or the target cannot be written.
+        CheckpointError: What was written does not read back as it should.
+    """
+    if not in_place:
+        check_target(target, overwrite=overwrite, sources=conversion.sources)
+    check_complete(conversion)
+    check_space(conversion, target)
+    progress = WorkProgress(0, 1, stream, unit="MB") if stream is not None else None
+    began = time.monotonic()
+    with _explained(target, conversion), _folder(conversion, target, overwrite, in_place, keep_backup) as draft:
+        records = _write(conversion, draft, progress)
+        written = time.monotonic()
+        if verify:
+            _verify(conversion, draft, records, progress)
+        verified = time.monotonic()
+    tensors = sum(len(file.tensors) for file in conversion.files.values())
+    return Converted(target, tensors, conversion.size_bytes, written - began, verified - written)
+
+
+def check_complete(conversion: Conversion) -> None:
+    """The ledger, before anything is read: every stored element is used as often as the conversion says, and no key is
+    written into two safetensors files.
+
+    Raises:
+        ModelFolderError: Naming the keys.
+    """
+    made = [tensor for file in conversion.files.values() for tensor in file.tensors.values()]
+    for ledger in conversion.ledgers:
+        ledger.check(made, conversion.repeated, conversion.left_out)
+    homes: dict[str, str] = {}
+    problems = []
+    for name, file in conversion.files.items():
+        for key in file.tensors if isinstance(file, SafetensorsFile) else ():
+            first = homes.setdefault(f"{Path(name).parent}/{key}", name)
+            if first != name:
+                problems.append(Problem(f"is written into {first} and {name}", key=key))
+    if problems:
+        raise ModelFolderError("the conversion writes a tensor twice", problems=problems[:5])
+
+
+def check_space(conversion: Conversion, target: Path) -> None:
+    """Raise `MachineError` when the output cannot fit where it is to be written."""
+    if (free := free_bytes(target.parent)) < (needed := conversion.size_bytes):
+        raise MachineError(
+            f"{needed:,} bytes are needed, but only {free:,} are free",
+            where=str(target),
+            way_out="Make room, or choose a folder on another disk.",
+        )
+
+
+def _folder(
+    conversion: Conversion, target: Path, overwrite: bool, in_place: bool, keep_backup: bool
+) -> AbstractContextManager[Path]:
+    if in_place:
+        return folder_in_place(target, keep=keep_backup)
+    return atomic_folder(target, overwrite=overwrite, sources=conversion.sources)
+
+
+def _write(conversion: Conversion, draft: Path, progress: WorkProgress | None) -> dict[str, dict[str, TensorRecord]]:
+    """Everything into the draft; what each tensor is, by file and key."""
+    if progress is not None:
+        progress.begin(round(conversion.size_bytes / _MB))
+    records: dict[str, dict[str, TensorRecord]] = {}
+    for name, source in conversion.copies.items():
+        copy_plain(source, _place(draft, name))
+    for name, text in conversion.texts.items():
+        _place(draft, name).write_text(text, encoding="utf-8")
+    for name, file in conversion.files.items():
+        found = records[name] = {}
+
+        def note(key: str, tensor: torch.Tensor, found: dict[str, TensorRecord] = found) -> None:
+            found[key] = TensorRecord.of(tensor)
+            if progress is not None:
+                progress.advance(tensor.nbytes / _MB)
+
+        file.write(_place(draft, name), note)
+    if progress is not None:
+        progress.end()
+    _write_manifest(conversion, draft, records)
+    return records
+
+
+def _write_manifest(conversion: Conversion, draft: Path, records: Mapping[str, Mapping[str, TensorRecord]]) -> None:
+    content = {
+        "format": FORMAT,
+        "version": __version__,
+        "sources": [str(path) for path in conversion.sources],
+        "layout": dict(conversion.layout),
+        "left_out": dict(conversion.left_out),
+        "files": {name: {key: asdict(record) for key, record in found.items()} for name, found in records.items()},
+    }
+    (draft / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _verify(
+    conversion: Conversion,
+    draft: Path,
+    records: Mapping[str, Mapping[str, TensorRecord]],
+    progress: WorkProgress | None,
+) -> None:
+    """Read back what was written and compare keys, shapes and checksums."""
+    if progress is not None:
+        progress.note("verifying")
+        progress.begin(round(conversion.size_bytes / _MB))
+    problems = []
+    for name, file in conversion.files.items():
+        with file.open_written(draft / name) as stored:
+            for key in records[name].keys() ^ stored.keys():
+                what = "is missing" if key in records[name] else "is there and was not written"
+                problems.append(Problem(f"{what} in what was written", name, key))
+            for key in records[name].keys() & stored.keys():
+                found = TensorRecord.of(stored[key].read())
+                if found != records[name][key]:
+                    problems.append(Problem("does not read back as it was written", name, key))
+                if progress is not None:
+                    progress.advance(stored[key].size_bytes / _MB)
+    if progress is not None:
+        progress.end()
+    if problems:
+        raise CheckpointError(
+            "what was written does not read back. Check the disk; nothing was left behind:", problems=problems[:5]
+        )
+
+
+@contextmanager
+def _explained(target: Path, conversion: Conversion) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise MachineError(
+            f"the disk is full: {conversion.size_bytes:,} bytes are needed",
+            where=str(target),
+            way_out="Make room, or choose a folder on another disk. Nothing was left behind.",
+        ) from error
+
+
+def _place(draft: Path, name: str) -> Path:
+    path = draft / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _size_of(path: Path) -> int:
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size

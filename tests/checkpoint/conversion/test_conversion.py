@@ -1,0 +1,167 @@
+"""The promises about every conversion's output, on small tensors and without a model."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_mm.checkpoint.conversion import run
+from mindspeed_mm.checkpoint.conversion.files import PtFile, SafetensorsFile
+from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.run import Conversion, convert
+from mindspeed_mm.checkpoint.lazy_tensor import Cast, Concatenated, LazyTensor, Sliced
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, UsageError
+
+TENSORS = {
+    "up": torch.arange(12, dtype=torch.float32).reshape(4, 3),
+    "down": torch.arange(6, dtype=torch.bfloat16).reshape(3, 2),
+    "norm": torch.ones(3),
+    "steps": torch.tensor(7),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(TENSORS, folder / "model.safetensors")
+    return folder
+
+
+def halves(stored: dict[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
+    """`up` cut in two, `norm` in both, the rest in the first."""
+    up = stored["up"]
+    first = {"up": Sliced(up, 0, 0, 2), "norm": stored["norm"], "down": stored["down"], "steps": stored["steps"]}
+    return first, {"up": Sliced(up, 0, 2, 2), "norm": stored["norm"]}
+
+
+def test_two_files_hold_each_tensor_once_and_the_manifest_knows_their_sums(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with open_weights(source) as stored:
+        ledger = Ledger(stored, source)
+        one, two = halves(dict(ledger.tensors))
+        files = {
+            "0/weights.pt": PtFile({"model": one}, {"checkpoint_version": 3.0}),
+            "1.safetensors": SafetensorsFile(two),
+        }
+        done = convert(
+            Conversion([source], [ledger], files, {"kind": "halves"}, repeated={"norm"}, texts={"a.json": "{}"}), target
+        )
+    loaded = torch.load(target / "0/weights.pt", weights_only=True)
+    assert loaded["checkpoint_version"] == 3.0
+    assert torch.equal(loaded["model"]["up"], TENSORS["up"][:2])
+    assert loaded["model"]["up"].untyped_storage().nbytes() == 24
+    assert torch.equal(load_file(target / "1.safetensors")["up"], TENSORS["up"][2:])
+    manifest = json.loads((target / run.MANIFEST).read_text())
+    assert manifest["layout"] == {"kind": "halves"}
+    digest = hashlib.sha256(TENSORS["up"][2:].numpy().tobytes()).hexdigest()
+    assert manifest["files"]["1.safetensors"]["up"] == {"dtype": "float32", "shape": [2, 3], "sha256": digest}
+    assert (done.tensors, done.size_bytes) == (6, 4 * 12 + 2 * 6 + 2 * 4 * 3 + 8)
+    assert (target / "a.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: {**t, "up": Sliced(t["up"], 0, 0, 3)}, "up  is used in part: 9 of 12 elements"),
+        (lambda t: {k: v for k, v in t.items() if k != "down"}, "down  is not used"),
+        (lambda t: {**t, "again": t["up"]}, "up  is used more than once: 24 of 12 elements"),
+    ],
+)
+def test_a_tensor_that_is_lost_or_used_twice_stops_the_conversion(
+    source: Path, tmp_path: Path, change: object, words: str
+) -> None:
+    target = tmp_path / "target"
+    with open_weights(source) as stored:
+        ledger = Ledger(stored, source)
+        made = change(dict(ledger.tensors))  # type: ignore[operator]
+        with pytest.raises(ModelFolderError) as caught:
+            convert(Conversion([source], [ledger], {"model.safetensors": SafetensorsFile(made)}, {}), target)
+    assert words in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_key_may_not_be_written_into_two_shards(source: Path, tmp_path: Path) -> None:
+    with open_weights(source) as stored:
+        ledger = Ledger(stored, source)
+        shard = SafetensorsFile(dict(ledger.tensors))
+        conversion = Conversion([source], [ledger], {"1.safetensors": shard, "2.safetensors": shard}, {}, set(TENSORS))
+        with pytest.raises(ModelFolderError, match=r"is written into 1\.safetensors and 2\.safetensors"):
+            convert(conversion, tmp_path / "target")
+
+
+def test_what_does_not_fit_on_the_disk_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "free_bytes", lambda path: 50)
+    with open_weights(source) as stored:
+        ledger = Ledger(stored, source)
+        file = SafetensorsFile(dict(ledger.tensors))
+        with pytest.raises(MachineError, match="80 bytes are needed, but only 50 are free"):
+            convert(Conversion([source], [ledger], {"model.safetensors": file}, {}), tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_the_disk_changed_is_noticed_and_nothing_is_left(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rotten(SafetensorsFile):
+        def write(self, path: Path, note: object) -> None:
+            super().write(path, note)  # type: ignore[arg-type]
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+
+    with open_weights(source) as stored:
+        ledger = Ledger(stored, source)
+        file = Rotten(dict(ledger.tensors))
+        with pytest.raises(CheckpointError, match="does not read back as it was written"):
+            convert(Conversion([source], [ledger], {"model.safetensors": file}, {}), tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_cast_and_a_join_are_written_as_they_read(source: Path, tmp_path: Path) -> None:
+    with open_weights(source) as stored:
+        ledger = Ledger(stored, source)
+        made: dict[str, LazyTensor] = dict(ledger.tensors)
+        made["wide"] = Cast(made.pop("down"), torch.float64)
+        made["both"] = Concatenated([made.pop("up"), Sliced(made["norm"], 0, 0, 3)] if False else [made.pop("up")], 0)
+        stream = io.StringIO()
+        convert(
+            Conversion([source], [ledger], {"m.safetensors": SafetensorsFile(made)}, {}), tmp_path / "t", stream=stream
+        )
+    found = load_file(tmp_path / "t/m.safetensors")
+    assert torch.equal(found["wide"], TENSORS["down"].double())
+    assert torch.equal(found["swapped"], TENSORS["up"][[2, 3, 0, 1]])
+    assert torch.equal(found["steps"], TENSORS["steps"])
+
+
+def in_place(source: Path, **options: bool) -> None:
+    with open_weights(source) as stored:
+        ledger = Ledger(stored, source)
+        made = {f"new.{key}": tensor for key, tensor in ledger.tensors.items()}
+        conversion = Conversion([source], [ledger], {"model.safetensors": SafetensorsFile(made)}, {"kind": "renamed"})
+        convert(conversion, source, in_place=True, **options)
+
+
+def test_in_place_keeps_the_original_beside_it(source: Path, tmp_path: Path) -> None:
+    in_place(source)
+    assert torch.equal(load_file(source / "model.safetensors")["new.up"], TENSORS["up"])
+    assert torch.equal(load_file(tmp_path / "source.bak/model.safetensors")["up"], TENSORS["up"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "source.bak"]
+    with pytest.raises(UsageError, match="is there already, and the original would be kept under this name"):
+        in_place(source)
+
+
+def test_in_place_without_a_backup_leaves_the_new_folder_alone(source: Path, tmp_path: Path) -> None:
+    in_place(source, keep_backup=False)
+    in_place(source, keep_backup=False)
+    assert set(load_file(source / "model.safetensors")) == {f"new.new.{key}" for key in TENSORS}
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
