@@ -46,7 +46,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile"}
 """Built-in functions; methods of these names are others."""
 
 SANCTIONED = {
-    ("fsdp/checkpoint/metadata_unpickler.py", "pickle"),
+    ("checkpoint/dcp_folder/metadata_unpickler.py", "pickle"),
     ("checkpoint/megatron/pt_index.py", "pickle"),
     ("checkpoint/pt_files.py", "torch.load"),
 }

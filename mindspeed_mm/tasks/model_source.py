@@ -6,14 +6,14 @@ import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.artifacts import RunFolder, sha256_file
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import remove_written
-from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import TRANSFORMER
-from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.fsdp.params.argument import Arguments

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from mindspeed_mm.checkpoint.layout import draft_folder
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp import data
-from mindspeed_mm.fsdp.checkpoint.layout import draft_folder
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import DatasetParam

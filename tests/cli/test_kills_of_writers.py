@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.folder_kinds import MARKER
-from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.checkpoint.manifest import read_manifest, verify_files
 from mindspeed_mm.tasks.export import export, merge

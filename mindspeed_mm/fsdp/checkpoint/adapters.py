@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.hf_folder import DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.fsdp.checkpoint.hf import live_tensors
-from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.fsdp.checkpoint.tree import tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.files import (

@@ -6,8 +6,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.checkpoint.safetensors_folder import weight_files
-from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 
 _SAMPLES = 16

@@ -16,12 +16,12 @@ from typing import TypeVar
 
 import torch
 
+from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.dcp_folder.storage import Tree, write_tree
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.artifacts import atomic_write_text, free_bytes, fsync_path, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.manifest import FileRecord, Manifest, RunContext, verify_files
-from mindspeed_mm.fsdp.checkpoint.storage import Tree, write_tree
 from mindspeed_mm.fsdp.checkpoint.tree import tree_bytes
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.errors import CheckpointError, Problem
-from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.manifest import (
     InvalidCheckpoint,
     Manifest,
@@ -16,7 +17,6 @@ from mindspeed_mm.fsdp.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
-from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 

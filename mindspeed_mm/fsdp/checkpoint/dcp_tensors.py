@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import MetadataReader
+from mindspeed_mm.checkpoint.dcp_folder.storage import read_tree
 from mindspeed_mm.checkpoint.lazy_tensor import Stored
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.loading import TensorIndex
-from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
-from mindspeed_mm.fsdp.checkpoint.storage import read_tree
 from mindspeed_mm.fsdp.checkpoint.tree import EMA, model_tensors, tied_names
 
 Weights = Literal["ema", "model"]

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
-from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import INDEX
 from mindspeed_mm.fsdp.models.facts import facts_of

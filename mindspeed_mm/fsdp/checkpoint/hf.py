@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, natural_order
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.checkpoint.transformers_map import loading_steps, saving_steps
-from mindspeed_mm.core.errors import ModelFolderError, Problem
-from mindspeed_mm.fsdp.checkpoint.hf_folder import (
+from mindspeed_mm.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
     DtypeRule,
     copy_assets,
     drafted_folder,
     write_weights,
 )
+from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, natural_order
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.transformers_map import loading_steps, saving_steps
+from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor

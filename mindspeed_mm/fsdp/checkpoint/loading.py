@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import MetadataReader
+from mindspeed_mm.checkpoint.dcp_folder.storage import Tree, read_tree
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
-from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import MetadataReader
-from mindspeed_mm.fsdp.checkpoint.storage import Tree, read_tree
 from mindspeed_mm.fsdp.checkpoint.tree import (
     EMA,
     MODEL,

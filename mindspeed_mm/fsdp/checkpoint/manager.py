@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_mm.fsdp.checkpoint import committed, layout
+from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.dcp_folder.storage import Tree
+from mindspeed_mm.fsdp.checkpoint import committed
 from mindspeed_mm.fsdp.checkpoint.commit import CheckpointContents, check_space, commit_checkpoint
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.loading import load_rng, load_state, load_tensors
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.checkpoint.retention import prune
-from mindspeed_mm.fsdp.checkpoint.storage import Tree
 from mindspeed_mm.fsdp.checkpoint.tree import (
     EMA,
     MODEL,

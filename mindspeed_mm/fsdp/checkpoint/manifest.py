@@ -9,10 +9,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
+from mindspeed_mm.checkpoint.layout import MANIFEST
 from mindspeed_mm.core.artifacts import atomic_write_text, sha256_file
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.fsdp.checkpoint.layout import MANIFEST
 
 FORMAT = "mindspeed-mm-checkpoint"
 FORMAT_VERSION = 1

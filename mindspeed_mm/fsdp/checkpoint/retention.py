@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint import layout
 from mindspeed_mm.fsdp.checkpoint.manifest import read_manifest, verify_files
 
 FEWEST_KEPT = 2

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.dcp_folder.storage import Tree
 from mindspeed_mm.core.errors import CheckpointError, Problem
-from mindspeed_mm.fsdp.checkpoint.storage import Tree
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import first_names
 from mindspeed_mm.fsdp.optimizer.ema import Ema

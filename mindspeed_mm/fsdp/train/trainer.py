@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.run_ownership import mark_run_folder
-from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
 from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
@@ -22,7 +23,6 @@ from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_we
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout
-from mindspeed_mm.fsdp.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
 from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder

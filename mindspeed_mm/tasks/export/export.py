@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import MachineError
 from mindspeed_mm.core.folder_writing import atomic_folder, check_target
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors, Weights
-from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.export.contents import ContentKind, folders_read, open_contents
 from mindspeed_mm.tasks.export.model_card import write_model_card

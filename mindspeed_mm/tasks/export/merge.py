@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule
+from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder, check_target
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
-from mindspeed_mm.fsdp.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule
-from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
 from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights

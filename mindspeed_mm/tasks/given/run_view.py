@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder, list_iterations
+from mindspeed_mm.checkpoint.layout import checkpoint_folder, list_iterations
 from mindspeed_mm.fsdp.train.run.trackers import TrackedRun, Tracker
 from mindspeed_mm.tasks.report.data import read_run
 

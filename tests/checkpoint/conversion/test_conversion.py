@@ -132,11 +132,10 @@ def test_a_cast_and_a_join_are_written_as_they_read(source: Path, tmp_path: Path
         ledger = Ledger(stored, source)
         made: dict[str, LazyTensor] = dict(ledger.tensors)
         made["wide"] = Cast(made.pop("down"), torch.float64)
-        made["both"] = Concatenated([made.pop("up"), Sliced(made["norm"], 0, 0, 3)] if False else [made.pop("up")], 0)
-        stream = io.StringIO()
-        convert(
-            Conversion([source], [ledger], {"m.safetensors": SafetensorsFile(made)}, {}), tmp_path / "t", stream=stream
-        )
+        up = made.pop("up")
+        made["swapped"] = Concatenated([Sliced(up, 0, 2, 2), Sliced(up, 0, 0, 2)], 0)
+        conversion = Conversion([source], [ledger], {"m.safetensors": SafetensorsFile(made)}, {})
+        convert(conversion, tmp_path / "t", stream=io.StringIO())
     found = load_file(tmp_path / "t/m.safetensors")
     assert torch.equal(found["wide"], TENSORS["down"].double())
     assert torch.equal(found["swapped"], TENSORS["up"][[2, 3, 0, 1]])

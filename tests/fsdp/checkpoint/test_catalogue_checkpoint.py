@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import ExitCode, MMError
-from mindspeed_mm.fsdp.checkpoint import layout, manifest
+from mindspeed_mm.fsdp.checkpoint import manifest
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from tests.fsdp.checkpoint import small_run
 from tests.fsdp.checkpoint.small_run import CONTEXT, build, saved_run

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint import commit, layout, manager, retention
+from mindspeed_mm.fsdp.checkpoint import commit, manager, retention
 from mindspeed_mm.fsdp.checkpoint.manifest import FORMAT_VERSION, read_manifest, verify_files
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from tests.fsdp.checkpoint import small_run
@@ -52,7 +53,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
 
 
 def test_only_tensors_are_stored_and_ties_once(tmp_path: Path) -> None:
-    from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import read_metadata
+    from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import read_metadata
 
     saved_run(tmp_path, 1)
     index = read_metadata(tmp_path / "iter_0000001").state_dict_metadata

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import read_metadata
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import read_metadata
 from tests.fsdp.checkpoint.small_run import saved_run
 
 

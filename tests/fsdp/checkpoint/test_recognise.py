@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm import api
+from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.folder_kinds import MARKER, is_run
 from mindspeed_mm.core.run_ownership import check_run_folder, mark_run_folder
-from mindspeed_mm.fsdp.checkpoint import layout
 from tests.helpers.kills import everything
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run

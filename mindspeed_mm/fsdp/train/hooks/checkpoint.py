@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.core.errors import MMError
-from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_writer
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments

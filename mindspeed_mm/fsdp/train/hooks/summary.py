@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
+from mindspeed_mm.checkpoint.layout import list_iterations
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 from mindspeed_mm.fsdp.utils.work_progress import clock

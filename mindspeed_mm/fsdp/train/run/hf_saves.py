@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.layout import checkpoint_folder, put_aside
 from mindspeed_mm.core.folder_kinds import is_touched
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
-from mindspeed_mm.fsdp.checkpoint.layout import checkpoint_folder, put_aside
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.train.family import Family
 from mindspeed_mm.fsdp.utils.ranks import Ranks

@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.layout import list_iterations
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.errors import ExitCode
 from mindspeed_mm.core.json_file import parse_json
-from mindspeed_mm.fsdp.checkpoint.layout import list_iterations
 
 FOLDER_VARIABLE = "MM_LAUNCH_FOLDER"
 STOPPED_AT_ONCE = 130

@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.layout import TRAINER_STATE, list_iterations
+from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint.layout import TRAINER_STATE, list_iterations
 from mindspeed_mm.fsdp.checkpoint.loading import RESTORE
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
-from mindspeed_mm.fsdp.checkpoint.recognise import recognise
 from mindspeed_mm.fsdp.checkpoint.resume import check_resumable
 from mindspeed_mm.fsdp.models.lora.apply import take_from_base
 from mindspeed_mm.fsdp.optimizer.ema import Ema

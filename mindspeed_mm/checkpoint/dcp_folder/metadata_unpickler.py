@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from mindspeed_mm.checkpoint.layout import METADATA
 from mindspeed_mm.core.errors import CheckpointError
-from mindspeed_mm.fsdp.checkpoint.layout import METADATA
 
 _CHECKPOINT_CLASSES = {
     "BytesStorageMetadata",

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import BROKEN, MetadataReader
 from mindspeed_mm.core.errors import CheckpointError, MMError
-from mindspeed_mm.fsdp.checkpoint.metadata_unpickler import BROKEN, MetadataReader
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 Tree = dict[str, dict[str, torch.Tensor]]

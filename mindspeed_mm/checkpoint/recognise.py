@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.core.suggest import near_path
-from mindspeed_mm.fsdp.checkpoint import layout
 
 FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
 """`hf` is what a library's `from_pretrained` takes: a model of transformers, a generator in diffusers' layout, or its

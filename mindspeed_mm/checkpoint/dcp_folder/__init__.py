@@ -1,0 +1,1 @@
+"""The format of torch's distributed checkpoints: one reader, one writer."""
