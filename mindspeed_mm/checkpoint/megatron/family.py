@@ -67,6 +67,8 @@ class MegatronModel:
     """Rows of the embedding, without padding; None: as many as are stored."""
     experts: int = 0
     """Routed experts in each layer, which expert parallelism divides."""
+    not_carried: tuple[str, ...] = ()
+    """Beginnings of the hub's names that this layout has no place for: parts of a larger model."""
 
     @property
     def key_map(self) -> KeyMap:

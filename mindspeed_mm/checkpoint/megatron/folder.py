@@ -126,9 +126,10 @@ def files_of(
     """
     model = family.model(config, canonical=layout.canonical)
     layout.check(model.depths, model.experts)
-    steps = model.key_map.steps(hub)
+    carried = {key: tensor for key, tensor in hub.items() if not key.startswith(model.not_carried)}
+    steps = model.key_map.steps(carried)
     whole = {key: tensor for step in steps for key, tensor in step.targets.items()}
-    check_used_once(steps, hub, whole)
+    check_used_once(steps, carried, whole)
     if model.tied_head and HEAD in whole:
         whole[EMBEDDING] = Agreeing([whole[EMBEDDING], whole.pop(HEAD)], ["the embedding", "the head tied to it"])
     return divided_files(whole, model, layout)

@@ -1,1 +1,32 @@
 """One description of Megatron-style names, merges, cuts and stages for each family of models."""
+
+from __future__ import annotations
+
+from mindspeed_mm.checkpoint.megatron.families.deepseek_vl2 import DEEPSEEK_VL2
+from mindspeed_mm.checkpoint.megatron.families.glm4v import GLM_4V
+from mindspeed_mm.checkpoint.megatron.families.internvl import INTERNVL
+from mindspeed_mm.checkpoint.megatron.families.qwen2_5_omni import QWEN2_5_OMNI
+from mindspeed_mm.checkpoint.megatron.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from mindspeed_mm.checkpoint.megatron.families.qwen3_vl import QWEN3_VL
+from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily
+from mindspeed_mm.core.errors import ModelFolderError
+
+FAMILIES = (QWEN2_VL, QWEN2_5_VL, QWEN2_5_OMNI, QWEN3_VL, INTERNVL, GLM_4V, DEEPSEEK_VL2)
+
+
+def family_of(config: Config) -> MegatronFamily:
+    """The family of a config.json.
+
+    Raises:
+        ModelFolderError: No family has this model type.
+    """
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
+    raise ModelFolderError(
+        f"model_type is {model_type!r}, whose Megatron-style names are not known",
+        key="model_type",
+        way_out=f"Known are {known}.",
+    )

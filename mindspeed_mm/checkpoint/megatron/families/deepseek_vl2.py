@@ -1,0 +1,116 @@
+"""DeepSeek-VL2: latent attention and routed experts behind a picture encoder that every tensor rank holds whole.
+
+Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/deepseekvl2.py`.
+"""
+
+from __future__ import annotations
+
+from mindspeed_mm.checkpoint.keymap import Concat, KeyRule
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
+from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+    LAYER,
+    end_rules,
+    gated_mlp_cuts,
+    gated_mlp_rules,
+    norm_rules,
+)
+from mindspeed_mm.checkpoint.megatron.family import (
+    EMBEDDING,
+    HEAD,
+    TEXT,
+    Config,
+    MegatronFamily,
+    MegatronModel,
+    PipelineTower,
+)
+from mindspeed_mm.core.errors import ModelFolderError
+
+_ENCODER, _PROJECTOR = "image_encoder.encoder.", "image_encoder.projector."
+_EVERYWHERE = ("image_newline", "view_seperator", "tile_indicators")
+VISION = PipelineTower(
+    name="vision",
+    prefix="image_encoder.",
+    layers=f"{_ENCODER}blocks.",
+    first=(f"{_ENCODER}patch_embed.", f"{_ENCODER}pos_embed"),
+    last=(f"{_ENCODER}norm.", f"{_ENCODER}attn_pool.", _PROJECTOR),
+    everywhere=_EVERYWHERE,
+)
+
+_MLP, _HUB_MLP = f"{LAYER}mlp.", "language.model.layers.{n}.mlp."
+_ATTENTION = f"{LAYER}self_attention."
+_LATENT = {
+    "o_proj": "linear_proj",
+    "kv_b_proj": "linear_kvb",
+    "kv_a_layernorm": "k_layernorm",
+    "q_b_proj": "linear_qb",
+    "q_a_layernorm": "q_layernorm",
+}
+"""Hub → Megatron, in the attention."""
+
+
+def _describe(config: Config, canonical: bool) -> MegatronModel:
+    """Canonical is not known here: the flag changes nothing."""
+    text, vision = config["language_config"], config["vision_config"]
+    heads = text["num_attention_heads"]
+    return MegatronModel(
+        towers=(TEXT, VISION),
+        depths={"text": text["num_hidden_layers"], "vision": vision["layers"]},
+        rules=[*_text_rules(text), *_vision_rules()],
+        cuts={
+            EMBEDDING: TensorCut(0, padded=True),
+            HEAD: TensorCut(0, padded=True),
+            f"{_ATTENTION}linear_qb.{{p}}": TensorCut(0, units=heads),
+            f"{_ATTENTION}linear_kvb.{{p}}": TensorCut(0, units=heads),
+            f"{_ATTENTION}linear_proj.weight": TensorCut(1, units=heads),
+            **gated_mlp_cuts(_MLP),
+            **gated_mlp_cuts(f"{_MLP}shared_experts."),
+            **gated_mlp_cuts(f"{_MLP}experts.local_experts.{{e}}."),
+        },
+        tied_head=bool(text.get("tie_word_embeddings")),
+        vocabulary=text["vocab_size"],
+        experts=text["n_routed_experts"],
+    )
+
+
+def _text_rules(text: Config) -> list[KeyRule]:
+    hub = "language.model.layers.{n}.self_attn."
+    queries, latent = ("q_a_proj" if text.get("q_lora_rank") else "q_proj"), "kv_a_proj_with_mqa"
+    return [
+        *end_rules("language.model.", "language.lm_head"),
+        *norm_rules("language.model."),
+        KeyRule(
+            [f"{hub}{name}.weight" for name in (queries, latent)],
+            f"{_ATTENTION}linear_qkv.weight",
+            (Concat(0, _latent_sizes(text)),),
+        ),
+        *(KeyRule(f"{hub}{name}.weight", f"{_ATTENTION}{own}.weight") for name, own in _LATENT.items()),
+        KeyRule(f"{_HUB_MLP}gate.weight", f"{_MLP}router.weight"),
+        KeyRule(f"{_HUB_MLP}gate.e_score_correction_bias", f"{_MLP}router.expert_bias"),
+        *gated_mlp_rules(_HUB_MLP, _MLP),
+        *gated_mlp_rules(f"{_HUB_MLP}shared_experts.", f"{_MLP}shared_experts."),
+        *gated_mlp_rules(f"{_HUB_MLP}experts.{{e}}.", f"{_MLP}experts.local_experts.{{e}}."),
+    ]
+
+
+def _latent_sizes(text: Config) -> tuple[int, int]:
+    """Rows of the queries (or of their latent) and of the latent of keys and values with the rotated key behind it."""
+    if not text.get("kv_lora_rank"):
+        raise ModelFolderError(
+            "is not set: this model has no latent attention, and its Megatron-style names are not known",
+            key="kv_lora_rank",
+        )
+    queries = text.get("q_lora_rank") or text["num_attention_heads"] * (
+        text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
+    )
+    return queries, text["kv_lora_rank"] + text["qk_rope_head_dim"]
+
+
+def _vision_rules() -> list[KeyRule]:
+    return [
+        KeyRule("vision.{rest*}", f"{_ENCODER}{{rest*}}"),
+        KeyRule("projector.{rest*}", f"{_PROJECTOR}{{rest*}}"),
+        *(KeyRule(name, name) for name in _EVERYWHERE),
+    ]
+
+
+DEEPSEEK_VL2 = MegatronFamily("DeepSeek-VL2", ("deepseek_vl_v2",), _describe)

@@ -1,0 +1,110 @@
+"""The thinker of Qwen2.5-Omni: text, pictures and sound. Talker and token2wav are not part of this layout.
+
+Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/qwen2_5omni.py`.
+"""
+
+from __future__ import annotations
+
+from mindspeed_mm.checkpoint.keymap import InsertZeros, Interleave, KeyRule
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
+from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+    gated_mlp_cuts,
+    gated_mlp_rules,
+    has_tied_head,
+    mlp_cuts,
+    text_cuts,
+    text_rules,
+)
+from mindspeed_mm.checkpoint.megatron.families.vision_tower import (
+    BLOCK,
+    VISION,
+    attention_cuts,
+    block_rules,
+    merger_rules,
+)
+from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel, PipelineTower
+
+_ENCODER = "audio_encoder.encoder."
+_LAYER = f"{_ENCODER}blocks.layers.{{n}}."
+AUDIO = PipelineTower(
+    name="audio",
+    prefix="audio_encoder.",
+    layers=f"{_ENCODER}blocks.layers.",
+    first=(f"{_ENCODER}conv1.", f"{_ENCODER}conv2.", f"{_ENCODER}audio_bos_eos_token."),
+    last=(f"{_ENCODER}ln_post.", f"{_ENCODER}proj."),
+)
+
+_LAYER_NAMES = {
+    "self_attn_layer_norm": "input_layernorm",
+    "final_layer_norm": "pre_mlp_layernorm",
+    "self_attn.out_proj": "self_attention.linear_proj",
+    "fc1": "mlp.linear_fc1",
+    "fc2": "mlp.linear_fc2",
+}
+"""Hub → Megatron, in a layer of the sound encoder."""
+_ENDS = ("conv1", "conv2", "audio_bos_eos_token", "ln_post", "proj")
+
+
+def _describe(config: Config, canonical: bool) -> MegatronModel:
+    """Canonical is not known here: the flag changes nothing."""
+    whole_model = "thinker_config" in config
+    hub, thinker = ("thinker.", config["thinker_config"]) if whole_model else ("", config)
+    text, vision, audio = thinker["text_config"], thinker["vision_config"], thinker["audio_config"]
+    depths = {
+        "text": text["num_hidden_layers"],
+        "vision": vision["depth"],
+        "audio": audio.get("encoder_layers") or audio["num_hidden_layers"],
+    }
+    return MegatronModel(
+        towers=(TEXT, VISION, AUDIO),
+        depths=depths,
+        rules=[
+            *text_rules(text, f"{hub}model.", f"{hub}lm_head"),
+            *_vision_rules(f"{hub}visual.", vision),
+            *_audio_rules(f"{hub}audio_tower.", audio),
+        ],
+        cuts={**text_cuts(text), **_vision_cuts(vision), **_audio_cuts(audio)},
+        tied_head=has_tied_head(thinker),
+        vocabulary=text["vocab_size"],
+        not_carried=("talker.", "token2wav.") if whole_model else (),
+    )
+
+
+def _vision_rules(hub: str, vision: Config) -> list[KeyRule]:
+    queries = [f"{hub}blocks.{{n}}.attn.{part}.{{p}}" for part in "qkv"]
+    interleave = Interleave(0, vision["num_heads"], (vision["hidden_size"],) * 3)
+    return [
+        *block_rules(hub),
+        KeyRule(queries, f"{BLOCK}self_attention.linear_qkv.{{p}}", (interleave,)),
+        *gated_mlp_rules(f"{hub}blocks.{{n}}.mlp.", f"{BLOCK}mlp."),
+        *merger_rules(hub),
+    ]
+
+
+def _audio_rules(hub: str, audio: Config) -> list[KeyRule]:
+    """Keys have no bias on the hub; Megatron's fused tensor has zeros there, which take no part in the attention."""
+    attention = f"{hub}layers.{{n}}.self_attn."
+    interleave = Interleave(0, audio["encoder_attention_heads"], (audio["d_model"],) * 3)
+    qkv = f"{_LAYER}self_attention.linear_qkv"
+    return [
+        KeyRule([f"{attention}{part}_proj.weight" for part in "qkv"], f"{qkv}.weight", (interleave,)),
+        KeyRule([f"{attention}{part}_proj.bias" for part in "qv"], f"{qkv}.bias", (InsertZeros(1), interleave)),
+        *(KeyRule(f"{hub}layers.{{n}}.{a}.{{p}}", f"{_LAYER}{b}.{{p}}") for a, b in _LAYER_NAMES.items()),
+        *(KeyRule(f"{hub}{name}.{{p}}", f"{_ENCODER}{name}.{{p}}") for name in _ENDS),
+    ]
+
+
+def _vision_cuts(vision: Config) -> dict[str, TensorCut]:
+    return {**attention_cuts(vision["num_heads"]), **gated_mlp_cuts(f"{BLOCK}mlp.")}
+
+
+def _audio_cuts(audio: Config) -> dict[str, TensorCut]:
+    heads = audio["encoder_attention_heads"]
+    return {
+        f"{_LAYER}self_attention.linear_qkv.{{p}}": TensorCut(0, units=heads),
+        f"{_LAYER}self_attention.linear_proj.weight": TensorCut(1, units=heads),
+        **mlp_cuts(f"{_LAYER}mlp."),
+    }
+
+
+QWEN2_5_OMNI = MegatronFamily("Qwen2.5-Omni", ("qwen2_5_omni", "qwen2_5_omni_thinker"), _describe)

@@ -1,0 +1,103 @@
+"""Qwen3-VL, dense and with routed experts.
+
+Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/qwen3vl_megatron.py`. A deepstack merger is part of the
+layer of the picture encoder that it reads from, so it moves over the pipeline with that layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mindspeed_mm.checkpoint.keymap import KeyRule, SwapTo, Unstack
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
+from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+    LAYER,
+    gated_mlp_cuts,
+    has_tied_head,
+    mlp_cuts,
+    text_cuts,
+    text_rules,
+)
+from mindspeed_mm.checkpoint.megatron.families.vision_tower import (
+    BLOCK,
+    PROJECTOR,
+    VISION,
+    attention_cuts,
+    block_rules,
+    fused_qkv_rule,
+)
+from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily, MegatronModel
+
+_TEXT, _VISUAL = "model.language_model.", "model.visual."
+_EXPERTS, _LOCAL = f"{_TEXT}layers.{{n}}.mlp.experts.", f"{LAYER}mlp.experts.local_experts.{{e}}."
+_TOWER = replace(VISION, first=(*VISION.first, "image_encoder.encoder.pos_embed."))
+
+
+def _describe(config: Config, canonical: bool) -> MegatronModel:
+    """Canonical is not known here: the flag changes nothing."""
+    text, vision = config["text_config"], config["vision_config"]
+    experts = int(text.get("num_local_experts") or text.get("num_experts") or 0)  # transformers 5 writes the first
+    return MegatronModel(
+        towers=(TEXT, _TOWER),
+        depths={"text": text["num_hidden_layers"], "vision": vision["depth"]},
+        rules=[
+            *text_rules(text, _TEXT, "lm_head"),
+            *(_expert_rules(text, experts, in_order_of_module(config)) if experts else []),
+            *_vision_rules(vision),
+        ],
+        cuts={**text_cuts(text), **gated_mlp_cuts(_LOCAL), **_vision_cuts(vision)},
+        tied_head=has_tied_head(config),
+        vocabulary=text["vocab_size"],
+        experts=experts,
+    )
+
+
+def in_order_of_module(config: Config) -> bool:
+    """Whether the folder holds experts as the module has them, (E, 2I, H), and not as the released ones, (E, H, 2I):
+    transformers 5 saves them so. It reads both."""
+    version = str(config.get("transformers_version") or "4")
+    return int(version.partition(".")[0]) >= 5
+
+
+def _expert_rules(text: Config, e: int, as_module: bool) -> list[KeyRule]:
+    # E experts, I their inner width, H the model's
+    i, h = text["moe_intermediate_size"], text["hidden_size"]
+    return [
+        KeyRule(f"{_TEXT}layers.{{n}}.mlp.gate.weight", f"{LAYER}mlp.router.weight"),
+        KeyRule(
+            f"{_EXPERTS}gate_up_proj", f"{_LOCAL}linear_fc1.weight", (SwapTo((e, 2 * i, h), as_module), Unstack(0))
+        ),
+        KeyRule(f"{_EXPERTS}down_proj", f"{_LOCAL}linear_fc2.weight", (SwapTo((e, h, i), as_module), Unstack(0))),
+    ]
+
+
+def _vision_rules(vision: Config) -> list[KeyRule]:
+    rules = [
+        *block_rules(_VISUAL),
+        fused_qkv_rule(_VISUAL, vision["hidden_size"], vision["num_heads"]),
+        KeyRule(f"{_VISUAL}pos_embed.weight", "image_encoder.encoder.pos_embed.weight"),
+        *(KeyRule(f"{_VISUAL}blocks.{{n}}.mlp.linear_fc{i}.{{p}}", f"{BLOCK}mlp.linear_fc{i}.{{p}}") for i in (1, 2)),
+        *_merger_rules(f"{_VISUAL}merger.", PROJECTOR),
+    ]
+    for number, layer in enumerate(vision.get("deepstack_visual_indexes") or ()):
+        own = f"{_TOWER.layers}{layer}.deepstack_layer."
+        rules += _merger_rules(f"{_VISUAL}deepstack_merger_list.{number}.", own)
+    return rules
+
+
+def _merger_rules(hub: str, own: str) -> list[KeyRule]:
+    return [
+        KeyRule(f"{hub}norm.{{p}}", f"{own}layernorm.{{p}}"),
+        *(KeyRule(f"{hub}linear_fc{i}.{{p}}", f"{own}encoder.linear_fc{i}.{{p}}") for i in (1, 2)),
+    ]
+
+
+def _vision_cuts(vision: Config) -> dict[str, TensorCut]:
+    return {
+        **attention_cuts(vision["num_heads"]),
+        **mlp_cuts(f"{BLOCK}mlp."),
+        **mlp_cuts(f"{BLOCK}deepstack_layer.encoder."),
+    }
+
+
+QWEN3_VL = MegatronFamily("Qwen3-VL", ("qwen3_vl", "qwen3_vl_moe"), _describe)

@@ -1,0 +1,141 @@
+"""The language model of the Llama kind that most families share: names, merges and cuts of `text_decoder`.
+
+Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/{qwen2vl,qwen2_5vl}.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspeed_mm.checkpoint.keymap import Concat, Interleave, KeyRule
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
+from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, Config
+
+LAYER = "text_decoder.decoder.layers.{n}."
+FINAL_NORM = "text_decoder.decoder.final_layernorm.weight"
+
+
+def text_rules(config: Config, hub: str, head: str, *, canonical: bool = False) -> list[KeyRule]:
+    """All tensors of a decoder without experts.
+
+    Args:
+        config: Of the language model.
+        hub: What its names on the hub begin with: `model.`.
+        head: The head's name on the hub, without `.weight`.
+        canonical: Queries, keys and values, and gates and ups, stay apart.
+    """
+    return [
+        *end_rules(hub, head),
+        *norm_rules(hub),
+        *attention_rules(config, hub, canonical=canonical),
+        *gated_mlp_rules(f"{hub}layers.{{n}}.mlp.", f"{LAYER}mlp.", canonical=canonical),
+    ]
+
+
+def end_rules(hub: str, head: str) -> list[KeyRule]:
+    """Embedding, final norm and head."""
+    return [
+        KeyRule(f"{hub}embed_tokens.weight", EMBEDDING),
+        KeyRule(f"{hub}norm.weight", FINAL_NORM),
+        KeyRule(f"{head}.weight", HEAD),
+    ]
+
+
+def norm_rules(hub: str) -> list[KeyRule]:
+    """The norms before attention and before the MLP."""
+    return [
+        KeyRule(f"{hub}layers.{{n}}.input_layernorm.weight", f"{LAYER}input_layernorm.weight"),
+        KeyRule(f"{hub}layers.{{n}}.post_attention_layernorm.weight", f"{LAYER}pre_mlp_layernorm.weight"),
+    ]
+
+
+def attention_rules(config: Config, hub: str, *, canonical: bool = False) -> list[KeyRule]:
+    """Queries, keys and values become one tensor: of each group of a key, its queries, the key, its values."""
+    layer, own = f"{hub}layers.{{n}}.self_attn.", f"{LAYER}self_attention."
+    rules = [
+        KeyRule(f"{layer}o_proj.{{p}}", f"{own}linear_proj.{{p}}"),
+        KeyRule(f"{layer}q_norm.weight", f"{own}q_layernorm.weight"),
+        KeyRule(f"{layer}k_norm.weight", f"{own}k_layernorm.weight"),
+    ]
+    if canonical:
+        return [*rules, *_kept([f"{part}_proj.{{p}}" for part in "qkv"], layer, own)]
+    interleave = Interleave(0, key_value_heads(config), head_sizes(config))
+    return [
+        *rules,
+        KeyRule([f"{layer}{part}_proj.{{p}}" for part in "qkv"], f"{own}linear_qkv.{{p}}", (interleave,)),
+    ]
+
+
+def gated_mlp_rules(hub: str, own: str, *, canonical: bool = False) -> list[KeyRule]:
+    """Gate and up become one tensor, [gate; up].
+
+    Args:
+        hub: What the names on the hub begin with, up to and with `mlp.`.
+        own: What Megatron's begin with.
+        canonical: They stay apart.
+    """
+    names = ["gate_proj.{p}", "up_proj.{p}"]
+    down = KeyRule(f"{hub}down_proj.{{p}}", f"{own}linear_fc2.{{p}}")
+    if canonical:
+        return [*_kept(names, hub, own), down]
+    return [KeyRule([f"{hub}{name}" for name in names], f"{own}linear_fc1.{{p}}", (Concat(0),)), down]
+
+
+def _kept(names: Sequence[str], hub: str, own: str) -> list[KeyRule]:
+    return [KeyRule(f"{hub}{name}", f"{own}{name}") for name in names]
+
+
+def text_cuts(config: Config) -> dict[str, TensorCut]:
+    """Of all tensors that `text_rules` makes, canonical or not."""
+    attention, groups = f"{LAYER}self_attention.", key_value_heads(config)
+    return {
+        EMBEDDING: TensorCut(0, padded=True),
+        HEAD: TensorCut(0, padded=True),
+        f"{attention}linear_qkv.{{p}}": TensorCut(0, units=groups),
+        **{f"{attention}{part}_proj.{{p}}": TensorCut(0, units=groups) for part in "qkv"},
+        f"{attention}linear_proj.weight": TensorCut(1, units=groups),
+        **gated_mlp_cuts(f"{LAYER}mlp."),
+    }
+
+
+def gated_mlp_cuts(own: str) -> dict[str, TensorCut]:
+    """Of all tensors that `gated_mlp_rules` makes, canonical or not."""
+    return {
+        f"{own}linear_fc1.{{p}}": TensorCut(0, parts=2),
+        f"{own}gate_proj.{{p}}": TensorCut(0),
+        f"{own}up_proj.{{p}}": TensorCut(0),
+        f"{own}linear_fc2.weight": TensorCut(1),
+    }
+
+
+def mlp_cuts(own: str) -> dict[str, TensorCut]:
+    """Of an MLP without gate: `linear_fc1` by columns, `linear_fc2` by rows.
+
+    Args:
+        own: What Megatron's names begin with, with the dot.
+    """
+    return {f"{own}linear_fc1.{{p}}": TensorCut(0), f"{own}linear_fc2.weight": TensorCut(1)}
+
+
+def key_value_heads(config: Config) -> int:
+    """Groups of a key with its queries."""
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def head_sizes(config: Config) -> tuple[int, int, int]:
+    """Rows of queries, keys and values."""
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    keys = width * key_value_heads(config)
+    return width * config["num_attention_heads"], keys, keys
+
+
+def text_config(config: Config, section: str = "text_config") -> dict[str, Any]:
+    """Of the language model: a section of its own, or the numbers at the top as older folders have them."""
+    return {**config, **(config.get(section) or {})}
+
+
+def has_tied_head(config: Config, section: str = "text_config") -> bool:
+    """Whether the head is the embedding: the model's word counts before its language model's."""
+    own = config.get("tie_word_embeddings")
+    return bool((config.get(section) or {}).get("tie_word_embeddings") if own is None else own)
