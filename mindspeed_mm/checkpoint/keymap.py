@@ -61,39 +61,43 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Concat(Op):
-    """All columns into one, one after another along `dim`. `sizes` are needed to undo unequal ones."""
+    """All columns into one, one after another along `dim`. `sizes` or `ratio` are needed to undo other than two equal
+    ones."""
 
     dim: int
     sizes: tuple[int, ...] | None = None
+    ratio: tuple[int, ...] | None = None
 
     def _apply(self, columns: list[Column]) -> list[Column]:
         return [[Concatenated([tensor for column in columns for tensor in column], self.dim)]]
 
     def _inverse(self) -> Op:
-        return Split(self.dim, self.sizes)
+        return Split(self.dim, self.sizes, ratio=self.ratio)
 
 
 @dataclass(frozen=True)
 class Split(Op):
-    """One column into several along `dim`: into `sizes`, or into `parts` equal ones."""
+    """One column into several along `dim`: into `sizes`, into lengths in a `ratio` such as (1, 1, 1, 4), or into
+    `parts` equal ones."""
 
     dim: int
     sizes: tuple[int, ...] | None = None
     parts: int | None = None
+    ratio: tuple[int, ...] | None = None
 
     def _apply(self, columns: list[Column]) -> list[Column]:
         ((base,),) = columns
         length, sizes = base.shape[self.dim], self.sizes
         if sizes is None:
-            parts = self.parts or 2
-            sizes = (length // parts,) * parts
+            ratio = self.ratio or (1,) * (self.parts or 2)
+            sizes = tuple(length // sum(ratio) * share for share in ratio)
         if sum(sizes) != length:
             raise ValueError(f"cannot split {length} into {sizes}")
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [[Sliced(base, self.dim, start, size)] for start, size in zip(starts, sizes, strict=True)]
 
     def _inverse(self) -> Op:
-        return Concat(self.dim, self.sizes)
+        return Concat(self.dim, self.sizes, self.ratio or ((1,) * self.parts if self.parts else None))
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,27 @@ class Reorder(Op):
     def _inverse(self) -> Op:
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         return Reorder(self.dim, tuple(back))
+
+
+@dataclass(frozen=True)
+class ReorderParts(Op):
+    """`dim` as equal parts in another order: new part i is old part `order[i]`. (1, 0) swaps two halves."""
+
+    dim: int
+    order: tuple[int, ...]
+
+    def _apply(self, columns: list[Column]) -> list[Column]:
+        return [[self._reordered(tensor) for tensor in column] for column in columns]
+
+    def _reordered(self, tensor: LazyTensor) -> LazyTensor:
+        length, rest = divmod(tensor.shape[self.dim], len(self.order))
+        if rest:
+            raise ValueError(f"{tensor.shape[self.dim]} rows are no {len(self.order)} equal parts")
+        return Concatenated([Sliced(tensor, self.dim, part * length, length) for part in self.order], self.dim)
+
+    def _inverse(self) -> Op:
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return ReorderParts(self.dim, tuple(back))
 
 
 @dataclass(frozen=True)

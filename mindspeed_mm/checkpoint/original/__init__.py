@@ -1,0 +1,1 @@
+"""Generators under the names of the authors' own files, of MindSpeed-MM and of diffusers."""

@@ -1,0 +1,166 @@
+"""What a family of generators looks like in each of its layouts, as data, and which family and layout a set of keys is.
+
+The middle of every conversion is diffusers' own names; a family says how each of its other layouts leads to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, Split, check_used_once
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+
+Tensors = Mapping[str, LazyTensor]
+
+WRAPPERS = ("model.diffusion_model.", "module.")
+"""What stands before every name in some files, and tells nothing."""
+
+
+class Naming(StrEnum):
+    """Whose names a model's tensors bear."""
+
+    DIFFUSERS = "diffusers"
+    ORIGINAL = "original"
+    """Those of the authors' repository."""
+    MM = "mm"
+    """Those of MindSpeed-MM's own models."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A family, one class of diffusers."""
+
+    name: str
+    """As people write it: `HunyuanVideo 1.5`."""
+    class_name: str
+    """Of its transformer in diffusers."""
+    marks: Mapping[Naming, tuple[str, ...]]
+    """Keys that all stand in a layout of this family, and all in no other that is asked later."""
+    original: tuple[KeyRule, ...]
+    """The authors' name → diffusers' name. Every rule has a way back."""
+    config: Callable[[Tensors, Mapping[str, Any]], dict[str, Any]] = field(repr=False)
+    """(tensors by diffusers' names, the source's config.json) → diffusers' config.json, without the class's name."""
+    version: Callable[[Tensors], str] = field(repr=False)
+    """Which model of the family these tensors are, by diffusers' names, as far as keys and shapes tell."""
+    mm: tuple[KeyRule, ...] = ()
+    """MindSpeed-MM's name → diffusers' name; empty where MindSpeed-MM trains diffusers' own model."""
+    original_prefix: str = ""
+    """What the authors' files put before every name."""
+    original_config: Callable[[Tensors, Mapping[str, Any]], dict[str, Any]] | None = field(default=None, repr=False)
+    """(tensors by diffusers' names, diffusers' config.json) → the authors' config.json; None: they have none."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names, without the prefix, that are no part of the transformer → why they are left out."""
+
+    def rules(self, naming: Naming) -> KeyMap:
+        """The map from this layout's names, without prefix, to diffusers'.
+
+        Raises:
+            ModelFolderError: MindSpeed-MM has no names of its own for the family.
+        """
+        if naming is Naming.DIFFUSERS:
+            return KeyMap([KeyRule("{name*}", "{name*}"), KeyRule("{name}", "{name}")])
+        if naming is Naming.MM and not self.mm:
+            raise ModelFolderError(
+                f"MindSpeed-MM trains {self.name} as diffusers' own model, under diffusers' names",
+                way_out="Convert to diffusers instead.",
+            )
+        return KeyMap(self.mm if naming is Naming.MM else self.original)
+
+    def why_left_out(self, key: str) -> str | None:
+        """Why a stored key is no part of the transformer; None: it is one."""
+        name = without_wrappers(key)
+        return next((why for start, why in self.left_out.items() if name.startswith(start)), None)
+
+
+def to_diffusers(tensors: Tensors, family: Generator, naming: Naming) -> dict[str, LazyTensor]:
+    """The tensors under diffusers' names.
+
+    Args:
+        tensors: Under a layout's names; what the family leaves out may be among them.
+        family: Of the model.
+        naming: Of the layout.
+
+    Raises:
+        ModelFolderError: A key belongs to no rule, or one that a rule needs is missing; the keys are named.
+    """
+    stripped: dict[str, LazyTensor] = {}
+    for key, tensor in tensors.items():
+        if naming is Naming.ORIGINAL and family.why_left_out(key) is not None:
+            continue
+        stripped[key if naming is Naming.DIFFUSERS else without_wrappers(key)] = tensor
+    return _applied(family.rules(naming), stripped, family)
+
+
+def from_diffusers(tensors: Tensors, family: Generator, naming: Naming) -> dict[str, LazyTensor]:
+    """Tensors with diffusers' names under a layout's.
+
+    Raises:
+        ModelFolderError: As `to_diffusers`.
+    """
+    prefix = family.original_prefix if naming is Naming.ORIGINAL else ""
+    made = _applied(family.rules(naming).inverse, tensors, family)
+    return {prefix + key: tensor for key, tensor in made.items()}
+
+
+def check_fits(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare with what a model wants.
+
+    Args:
+        tensors: By diffusers' names.
+        shapes: The model's tensors.
+
+    Raises:
+        ModelFolderError: Naming keys that are missing, surplus or of another shape.
+    """
+    problems = [Problem("is missing", key=key) for key in shapes if key not in tensors]
+    problems += [Problem("is none of the model's", key=key) for key in tensors if key not in shapes]
+    problems += [
+        Problem(f"has shape {tensors[key].shape}, the model wants {shape}", key=key)
+        for key, shape in shapes.items()
+        if key in tensors and tensors[key].shape != shape
+    ]
+    if problems:
+        raise ModelFolderError("the weights do not fit the model that config.json describes", problems=problems[:10])
+
+
+def without_wrappers(key: str) -> str:
+    """A key without what stands before every name in some files."""
+    for wrapper in WRAPPERS:
+        key = key.removeprefix(wrapper)
+    return key
+
+
+def modules(names: Mapping[str, str], at: str = "", becomes: str | None = None) -> list[KeyRule]:
+    """Rules for modules that keep their weight and bias under another name.
+
+    Args:
+        names: Source → target.
+        at: Stands before every source.
+        becomes: Stands before every target; None: as `at`.
+    """
+    becomes = at if becomes is None else becomes
+    return [KeyRule(f"{at}{old}.{{part}}", f"{becomes}{new}.{{part}}") for old, new in names.items()]
+
+
+def fused(source: str, targets: Iterable[str], ratio: tuple[int, ...] = (1, 1, 1)) -> KeyRule:
+    """A rule for one linear layer that holds several, one after another."""
+    return KeyRule(f"{source}.{{part}}", [f"{target}.{{part}}" for target in targets], (Split(0, ratio=ratio),))
+
+
+def count(tensors: Tensors, start: str) -> int:
+    """Layers of a stack whose names begin so, before the number."""
+    return len({key.removeprefix(start).partition(".")[0] for key in tensors if key.startswith(start)})
+
+
+def _applied(rules: KeyMap, tensors: Tensors, family: Generator) -> dict[str, LazyTensor]:
+    steps: list[RuleMatch] = rules.steps(tensors)
+    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    try:
+        check_used_once(steps, tensors, made)
+    except ModelFolderError as error:
+        raise ModelFolderError(f"the names do not fit {family.name}", problems=error.problems) from error
+    return made
