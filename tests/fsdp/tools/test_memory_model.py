@@ -16,6 +16,8 @@ from mindspeed_mm.fsdp.train.memory.forecast import forecast
 from mindspeed_mm.tasks.check import check
 from tests.helpers.distributed import run_ranks
 from tests.helpers.measured_memory import StepMemory, make_long_rows, measured
+from tests.helpers.plan_matrix import PLANS, cells
+from tests.helpers.planned_memory import MAKERS, peaks
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.helpers.tiny_run import make_tiny_run
@@ -144,10 +146,6 @@ def _two_ranks(yaml: str) -> None:
 
 
 TP = "parallel.tensor_parallel_size=2"
-UNDER_PLANS = {
-    "tensor parallel": (TP,),
-    "whole towers": (TP, "parallel.encoder_plan.tensor_parallel_size=1"),
-}
 
 
 @pytest.mark.edge("R7")
@@ -161,9 +159,9 @@ def test_a_forecast_under_tensor_parallelism_says_nothing_but_figures(
 
 @pytest.mark.edge("R7")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNDER_PLANS)
-def test_peak_of_pictures_under_plans(name: str, tmp_path: Path) -> None:
-    run_ranks(2, _two_ranks_of_pictures, str(make_tiny_run(tmp_path)), UNDER_PLANS[name])
+def test_peak_of_pictures_with_whole_towers(tmp_path: Path) -> None:
+    words = (TP, "parallel.encoder_plan.tensor_parallel_size=1")
+    run_ranks(2, _two_ranks_of_pictures, str(make_tiny_run(tmp_path)), words)
 
 
 def _two_ranks_of_pictures(yaml: str, words: tuple[str, ...]) -> None:
@@ -171,6 +169,29 @@ def _two_ranks_of_pictures(yaml: str, words: tuple[str, ...]) -> None:
     predicted = forecast(load_with_plugins(Path(yaml), words).arguments, real.batches[-1], world_size=2)
     assert predicted.parameters == real.parameter_bytes
     assert deviation(predicted, real) < PROMISED
+
+
+AN_AXIS_EACH = {("vlm", plan) for plan in ("fsdp2", "tp2", "pp2 1f1b", "ulysses2")} | {("vlm moe", "ep2")}
+"""Cells of the matrix that every run measures; the others are slow."""
+CELLS = cells(*MAKERS)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("planned"))
+
+
+@pytest.mark.edge("R7")
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [cell if cell in AN_AXIS_EACH else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS],
+)
+def test_peak_of_the_fullest_rank_under_every_plan(family: str, plan: str, root: str) -> None:
+    is_quick, ranks = (family, plan) in AN_AXIS_EACH, PLANS[plan].ranks
+    together = [p for f, p in CELLS if f == family and PLANS[p].ranks == ranks]
+    figures = peaks(root, family, ranks, tuple(p for p in together if ((family, p) in AN_AXIS_EACH) == is_quick))[plan]
+    assert figures["predicted parameters"] == figures["measured parameters"]
+    assert abs(figures["predicted"] / figures["measured"] - 1) < PROMISED, figures
 
 
 def test_ledger_by_hand() -> None:

@@ -95,7 +95,7 @@ def cut_to_rank(model: nn.Module, plan: StagePlan, rank: int, dtype: torch.dtype
         ConfigError: More than two modules on different stages share a weight.
     """
     own = set(plan.stages_of(rank))
-    copies = _untie(model, plan)
+    copies = untie(model, plan)
     for name, module in _parts(model, plan):
         if plan.owner(name) not in own:
             replace_module(model, name, _placeholder(name, module, plan.points.embedding, dtype))
@@ -106,7 +106,15 @@ def cut_to_rank(model: nn.Module, plan: StagePlan, rank: int, dtype: torch.dtype
     return {copy: first for copy, first in copies.items() if copy in held}
 
 
-def _untie(model: nn.Module, plan: StagePlan) -> dict[str, str]:
+def untie(model: nn.Module, plan: StagePlan) -> dict[str, str]:
+    """Make weights that stages share a copy of its own on the later one, in place.
+
+    Returns:
+        Copy → name of the weight in the whole model.
+
+    Raises:
+        ConfigError: More than two modules on different stages share a weight.
+    """
     copies: dict[str, str] = {}
     for first, *others in shared_parameters(model):
         apart = [name for name in others if plan.owner(name) != plan.owner(first)]

@@ -8,7 +8,9 @@ describes its tensors differs between releases and is not used.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -168,6 +170,31 @@ def build_pipeline_schedule(name: str, stages: Sequence[OwnShapes], micro_batche
     if name in _SINGLE:
         return _SINGLE[name](stages[0], micro_batches, loss_fn=_itself, scale_grads=False)
     return _MULTI[name](list(stages), micro_batches, loss_fn=_itself, scale_grads=False)
+
+
+def work_of_rank(name: str, plan: StagePlan, rank: int, micro_batches: int) -> list[tuple[str, int, int]]:
+    """What a rank computes in a step, in order, and as the schedule itself would do it; nothing runs.
+
+    Args:
+        name: Of the schedule.
+        plan: Which rank has which stage.
+        rank: Of the pipeline.
+        micro_batches: Of the step.
+
+    Returns:
+        (`F` forward, `B` backward, `I` gradients of inputs or `W` gradients of weights; stage; micro-batch).
+    """
+    if name in _SINGLE:
+        ahead = micro_batches if name == "gpipe" else min(micro_batches, plan.ranks - rank)
+        steady = [(kind, at) for n in range(micro_batches - ahead) for kind, at in (("B", n), ("F", n + ahead))]
+        work = [*(("F", n) for n in range(ahead)), *steady]
+        work += [("B", n) for n in range(micro_batches - ahead, micro_batches)]
+        return [(kind, rank, n) for kind, n in work]
+    ranks: dict[str, Any] = {"num_stages": plan.stages, "group_size": plan.ranks, "group_rank": rank}
+    described: Any = [SimpleNamespace(**ranks, stage_index=n, submod=nn.Identity()) for n in plan.stages_of(rank)]
+    order = _MULTI[name](described, micro_batches, loss_fn=_itself, scale_grads=False).pipeline_order_with_comms[rank]
+    written = (re.fullmatch(r"(\d+)([FBIW])(\d+)", str(action)) for action in order)  # 2F0: stage, kind, micro-batch
+    return [(found[2], int(found[1]), int(found[3])) for found in written if found is not None]
 
 
 def run_schedule(schedule: Any, stages: Sequence[OwnShapes], micro_batches: int) -> None:

@@ -52,7 +52,7 @@ class Gathering:
     """
 
     def __init__(self, simulation: Simulation, units: Sequence[ShardedUnit]) -> None:
-        self.simulation, self.units = simulation, units
+        self.simulation, self.units, self.ledger = simulation, units, simulation.ledger
         self.reduces = True
         """Whether the next backward pass communicates gradients."""
         self._running = [_RunningUnit(self, unit) for unit in units]
@@ -65,7 +65,7 @@ class Gathering:
         """Hang the units' hooks on the simulated model."""
         for running in self._running:
             running.attach(model)
-        model.register_forward_hook(lambda *_: self._arrived_is(None))
+        model.register_forward_hook(lambda *_: self.forward_ended())
 
     def finish(self) -> None:
         """A backward pass has ended: what is still gathered is reduced and freed."""
@@ -74,6 +74,10 @@ class Gathering:
         self._departed_is(None)
         self._order.clear()
         self._ahead = None
+
+    def forward_ended(self) -> None:
+        """The last unit has arrived."""
+        self._arrived_is(None)
 
     def gathered_in_forward(self, running: _RunningUnit) -> None:
         """A unit's parameters arrive in a flat buffer and are copied out of it. It stays until the next one has come:
@@ -89,9 +93,9 @@ class Gathering:
         ahead, self._ahead = self._ahead, None
         buffer = ahead[1] if ahead is not None and ahead[0] is running else self._buffer(running)
         running.take()
-        self.simulation.ledger.give_back(buffer)
+        self.ledger.give_back(buffer)
         if ahead is not None and ahead[1] != buffer:
-            self.simulation.ledger.give_back(ahead[1])
+            self.ledger.give_back(ahead[1])
         before = self._order[: self._order.index(running)] if running in self._order else []
         if before and not before[-1].is_gathered:
             self._ahead = (before[-1], self._buffer(before[-1]))
@@ -99,19 +103,19 @@ class Gathering:
     def depart(self, unit: ShardedUnit) -> None:
         """The flat buffer that gradients leave in; it stays until the next unit's."""
         self._departed_is(None)
-        self._departed_is(self.simulation.ledger.take(Label(REDUCTION), unit.trained_numel * unit.reduce.itemsize))
+        self._departed_is(self.ledger.take(Label(REDUCTION), unit.trained_numel * unit.reduce.itemsize))
 
     def _buffer(self, running: _RunningUnit) -> int:
-        return self.simulation.ledger.take(Label(GATHERED, "buffers"), running.size)
+        return self.ledger.take(Label(GATHERED, "buffers"), running.size)
 
     def _arrived_is(self, entry: int | None) -> None:
         if self._arrived is not None:
-            self.simulation.ledger.give_back(self._arrived)
+            self.ledger.give_back(self._arrived)
         self._arrived = entry
 
     def _departed_is(self, entry: int | None) -> None:
         if self._departed is not None:
-            self.simulation.ledger.give_back(self._departed)
+            self.ledger.give_back(self._departed)
         self._departed = entry
 
 
@@ -120,7 +124,7 @@ class _RunningUnit:
 
     def __init__(self, gathering: Gathering, unit: ShardedUnit) -> None:
         self._all, self._unit = gathering, unit
-        self._ledger = gathering.simulation.ledger
+        self._ledger = gathering.ledger
         self._module = pattern_of(unit.names[0]) or "the rest"
         self._trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
         self._gathered: int | None = None

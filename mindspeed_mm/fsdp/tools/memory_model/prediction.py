@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from mindspeed_mm.core.patterns import is_inside
+from mindspeed_mm.fsdp.distributed.context.decoders import find_decoder
 from mindspeed_mm.fsdp.distributed.parallel_plan import ParallelPlan
+from mindspeed_mm.fsdp.distributed.pipeline.apply import hidden_dtype
+from mindspeed_mm.fsdp.distributed.pipeline.cut import untie
 from mindspeed_mm.fsdp.distributed.tensor.apply import divide_heads
 from mindspeed_mm.fsdp.distributed.tensor.plan import Style
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -29,6 +34,7 @@ from mindspeed_mm.fsdp.tools.memory_model.ledger import (
 )
 from mindspeed_mm.fsdp.tools.memory_model.offload import SimulatedOffload
 from mindspeed_mm.fsdp.tools.memory_model.optimizer_part import state_bytes, step_bytes
+from mindspeed_mm.fsdp.tools.memory_model.pipeline import SimulatedPipeline
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, pattern_of, watch_modules
 from mindspeed_mm.fsdp.tools.memory_model.static_part import (
     Held,
@@ -142,6 +148,7 @@ def predict_memory(
     loss: Loss,
     *,
     device_type: str = "cpu",
+    media: Sequence[str] = (),
 ) -> MemoryPrediction:
     """Predict the memory of a training step from the second one on.
 
@@ -153,70 +160,85 @@ def predict_memory(
         batch: One micro-batch, prepared by the objective; real, or fake floats of the same shapes.
         loss: What is minimised.
         device_type: Where it will run: on a CPU what is "on the host" is no other memory.
+        media: Batch keys that feed what a pipeline's first stage alone has.
+
+    Returns:
+        Of the rank of a pipeline that holds most.
     """
-    training = arguments.training
-    units = held_units(model, plan.parallel)
-    trained = trained_of(units)
-    taken = {name for name, settings in plan.groups.settings.items() if settings.matrices}
-    state = partial(state_bytes, training=training, matrices=taken)
-    static = static_part(units, state, averages=training.ema.enable)
-    simulated = _Step(arguments, model, plan, units, device_type)
+    stages = plan.parallel.stages
+    if stages is not None:
+        untie(model, stages)
+    ranks = range(stages.ranks if stages is not None else 1)
+    simulated = _Step(arguments, model, plan, [held_units(model, plan.parallel, rank) for rank in ranks], device_type)
     simulated.spread(plan.parallel)
     try:
-        kept = simulated.run(batch, loss, offloaded=plan.features.offloaded)
+        simulated.run(batch, loss, media)
     except (RuntimeError, NotImplementedError, TypeError, IndexError):  # the model's code looks at what is not there
-        kept = simulated.approximate(batch)
-    simulated.optimize(step_bytes(trained, training, device_type))
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    on_host = _host_bytes(static, arguments, device_type)
-    on_device = static.parameters + static.optimizer + static.average + buffers - on_host
-    moment = simulated.ledger.peak()
-    return MemoryPrediction(
-        static,
-        simulated.ledger.alive_at(moment),
-        kept,
-        simulated.ledger.phase_at(moment),
-        buffers,
-        on_host,
-        on_device,
-        on_device + simulated.ledger.resident(),
-        tuple(simulated.approximations),
-    )
+        simulated.approximate(batch)
+    predictions = [simulated.prediction(rank, device_type) for rank in ranks]
+    return max(predictions, key=lambda prediction: prediction.peak)
+
+
+class _Rank:
+    """The books of one rank of a pipeline, or of the only kind of rank that there is."""
+
+    def __init__(self, units: Sequence[HeldUnit]) -> None:
+        self.units = units
+        self.ledger = Ledger()
+        self.gathering: Gathering | None = None
+        self.kept: dict[str, int] = {}
+
+    def note_kept(self) -> None:
+        """Activations that are alive now, by module, if they are the most so far."""
+        sizes: Counter[str] = Counter()
+        for label, size in self.ledger.alive_at(self.ledger.now).items():
+            if label.category == ACTIVATIONS:
+                sizes[label.module or "loss and others"] += size
+        if sizes.total() >= sum(self.kept.values()):
+            self.kept = dict(sizes.most_common())
 
 
 class _Step:
-    """The simulated step of one rank."""
+    """The simulated step, with books for each rank of a pipeline."""
 
     def __init__(
-        self, arguments: Arguments, model: nn.Module, plan: ModelPlan, units: Sequence[HeldUnit], device_type: str
+        self,
+        arguments: Arguments,
+        model: nn.Module,
+        plan: ModelPlan,
+        units: Sequence[Sequence[HeldUnit]],
+        device_type: str,
     ) -> None:
-        self.ledger = Ledger()
         self.approximations: list[str] = []
         self._arguments, self._model, self._plan = arguments, model, plan
         self._is_host = device_type == "cpu"
-        self._gradients = sum(parameter.bytes for parameter in trained_of(units))
-        self._simulation = Simulation(self.ledger)
+        self._ranks = [_Rank(of_rank) for of_rank in units]
+        self._simulation = Simulation(self._ranks[0].ledger)
         self._compute, self._reduce = plan.precision.compute, plan.precision.reduce
-        held = {parameter.name: (parameter, unit.shards) for unit in units for parameter in unit.parameters}
+        every = [unit for rank in self._ranks for unit in rank.units]
+        held = {parameter.name: (parameter, unit.shards) for unit in every for parameter in unit.parameters}
 
         def as_computed(name: str, parameter: nn.Parameter) -> tuple[Sequence[int], torch.dtype]:
             own, shards = held.get(name, (None, 0))
             dtype = self._computed(parameter.dtype) if shards else parameter.dtype
             return (own.computed if own is not None and parameter.shape else parameter.shape), dtype
 
+        # What passes between stages has the type of the parameters as they are stored.
+        self._hidden_dtype = hidden_dtype(model, plan.parallel.section)
         self._simulation.fake_parameters(model, as_computed)
         tensor = plan.parallel.tensor
         for attention in {name.rpartition(".")[0] for name in tensor.names(Style.COLUMN)} if tensor is not None else ():
             divide_heads(model.get_submodule(attention), plan.parallel.sizes.tp)
         self._parts = {name: _part(held[name][0], p) for name, p in model.named_parameters() if name in held}
-        self._gathering = Gathering(self._simulation, [self._sharded(unit) for unit in units if unit.shards])
+        for rank in self._ranks:
+            with self._simulation.writing(rank.ledger):
+                sharded = [self._sharded(unit) for unit in rank.units if unit.shards]
+                rank.gathering = Gathering(self._simulation, sharded)
 
     def spread(self, plan: ParallelPlan) -> None:
-        """Simulated is the whole model on whole sequences: a rank has a share of that."""
-        sizes, stages, blocks = plan.sizes, plan.stages, self._plan.blocks
-        of_blocks = of_others = of_towers = 1 / sizes.cp
+        """Simulated are whole sequences: a rank has a share of that."""
+        sizes = plan.sizes
         if plan.towers is not None:
-            of_towers = 1 / (plan.towers.sizes.parts * plan.towers.sizes.copies)
             self.approximations.append("media that ranks share unevenly")
         if sizes.cp > 1:
             self.approximations.append("keys and values that ranks exchange; activations are divided evenly")
@@ -224,22 +246,36 @@ class _Step:
             self.approximations.append("uneven loads of experts and buffers of tokens on their way")
         if sizes.tp > 1:
             self.approximations.append("buffers of partial sums that ranks add up")
-        if stages is not None:
-            own = sum(stages.rank_of(stages.owner(block)) == 0 for block in blocks)
-            flying = min(sizes.pp, self._arguments.training.gradient_accumulation_steps)
-            of_blocks *= flying * own / max(len(blocks), 1)
-            self.approximations.append(
-                f"what tells ranks apart: counted are the first rank's layers with {flying} micro-batches, and a loss"
-            )
-        towers = tuple(pattern_of(tower) for tower in plan.towers.towers) if plan.towers is not None else ()
-        patterns = tuple({pattern_of(block) for block in blocks})
+        if plan.stages is not None:
+            self.approximations.append("micro-batches that differ in size; counted is the rank that holds most")
+        towers = tuple(map(pattern_of, plan.towers.towers)) if plan.towers is not None else ()
+        of_towers = 1 / (plan.towers.sizes.parts * plan.towers.sizes.copies) if plan.towers is not None else 1.0
+        is_divided = self._divided(plan)
 
         def share_of(module: str) -> float:
             if towers and module.startswith(towers):
                 return of_towers
-            return of_blocks if module.startswith(patterns) else of_others
+            return 1 / sizes.cp if is_divided(module) else 1.0
 
         self._simulation.share_of = share_of
+
+    def _divided(self, plan: ParallelPlan) -> Callable[[str], bool]:
+        """Which modules, by pattern, work on a share of a sequence: the decoder but for its embedding, what follows it,
+        and blocks and mergers of a tower that is spread, too. What leads to the decoder works on whole sequences."""
+        context = plan.context
+        if context is None or context.is_generator:
+            return lambda module: True
+        names = {module: pattern_of(name) for name, module in self._model.named_modules()}
+        decoder, embedding = names[find_decoder(self._model)], names[self._model.get_input_embeddings()]  # type: ignore[operator]
+        before = decoder.rpartition(".")[0]
+        spread = tuple({pattern_of(block) for block in self._plan.blocks if is_inside(block, context.towers)})
+
+        def is_divided(module: str) -> bool:
+            if module.startswith(decoder):
+                return module != embedding
+            return not before or not module.startswith(before) or (bool(spread) and module.startswith(spread))
+
+        return is_divided
 
     def _computed(self, stored: torch.dtype) -> torch.dtype:
         """What sharding gathers a parameter in: bytes of a packed one stay bytes."""
@@ -264,56 +300,110 @@ class _Step:
             on_host=(plan.cpu_offload or self._arguments.features.enable_gradient_offload) and not self._is_host,
         )
 
-    def run(self, batch: Mapping[str, Any], loss: Loss, *, offloaded: Sequence[str]) -> dict[str, int]:
-        """All micro-batches that differ in memory: the first of several, and the last. Returns the activations that
-        the last one keeps, by module."""
-        accumulation = self._arguments.training.gradient_accumulation_steps
-        dtype = self._compute if self._gathering.units and self._plan.precision.casts_inputs else None
-        SimulatedOffload(self._simulation, is_same_memory=self._is_host).attach(self._model, offloaded)
+    def run(self, batch: Mapping[str, Any], loss: Loss, media: Sequence[str]) -> None:
+        """A whole step, from the first forward pass to the gradients."""
+        SimulatedOffload(self._simulation, is_same_memory=self._is_host).attach(
+            self._model, self._plan.features.offloaded
+        )
         watch_modules(self._model, self._simulation)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
                     _Gradient(self._simulation, name, self._parts.get(name, 0.0))
                 )
-        self._gathering.attach(self._model)  # behind the hooks above: it takes gradients away
-        kept: dict[str, int] = {}
+        stages = self._plan.parallel.stages
+        for rank in self._ranks:
+            assert rank.gathering is not None
+            rank.gathering.attach(self._model)  # behind the hooks above: it takes gradients away
+        waiting = self._arguments.training.gradient_accumulation_steps - 1
         with torch.random.fork_rng(devices=[]), self._simulation:
-            for index in range(min(accumulation, 2)):
-                self._gathering.reduces = index == min(accumulation, 2) - 1
-                own = self._simulation.fake_batch(batch, dtype)
-                with self._simulation.phase("forward"):
-                    value = loss(self._model, own)
-                kept = self._kept()
-                with self._simulation.phase("backward", TEMPORARY):
-                    value.backward()  # type: ignore[no-untyped-call]
-                self._gathering.finish()
-                del own, value
-        return kept
+            for number, rank in enumerate(self._ranks):
+                with self._simulation.writing(rank.ledger):
+                    # All micro-batches of a step are there from its beginning.
+                    rank.ledger.take(Label(BATCH), waiting * _bytes_of(batch))
+                    if stages is None:
+                        self._run_plainly(rank, batch, loss)
+                    else:
+                        stage_rank = SimulatedPipeline(
+                            self._simulation, self._model, stages, number, self._hidden_dtype, media
+                        )
+                        self._run_stages(rank, stage_rank, batch, loss)
 
-    def approximate(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Instead of `run`: what linear layers keep, and all gradients. Returns the activations by module."""
-        self.ledger = Ledger()
+    def _run_plainly(self, rank: _Rank, batch: Mapping[str, Any], loss: Loss) -> None:
+        """All micro-batches that differ in memory: the first of several, and the last."""
+        gathering = rank.gathering
+        assert gathering is not None
+        accumulation = self._arguments.training.gradient_accumulation_steps
+        for index in range(min(accumulation, 2)):
+            gathering.reduces = index == min(accumulation, 2) - 1
+            own = self._batch(batch)
+            with self._simulation.phase("forward"):
+                value = loss(self._model, own)
+            rank.note_kept()
+            with self._simulation.phase("backward", TEMPORARY):
+                value.backward()  # type: ignore[no-untyped-call]
+            gathering.finish()
+            del own, value
+
+    def _run_stages(self, rank: _Rank, stages: SimulatedPipeline, batch: Mapping[str, Any], loss: Loss) -> None:
+        """All micro-batches that are under way together, with gradients summed over ranks at the end."""
+        gathering, settings = rank.gathering, self._plan.parallel.section.pp_plan
+        assert gathering is not None
+        count = settings.micro_batches or self._arguments.training.gradient_accumulation_steps
+        gathering.reduces = False
+
+        def forward_ended() -> None:
+            gathering.forward_ended()
+            rank.note_kept()
+
+        stages.run(settings, self._batch(batch), count, loss, forward_ended)
+        gathering.reduces = True
+        with self._simulation.phase("backward", TEMPORARY):
+            gathering.finish()
+
+    def _batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        is_cast = self._plan.parallel.sharding.is_sharded and self._plan.precision.casts_inputs
+        dtype = self._compute if is_cast else None
+        return self._simulation.fake_batch(batch, dtype)
+
+    def approximate(self, batch: Mapping[str, Any]) -> None:
+        """Instead of `run`: what linear layers keep, and all gradients."""
         self.approximations.append(NOTE)
         kept = linear_activations(self._model, batch, self._compute or torch.float32)
-        for phase, sizes in (("forward", kept), ("backward", {"": self._gradients})):
-            self.ledger.begin(phase)
-            category = ACTIVATIONS if phase == "forward" else GRADIENTS
-            for module, size in sizes.items():
-                self.ledger.take(Label(category, module), size)
-        return kept
+        for rank in self._ranks:
+            rank.ledger, rank.kept = Ledger(), kept
+            gradients = sum(parameter.bytes for parameter in trained_of(rank.units))
+            for phase, sizes in (("forward", kept), ("backward", {"": gradients})):
+                rank.ledger.begin(phase)
+                category = ACTIVATIONS if phase == "forward" else GRADIENTS
+                for module, size in sizes.items():
+                    rank.ledger.take(Label(category, module), size)
 
-    def optimize(self, size: int) -> None:
-        """The optimizer's own step."""
-        self.ledger.begin("optimizer")
-        self.ledger.give_back(self.ledger.take(Label(TEMPORARY, "optimizer"), size))
-
-    def _kept(self) -> dict[str, int]:
-        sizes: Counter[str] = Counter()
-        for label, size in self.ledger.alive_at(self.ledger.now).items():
-            if label.category == ACTIVATIONS:
-                sizes[label.module or "loss and others"] += size
-        return dict(sizes.most_common())
+    def prediction(self, number: int, device_type: str) -> MemoryPrediction:
+        """What came of it on one rank."""
+        rank, arguments = self._ranks[number], self._arguments
+        ledger, training = rank.ledger, arguments.training
+        ledger.begin("optimizer")
+        taken = step_bytes(trained_of(rank.units), training, device_type)
+        ledger.give_back(ledger.take(Label(TEMPORARY, "optimizer"), taken))
+        matrices = {name for name, settings in self._plan.groups.settings.items() if settings.matrices}
+        state = partial(state_bytes, training=training, matrices=matrices)
+        static = static_part(rank.units, state, averages=training.ema.enable)
+        buffers = sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
+        on_host = _host_bytes(static, arguments, device_type)
+        on_device = static.parameters + static.optimizer + static.average + buffers - on_host
+        moment = ledger.peak()
+        return MemoryPrediction(
+            static,
+            ledger.alive_at(moment),
+            rank.kept,
+            ledger.phase_at(moment),
+            buffers,
+            on_host,
+            on_device,
+            on_device + ledger.resident(),
+            tuple(self.approximations),
+        )
 
 
 class _Gradient:
@@ -328,9 +418,8 @@ class _Gradient:
         entry = self._simulation.entry_of(parameter.grad)
         if entry is not None:
             self._simulation.ledger.relabel(entry, self._label)
-            if self._part != 1.0:
-                size = parameter.grad.numel() * parameter.grad.element_size()
-                self._simulation.ledger.resize(entry, round(size * self._part))
+            size = parameter.grad.numel() * parameter.grad.element_size()  # whole, also where activations are divided
+            self._simulation.ledger.resize(entry, round(size * self._part))
 
 
 def _part(held: Held, simulated: nn.Parameter) -> float:
@@ -340,6 +429,11 @@ def _part(held: Held, simulated: nn.Parameter) -> float:
     for size in held.shape:
         own *= size
     return own / whole if whole else 1.0
+
+
+def _bytes_of(batch: Mapping[str, Any]) -> int:
+    tensors = [leaf for leaf in tree_leaves(dict(batch)) if isinstance(leaf, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _host_bytes(static: StaticPart, arguments: Arguments, device_type: str) -> int:

@@ -105,6 +105,15 @@ class Simulation(TorchDispatchMode):
                 if buffer is not None:
                     self.ignore(buffer)
 
+    @contextmanager
+    def writing(self, ledger: Ledger) -> Iterator[None]:
+        """What is taken inside stands in these books."""
+        before, self.ledger = self.ledger, ledger
+        try:
+            yield
+        finally:
+            self.ledger = before
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor without memory; booked."""
         made = self._empty(shape, dtype)
@@ -154,11 +163,11 @@ class Simulation(TorchDispatchMode):
             self._remember(storage, self.ledger.take(label or Label(category, module), size))
 
     def _remember(self, storage: torch.UntypedStorage, entry: int | None) -> None:
-        key = storage._cdata
+        key, ledger = storage._cdata, self.ledger
 
         def freed(_: Any) -> None:
             if self._entries.pop(key)[1] is not None:
-                self.ledger.give_back(entry)  # type: ignore[arg-type]
+                ledger.give_back(entry)  # type: ignore[arg-type]
 
         self._entries[key] = (weakref.ref(storage, freed), entry)
 

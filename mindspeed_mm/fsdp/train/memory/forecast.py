@@ -77,6 +77,7 @@ def forecast_plan(
         batch if is_prepared else objective.prepare(batch),
         partial(_loss, objective),
         device_type=device_type or get_device_type(),
+        media=[tower.key for tower in outline.spec.towers],
     )
     return replace(prediction, approximations=(*prediction.approximations, *notes))
 
