@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,3 +87,56 @@ def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) 
     assert sorted(first) == sorted(second)
     different = [key for key in first if not torch.equal(first[key], second[key])]
     assert not different, different
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "Wan": {"num_layers": 4, "ffn_dim": 24, "text_dim": 8},
+    "Wan I2V": {"ffn_dim": 24, "text_dim": 8},
+    "VACE": {"ffn_dim": 24, "text_dim": 8},
+    "HunyuanVideo": {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "text_embed_dim": 8,
+        "pooled_projection_dim": 8,
+    },
+    "HunyuanVideo 1.5": {"text_embed_dim": 8, "text_embed_2_dim": 8, "image_embed_dim": 8},
+    "CogVideoX": {
+        "num_layers": 4,
+        "time_embed_dim": 8,
+        "text_embed_dim": 8,
+        "use_rotary_positional_embeddings": True,
+    },
+    "LTX-Video": {"attention_head_dim": 2, "cross_attention_dim": 64, "caption_channels": 8},
+    "LTX-2": {
+        "attention_head_dim": 2,
+        "cross_attention_dim": 64,
+        "audio_attention_head_dim": 2,
+        "audio_cross_attention_dim": 64,
+        "caption_channels": 8,
+        "rope_type": "split",
+    },
+    "FLUX.1": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "joint_attention_dim": 8,
+        "pooled_projection_dim": 8,
+    },
+    "FLUX.2": {"num_attention_heads": 2, "attention_head_dim": 8, "joint_attention_dim": 8},
+}
+"""Sizes that make a whole model of a few hundred kilobytes."""
+
+
+def small_model(case: str) -> Any:
+    """A transformer with random weights, seeded."""
+    class_name, sizes = TRANSFORMERS[case]
+    torch.manual_seed(0)
+    return getattr(diffusers, class_name)(**{**sizes, **SMALL[case]})
+
+
+def reload(case: str, folder: Path) -> dict[str, torch.Tensor]:
+    """What diffusers reads from a folder; it must miss nothing."""
+    class_name, _ = TRANSFORMERS[case]
+    model, info = getattr(diffusers, class_name).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return dict(model.state_dict())

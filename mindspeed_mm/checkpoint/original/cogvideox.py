@@ -128,6 +128,8 @@ COGVIDEOX = Generator(
     config=_config,
     version=_version,
     original_prefix="model.diffusion_model.",
+    original_file="1/mp_rank_00_model_states.pt",
+    original_texts={"latest": "1"},
     left_out={
         "mixins.pos_embed.freqs_": _BUFFERS,
         "pos_embed.freqs_": _BUFFERS,

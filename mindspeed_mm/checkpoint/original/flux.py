@@ -134,6 +134,7 @@ FLUX = Generator(
     ),
     config=_config,
     version=_version,
+    original_file="flux1.safetensors",
 )
 
 FLUX_2 = Generator(
@@ -154,5 +155,6 @@ FLUX_2 = Generator(
         *_last(),
     ),
     config=_config_of_2,
+    original_file="flux2.safetensors",
     version=lambda tensors: "FLUX.2",
 )

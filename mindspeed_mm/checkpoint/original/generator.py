@@ -52,6 +52,10 @@ class Generator:
     """What the authors' files put before every name."""
     original_config: Callable[[Tensors, Mapping[str, Any]], dict[str, Any]] | None = field(default=None, repr=False)
     """(tensors by diffusers' names, diffusers' config.json) → the authors' config.json; None: they have none."""
+    original_file: str | None = None
+    """The authors' file that holds the transformer; None: diffusers' file names, in shards where it is large."""
+    original_texts: Mapping[str, str] = field(default_factory=dict)
+    """Small files beside it, by name."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of names, without the prefix, that are no part of the transformer → why they are left out."""
 

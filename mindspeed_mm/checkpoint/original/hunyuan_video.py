@@ -154,6 +154,7 @@ HUNYUAN_VIDEO = Generator(
     ),
     config=_config,
     version=_version,
+    original_file="mp_rank_00_model_states.pt",
 )
 
 _OF_1_5 = {

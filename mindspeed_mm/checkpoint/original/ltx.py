@@ -107,6 +107,7 @@ LTX = Generator(
     config=_config,
     version=lambda tensors: f"LTX-Video {'13B' if tensors['proj_in.weight'].shape[0] >= 4096 else '2B'}",
     original_prefix=_PREFIX,
+    original_file="ltx-video.safetensors",
     left_out=_OTHER_PARTS,
 )
 
@@ -144,5 +145,6 @@ LTX_2 = Generator(
     config=_config_of_2,
     version=lambda tensors: "LTX-2.3" if "prompt_adaln.linear.weight" in tensors else "LTX-2",
     original_prefix=_PREFIX,
+    original_file="ltx-2.safetensors",
     left_out=_OTHER_PARTS,
 )

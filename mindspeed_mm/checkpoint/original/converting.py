@@ -1,0 +1,261 @@
+"""Converts the weights of a generator from any of their layouts into another: diffusers' folder, the authors' files,
+MindSpeed-MM's `mp_rank_*` folders in any division, with or without a LoRA merged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from safetensors import safe_open
+
+from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile
+from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, stored_keys
+from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, divided_files, find_step
+from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE
+from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
+from mindspeed_mm.checkpoint.original.generator import Generator, Naming, count, from_diffusers
+from mindspeed_mm.checkpoint.original.lora import LoraScaling, alphas_of, merge_lora
+from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, layout_of, megatron_family
+from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, open_generator
+from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.core.json_file import read_json_object
+
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+Files = dict[str, OutputFile]
+
+
+@dataclass(frozen=True)
+class GeneratorTarget:
+    """What is to be written."""
+
+    naming: Naming
+    tp_size: int = 1
+    pp_layers: Any = None
+    """Of MindSpeed-MM's layout: `[10, 10, 10]`, or one list for each virtual chunk; None or []: one stage."""
+    hf_dir: Path | None = None
+    """A diffusers folder of the same model, whose config.json is taken; None: the source's, or what shapes tell."""
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA to merge."""
+
+    path: Path
+    """A safetensors file, a folder with one, or MindSpeed-MM's folder of one rank."""
+    scaling: LoraScaling = field(default_factory=LoraScaling)
+
+
+@dataclass(frozen=True)
+class _OpenedAdapter:
+    ledger: Ledger
+    alphas: dict[str, float]
+
+
+def convert_generator(
+    source: Path,
+    target: Path,
+    wanted: GeneratorTarget,
+    *,
+    adapter: Adapter | None = None,
+    check: Callable[[GeneratorWeights], None] | None = None,
+    overwrite: bool = False,
+    keep_backup: bool = True,
+    verify: bool = True,
+    stream: TextIO | None = None,
+) -> Converted:
+    """Convert. A target that is the source is replaced: the new folder is built beside it and verified, and the
+    original is kept as `<name>.bak`.
+
+    Args:
+        source: As `open_generator` takes it.
+        target: The folder to write.
+        wanted: Layout and division.
+        adapter: A LoRA to merge meanwhile.
+        check: Raises for a source that is not wanted.
+        overwrite: Replace what a command of ours has written at the target.
+        keep_backup: Of a conversion in place.
+        verify: Read back and compare before the folder gets its name.
+        stream: Where progress is shown.
+
+    Raises:
+        ModelFolderError: The weights are of no family here, or names are missing or surplus.
+        CheckpointError: A file is damaged, or what was written does not read back.
+        UsageError: The division is none of this model's, or the target is none that may be written.
+        MachineError: There is not enough room.
+    """
+    with ExitStack() as stack:
+        weights = stack.enter_context(open_generator(source))
+        if check is not None:
+            check(weights)
+        opened = stack.enter_context(_open_adapter(adapter)) if adapter else None
+        return convert(
+            plan_conversion(weights, wanted, opened),
+            target,
+            overwrite=overwrite,
+            in_place=target.resolve() in {source.resolve(), weights.path.resolve()},
+            keep_backup=keep_backup,
+            verify=verify,
+            stream=stream,
+        )
+
+
+def plan_conversion(
+    weights: GeneratorWeights, wanted: GeneratorTarget, adapter: _OpenedAdapter | None = None
+) -> Conversion:
+    """What is written from what. Nothing is read.
+
+    Raises:
+        ModelFolderError: Names are missing or surplus.
+        UsageError: The division is none of this model's.
+    """
+    family = weights.family
+    ledgers = [Ledger(weights.stored, weights.path)]
+    hub = weights.under_diffusers_names(ledgers[0].tensors)
+    repeated: set[str] = set()
+    if adapter is not None:
+        ledgers.append(adapter.ledger)
+        hub = merge_lora(hub, family, adapter.ledger.tensors, adapter.alphas)
+        repeated |= set(adapter.ledger.tensors)  # a fused layer's A is read for each of its parts
+    layout = {"kind": str(wanted.naming), "family": family.name, "version": family.version(hub)}
+    texts: dict[str, str] = {}
+    if wanted.naming is Naming.MM:
+        files, more = _mm_files(hub, family, wanted, texts)
+        repeated |= more
+    elif wanted.naming is Naming.ORIGINAL:
+        files = _original_files(hub, weights, wanted, texts)
+    else:
+        files = _weight_files(hub, DIFFUSERS_STEM, wanted.max_shard_bytes, texts)
+        texts["config.json"] = _json(diffusers_config(hub, weights, wanted.hf_dir))
+    sources = [weights.path, *([adapter.ledger.where] if adapter else [])]
+    return Conversion(sources, ledgers, files, layout, repeated, weights.left_out, texts=texts)
+
+
+def diffusers_config(hub: Mapping[str, LazyTensor], weights: GeneratorWeights, hf_dir: Path | None) -> dict[str, Any]:
+    """The transformer's config.json: that of `hf_dir`, or of a source that is diffusers', or what the shapes tell.
+
+    Raises:
+        ModelFolderError: A number in it is not that of the weights; both are named.
+    """
+    told = weights.family.config(hub, weights.config)
+    if hf_dir is None and weights.naming is not Naming.DIFFUSERS:
+        return {"_class_name": weights.family.class_name, **told}
+    if hf_dir is None:
+        return dict(weights.config) or {"_class_name": weights.family.class_name, **told}
+    folder = hf_dir / "transformer" if (hf_dir / "transformer").is_dir() else hf_dir
+    config = read_json_object(folder / "config.json", ModelFolderError)
+    different = [
+        Problem(f"is {config[key]}, and the weights have {value}", str(folder / "config.json"), key)
+        for key, value in told.items()
+        if type(value) is int and type(config.get(key)) is int and config[key] != value and "head" not in key
+    ]
+    if different:
+        raise ModelFolderError("the configuration is of another model", problems=different)
+    return config
+
+
+def _mm_files(
+    hub: Mapping[str, LazyTensor], family: Generator, wanted: GeneratorTarget, texts: dict[str, str]
+) -> tuple[Files, set[str]]:
+    """The ranks' files, and the stored keys that several ranks hold whole."""
+    whole = from_diffusers(hub, family, Naming.MM)
+    depth = count(whole, DIVISIONS[family.name].layers)
+    layout = layout_of(family, depth, wanted.tp_size, wanted.pp_layers)
+    model = megatron_family(family).model({"model_type": family.name, "num_layers": depth})
+    contents = divided_files(whole, model, layout)
+    files: Files = {
+        f"{RELEASE}/{name}": PtFile(sections, {"checkpoint_version": CHECKPOINT_VERSION})
+        for name, sections in contents.items()
+    }
+    texts[TRACKER] = RELEASE
+    texts[f"{RELEASE}/{LAYOUT_FILE}"] = _json({"family": family.name, **layout.to_json()})
+    held_by_all = [tensor for name, tensor in whole.items() if layout.tp > 1 and model.cut_of(name) is None]
+    return files, {key for tensor in held_by_all for key in stored_keys(tensor)}
+
+
+def _original_files(
+    hub: Mapping[str, LazyTensor], weights: GeneratorWeights, wanted: GeneratorTarget, texts: dict[str, str]
+) -> Files:
+    family = weights.family
+    tensors = from_diffusers(hub, family, Naming.ORIGINAL)
+    if family.original_config is not None:
+        config = diffusers_config(hub, weights, wanted.hf_dir)
+        texts["config.json"] = _json(family.original_config(hub, config))
+    texts.update(family.original_texts)
+    if family.original_file is None:
+        return _weight_files(tensors, DIFFUSERS_STEM, wanted.max_shard_bytes, texts)
+    if family.original_file.endswith(".pt"):
+        return {family.original_file: PtFile({"module": tensors})}
+    return {family.original_file: SafetensorsFile(tensors)}
+
+
+def _weight_files(tensors: Mapping[str, LazyTensor], stem: str, max_shard_bytes: int, texts: dict[str, str]) -> Files:
+    sizes = {key: tensor.size_bytes for key, tensor in tensors.items()}
+    shards = plan_shards(sizes, max_shard_bytes, stem)
+    if len(shards) > 1:
+        index = {key: name for name, keys in shards.items() for key in keys}
+        texts[f"{stem}.safetensors.index.json"] = _json(
+            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        )
+    return {name: SafetensorsFile({key: tensors[key] for key in keys}) for name, keys in shards.items()}
+
+
+@contextmanager
+def _open_adapter(adapter: Adapter) -> Iterator[_OpenedAdapter]:
+    path = adapter.path
+    if path.is_dir() and (any(path.glob("mp_rank_*/")) or any(path.glob("*/mp_rank_*/"))):
+        tensors = _mm_adapter(path)
+        yield _OpenedAdapter(*_with_alphas(tensors, {}, path, adapter.scaling))
+        return
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise UsageError(f"holds {len(files)} safetensors files", where=str(path), way_out="Name the LoRA's file.")
+        path = files[0]
+    if path.suffix != ".safetensors":
+        raise UsageError("is no safetensors file", where=str(path), way_out="Get the LoRA as safetensors.")
+    entries = read_header(path)
+    with safe_open(path, framework="pt") as file:
+        stored: dict[str, LazyTensor] = {
+            key: Stored(key, entry.shape, entry.dtype, lambda: file) for key, entry in entries.items()
+        }
+        yield _OpenedAdapter(*_with_alphas(stored, file.metadata() or {}, path, adapter.scaling))
+
+
+def _with_alphas(
+    tensors: dict[str, LazyTensor], metadata: Mapping[str, str], path: Path, said: LoraScaling
+) -> tuple[Ledger, dict[str, float]]:
+    alphas = alphas_of(tensors, metadata, path, said)
+    return Ledger(tensors, path), alphas
+
+
+def _mm_adapter(path: Path) -> dict[str, LazyTensor]:
+    """The adapter in a MindSpeed-MM folder of one rank: a checkpoint of such a run may hold the base's tensors too."""
+    folders = sorted(find_step(path).glob("mp_rank_*/"))
+    if len(folders) != 1:
+        raise CheckpointError(
+            f"is divided among {len(folders)} ranks, and adapters are merged from one",
+            where=str(path),
+            way_out="Give the LoRA as one safetensors file.",
+        )
+    (content,) = read_pt_files([folders[0] / WEIGHTS_FILE])
+    return {
+        name: tensor
+        for section, tensors in content.tensors.items()
+        if section.startswith("model")
+        for name, tensor in tensors.items()
+        if ".lora_" in name
+    }
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,159 @@
+"""Opens the weights of a generator wherever they lie: a diffusers folder, the authors' own file or folder, or
+MindSpeed-MM's `mp_rank_*` folders; and says whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
+from mindspeed_mm.checkpoint.megatron.folder import find_step, whole_tensors
+from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE, MegatronLayout
+from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
+from mindspeed_mm.checkpoint.original.families import generator_of
+from mindspeed_mm.checkpoint.original.generator import Generator, Naming, to_diffusers
+from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, megatron_family
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.safetensors_header import read_header
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+
+_PT_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
+_SECTIONS = ("module", "model", "state_dict")
+"""What the authors' `.pt` files put the weights under."""
+
+
+@dataclass(frozen=True)
+class GeneratorWeights:
+    """The weights of a generator, read when they are needed."""
+
+    path: Path
+    """The folder or file that holds them."""
+    family: Generator
+    naming: Naming
+    stored: Mapping[str, LazyTensor]
+    """By the names in the files; of MindSpeed-MM's folders, the whole tensors."""
+    config: Mapping[str, Any]
+    """The config.json beside them, {} where there is none."""
+    layout: MegatronLayout | None = None
+    """How MindSpeed-MM's folder is divided."""
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Keys that are no part of the transformer → why."""
+        if self.naming is not Naming.ORIGINAL:
+            return {}
+        reasons = {key: self.family.why_left_out(key) for key in self.stored}
+        return {key: why for key, why in reasons.items() if why is not None}
+
+    def under_diffusers_names(self, tensors: Mapping[str, LazyTensor] | None = None) -> dict[str, LazyTensor]:
+        """The transformer's tensors.
+
+        Args:
+            tensors: Stand for `stored`, as a ledger counts them.
+
+        Raises:
+            ModelFolderError: The names do not fit the family; the keys are named.
+        """
+        return to_diffusers(self.stored if tensors is None else tensors, self.family, self.naming)
+
+
+@contextmanager
+def open_generator(path: Path) -> Iterator[GeneratorWeights]:
+    """Open weights for the length of the `with` block.
+
+    Args:
+        path: A pipeline's folder (its `transformer` is taken), a folder of weights, one weight file, or a folder with
+            `mp_rank_*` or with the step that holds them.
+
+    Raises:
+        ModelFolderError: There are no weights, or they are of no family here.
+        CheckpointError: A file is damaged, or asks for something that weights do not need.
+    """
+    if path.is_file() and path.suffix in _PT_SUFFIXES:
+        yield _recognised(path, _pt_tensors(path))
+    elif path.is_file():
+        with safe_open(path, framework="pt") as file:
+            entries = read_header(path)
+            yield _recognised(
+                path, {key: Stored(key, entry.shape, entry.dtype, lambda: file) for key, entry in entries.items()}
+            )
+    elif _has_ranks(path):
+        yield _mm_weights(path)
+    elif (pickled := _pickled_weights(path)) is not None:
+        yield _recognised(pickled, _pt_tensors(pickled))
+    else:
+        folder = path / "transformer" if (path / "transformer").is_dir() else path
+        with open_weights(folder) as stored:
+            yield _recognised(folder, dict(stored), _config_of(folder))
+
+
+def _recognised(
+    path: Path, stored: Mapping[str, LazyTensor], config: Mapping[str, Any] | None = None
+) -> GeneratorWeights:
+    family, naming = generator_of(stored, str(path))
+    return GeneratorWeights(path, family, naming, stored, config or {})
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return read_json_object(file, ModelFolderError) if file.is_file() else {}
+
+
+def _has_ranks(path: Path) -> bool:
+    if any(path.glob("mp_rank_*/")) or any(path.glob("*/mp_rank_*/")):
+        return True
+    return (path / "latest_checkpointed_iteration.txt").is_file()
+
+
+def _pickled_weights(folder: Path) -> Path | None:
+    """The one `.pt` file of an authors' folder that has no safetensors: CogVideoX's `latest` names a folder of one."""
+    if any(folder.glob("*.safetensors")) or (folder / "transformer").is_dir():
+        return None
+    latest = folder / "latest"
+    if latest.is_file():
+        folder = folder / Path(latest.read_text(errors="replace").strip()).name
+    files = [file for file in sorted(folder.glob("*")) if file.suffix in _PT_SUFFIXES]
+    return files[0] if len(files) == 1 else None
+
+
+def _pt_tensors(path: Path) -> dict[str, LazyTensor]:
+    (content,) = read_pt_files([path])
+    for section in _SECTIONS:
+        if section in content.tensors:
+            return dict(content.tensors[section])
+    return {
+        f"{key}.{name}" if name else key: tensor for key, of in content.tensors.items() for name, tensor in of.items()
+    }
+
+
+def _mm_weights(path: Path) -> GeneratorWeights:
+    step = find_step(path)
+    contents = read_pt_files([folder / WEIGHTS_FILE for folder in sorted(step.glob("mp_rank_*/"))])
+    names = {name for content in contents for of in content.tensors.values() for name in of}
+    family, naming = generator_of(names, str(step))
+    if naming is not Naming.MM:
+        raise CheckpointError(
+            f"holds {family.name} under {naming} names, and MindSpeed-MM's are expected in mp_rank_* folders",
+            where=str(step),
+            way_out="Was it converted by another program? Convert the original weights anew.",
+        )
+    config = {"model_type": family.name, "num_layers": _depth(contents, DIVISIONS[family.name].layers)}
+    whole, _, layout = whole_tensors(step, megatron_family(family), config)
+    return GeneratorWeights(path, family, naming, whole, {}, layout)
+
+
+def _depth(contents: Sequence[PtContent], layers: str) -> int:
+    """Layers of the whole model: those of every stage and chunk, told by one rank of each stage."""
+    of_place: dict[tuple[str, str], int] = {}
+    for content in contents:
+        stage = "_".join(content.path.parent.name.split("_")[3:])
+        for chunk, tensors in content.tensors.items():
+            numbers = {name.removeprefix(layers).partition(".")[0] for name in tensors if name.startswith(layers)}
+            of_place[stage, chunk] = len(numbers)
+    return sum(of_place.values())
