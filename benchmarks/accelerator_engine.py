@@ -13,6 +13,7 @@ from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state,
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
 from mindspeed_mm.fsdp.loss.objectives import Objective, build_objective
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
@@ -58,11 +59,12 @@ def build_engine(arguments: Arguments, total_steps: int) -> TrainEngine:
 
 def objective_of(assembled: Assembled, arguments: Arguments) -> Objective:
     """What the model is trained for; a generator on features."""
-    if assembled.adapter is None:
+    adapter = facts_of(assembled.model).adapter
+    if adapter is None:
         return build_objective(None, assembled.model, assembled.applied.head)
     dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
     diffusion, seed = arguments.training.diffusion, arguments.training.seed
-    return FlowMatching(assembled.adapter, diffusion, seed=seed, compute_dtype=dtype)
+    return FlowMatching(adapter, diffusion, seed=seed, compute_dtype=dtype)
 
 
 def leave() -> None:

@@ -213,31 +213,28 @@ def infer(
     Raises:
         MMError: Anything that a person can act on.
     """
-    from mindspeed_mm.tasks.given.models import answer, draw, model_path, picture_files
-    from mindspeed_mm.tasks.model_kind import is_generator
+    from mindspeed_mm.tasks.given.models import Asked, model_path, picture_files
 
     check_flags(overwrite=overwrite)
     folder, results, adapters = model_path(model), optional_path(out, "out"), optional_path(lora, "lora")
     check_counts(max_new_tokens=max_new_tokens, batch_size=batch_size)
     with TemporaryDirectory(prefix="mm-") as name:
-        pictures = picture_files(images, Path(name))
-        if is_generator(folder):
-            settings = sampling if batch_size is None else {**sampling, "batch_size": batch_size}
-            return draw(folder, prompt, pictures, results, settings, infer, lora=adapters, overwrite=overwrite)
-        refuse_unknown(sampling, infer, "is not an argument for a language model")
-        return answer(
-            folder,
-            prompt,
-            pictures,
-            rows,
-            results,
-            Path(name),
+        asked = Asked(
+            model=folder,
+            prompt=prompt,
+            pictures=picture_files(images, Path(name)),
+            rows=rows,
+            out=results,
+            folder=Path(name),
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
             lora=adapters,
             config=optional_path(config, "config"),
             overwrite=overwrite,
+            sampling=sampling,
+            function=infer,
         )
+        return asked.answered()
 
 
 @overload

@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 
 EXAMPLES = """
 \b
@@ -112,18 +113,15 @@ def command(context: click.Context, /, model: Path, **options: Any) -> int:
     is not made again. Generators take what is not given here from the run's configuration; each line of --prompts is a
     prompt, an empty one too.
     """
-    from mindspeed_mm.tasks.model_kind import is_generator  # with the verb, not with the help
+    from mindspeed_mm.tasks.model_kind import kind_of_path  # with the verb, not with the help
 
     if options["plugins"]:
         from mindspeed_mm.fsdp.utils.register import import_plugin
 
         import_plugin(options["plugins"], key="--plugin")
-    if is_generator(model):
-        refuse(context, LANGUAGE_ONLY, "is for language models, but this model is an image or video generator")
-        return generate(context, model, options)
-    refuse(context, GENERATOR_ONLY, "is for image and video generators, but this model is not one")
-    answer(model, options)
-    return 0
+    answer_or_generate, not_for_it, why = COMMANDS[kind_of_path(model)]
+    refuse(context, not_for_it, why)
+    return answer_or_generate(context, model, options)
 
 
 def refuse(context: click.Context, names: tuple[str, ...], why: str) -> None:
@@ -211,7 +209,7 @@ def words_of(context: click.Context) -> list[str]:
 # --- language --------------------------------------------------------------------------------------------------------
 
 
-def answer(model: Path, options: dict[str, Any]) -> None:
+def answer(_context: click.Context, model: Path, options: dict[str, Any]) -> int:
     """Answer one prompt, or every row of a file."""
     prompts, data, out = options["prompts"], options["data"], options["out"]
     if bool(prompts) == (data is not None):
@@ -237,7 +235,7 @@ def answer(model: Path, options: dict[str, Any]) -> None:
             config=options["config"],
         )
         click.echo(json.dumps(asdict(answer), ensure_ascii=False) if options["as_json"] else answer.text)
-        return
+        return 0
     outcome = infer.run(
         model,
         data,
@@ -251,8 +249,16 @@ def answer(model: Path, options: dict[str, Any]) -> None:
     )
     if options["as_json"]:
         click.echo(json.dumps(asdict(outcome), default=str))
-        return
+        return 0
     kept = f", {outcome.kept} were already there" if outcome.kept else ""
     click.echo(f"{outcome.out}: {outcome.answered} answered{kept}")
     if outcome.cut_off:
         click.echo(f"{outcome.cut_off} answers were cut off at {longest} tokens (--max-new-tokens)", err=True)
+    return 0
+
+
+COMMANDS = {
+    LANGUAGE: (answer, GENERATOR_ONLY, "is for image and video generators, but this model is not one"),
+    GENERATOR: (generate, LANGUAGE_ONLY, "is for language models, but this model is an image or video generator"),
+}
+"""Kind of model → what is done, and the options that are not for it, with the reason."""

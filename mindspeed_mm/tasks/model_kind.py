@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind, kind_of_folder
 
-_GENERATOR = "model_index.json"
 
-
-def is_generator(path: Path) -> bool:
-    """Whether a folder, a run or one checkpoint of a run is an image or video generator. A path that is nothing at all
-    is none."""
-    if (path / _GENERATOR).is_file():
-        return True
-    started_from = (_started_from(folder) for folder in (path, path.absolute().parent))
-    return any(folder is not None and (folder / _GENERATOR).is_file() for folder in started_from)
+def kind_of_path(path: Path) -> ModelKind:
+    """The kind of model in a folder, or that a run or one checkpoint of a run has trained. A path that is nothing at
+    all counts as a language model."""
+    folders = (path, _started_from(path), _started_from(path.absolute().parent))
+    return next((kind for folder in folders if (kind := kind_of_folder(folder)) is not LANGUAGE), LANGUAGE)
 
 
 def _started_from(run: Path) -> Path | None:

@@ -11,10 +11,9 @@ from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.artifacts import RunFolder, sha256_file
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import remove_written
+from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
-from mindspeed_mm.fsdp.checkpoint.diffusers_folder import TRANSFORMER
-from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -78,13 +77,13 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
         )
     run = path if kind == "run" else path.absolute().parent
     base = noted_model(run)
-    is_generator = is_diffusion_folder(base)
-    exported = _exported(path, run, weights, is_generator=is_generator)
-    if base is None or not is_generator:
+    part = kind_of_folder(base).trained_part
+    exported = _exported(path, run, weights, whole=not part)
+    if base is None or not part:
         return ModelSource(exported, run)
     if (exported / DIFFUSERS_WEIGHTS).is_file():
         return ModelSource(base, run, lora=exported)
-    return ModelSource(base, run, transformer=exported / TRANSFORMER)
+    return ModelSource(base, run, transformer=exported / part)
 
 
 def with_adapters(source: ModelSource, lora: Path | None) -> ModelSource:
@@ -117,14 +116,14 @@ def _noted_adapter(run: Path | None) -> Path | None:
     return Path(adapter) if adapter is not None else None
 
 
-def _exported(source: Path, run: Path, weights: Weights | None, *, is_generator: bool) -> Path:
+def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) -> Path:
     """What was trained, as a folder named after the checkpoint's step and content; written when it is not there yet."""
     checkpoint = open_checkpoint(source, Ranks(), "size").path
     mark = next(path for name in (layout.MANIFEST, layout.METADATA) if (path := checkpoint / name).exists())
     which = f"-{weights}" if weights else ""
     target = run / EXPORTED / f"{checkpoint.name}-{sha256_file(mark)[:12]}{which}"
     if not target.is_dir():
-        export.run(checkpoint, target, weights=weights, merge=not is_generator, transformer_only=is_generator)
+        export.run(checkpoint, target, weights=weights, merge=whole, transformer_only=not whole)
         _remove_others(target)
     return target
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mm.core.model_kinds import GENERATOR
 from mindspeed_mm.tasks.verify import verify
 from mindspeed_mm.tasks.verify.faults import FAULTS, PlannedRun, check_fault
 from mindspeed_mm.tasks.verify.setup import smallest_plan
@@ -116,7 +117,7 @@ def test_every_fault_shows_under_some_plan() -> None:
     for name, fault in FAULTS.items():
         assert any(fault.shows_in(run) for run in runs), name
     with pytest.raises(ConfigError, match="a language model"):
-        check_fault("labels-off-by-one", PlannedRun(runs[0].sizes, is_generator=True))
+        check_fault("labels-off-by-one", PlannedRun(runs[0].sizes, GENERATOR))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from PIL import Image
 
 from mindspeed_mm.cli import infer as cli
 from mindspeed_mm.core.errors import ConfigError, DataError, MMError, ModelFolderError, StoppedAfterSave, UsageError
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, read_clip
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
@@ -27,7 +28,7 @@ from mindspeed_mm.tasks.draw import generate
 from mindspeed_mm.tasks.draw.generate import GenerateRequest
 from mindspeed_mm.tasks.draw.sample_folder import SampleFolder
 from mindspeed_mm.tasks.export import export
-from mindspeed_mm.tasks.model_kind import is_generator
+from mindspeed_mm.tasks.model_kind import kind_of_path
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import lines, mm, train
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
@@ -365,7 +366,10 @@ def test_ranks_get_the_same_command_line() -> None:
         seen.append(({**context.params, "nproc": None}, cli.words_of(context)))
         return 0
 
-    with mock.patch.object(cli, "generate", note), mock.patch("mindspeed_mm.tasks.model_kind.is_generator", bool):
+    with (
+        mock.patch.dict(cli.COMMANDS, {GENERATOR: (note, (), "")}),
+        mock.patch("mindspeed_mm.tasks.model_kind.kind_of_path", lambda _: GENERATOR),
+    ):
         assert mm("infer", *given).code == 0
         assert mm("infer", *seen[0][1]).code == 0
     assert seen[0] == seen[1]
@@ -374,15 +378,15 @@ def test_ranks_get_the_same_command_line() -> None:
 
 
 def test_what_a_folder_is_for(flux: Path, tmp_path: Path) -> None:
-    assert is_generator(flux)
-    assert not is_generator(tmp_path)
-    assert not is_generator(tmp_path / "gone")
+    assert kind_of_path(flux) is GENERATOR
+    assert kind_of_path(tmp_path) is LANGUAGE
+    assert kind_of_path(tmp_path / "gone") is LANGUAGE
     (tmp_path / "iter_0000001").mkdir()
     (tmp_path / "run.json").write_text(json.dumps({"model_name_or_path": str(flux)}))
-    assert is_generator(tmp_path)
-    assert is_generator(tmp_path / "iter_0000001")
+    assert kind_of_path(tmp_path) is GENERATOR
+    assert kind_of_path(tmp_path / "iter_0000001") is GENERATOR
     (tmp_path / "run.json").write_text("[")
-    assert not is_generator(tmp_path)
+    assert kind_of_path(tmp_path) is LANGUAGE
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def write_adapters(
     ranks = ranks or Ranks()
     rule = DtypeRule({}, dtype)
     tensors = of_untouched_base(tensors)
-    if facts_of(model).adapter is not None:
+    if facts_of(model).kind.library == "diffusers":
         made = {file_key(name, DIFFUSERS_PREFIX): tensor for name, tensor in tensors.items()}
         stem, metadata = DIFFUSERS_WEIGHTS.removesuffix(".safetensors"), diffusers_metadata(lora)
         write_weights(made, draft, rule, inf, ranks, stem=stem, metadata=metadata)

@@ -15,9 +15,9 @@ from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-from mindspeed_mm.fsdp.models.diffusion.find import INDEX
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import check_links
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -95,7 +95,7 @@ def copy_components(source: Path, draft: Path) -> list[str]:
     for folder in components:
         check_links(folder)
         copy_plain(folder, draft / folder.name)
-    for file in (source / INDEX, *sorted(source.glob("LICENSE*"))):
+    for file in (source / GENERATOR_INDEX, *sorted(source.glob("LICENSE*"))):
         shutil.copyfile(file, draft / file.name)
     return [folder.name for folder in components]
 
@@ -106,14 +106,14 @@ def component_folders(source: Path) -> Iterator[Path]:
     Raises:
         ModelFolderError: One of them is not there.
     """
-    index = read_json_object(source / INDEX, ModelFolderError)
+    index = read_json_object(source / GENERATOR_INDEX, ModelFolderError)
     for name, entry in index.items():
         is_present = isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
         if not is_present or name == TRANSFORMER:
             continue
         if not (source / name).is_dir():
             raise ModelFolderError(
-                f"'{name}' is listed in {INDEX}, but its folder does not exist",
+                f"'{name}' is listed in {GENERATOR_INDEX}, but its folder does not exist",
                 where=str(source / name),
                 way_out="Copy the model folder again, or export with --transformer-only.",
             )

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.distributed.tensor.plan import TensorPlan
 from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel
 from mindspeed_mm.fsdp.distributed.towers.groups import check_tower_sums
 from mindspeed_mm.fsdp.distributed.towers.media import check_towers
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes, resolve_encoder_sizes
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
@@ -78,7 +79,6 @@ class ModelLayout:
             `fsdp_plan.apply_modules` win over it.
         tie_groups: Names of modules that share a parameter.
         towers: Names of towers in front of a decoder.
-        is_generator: Whether the model bears the adapter of a family of generators.
         gathers_logits: Under tensor parallelism, let the output head return the whole vocabulary on every rank.
         expert_copies: Under expert parallelism, copies of busy experts that a rank may hold.
     """
@@ -86,7 +86,6 @@ class ModelLayout:
     shard_modules: Sequence[str] = ()
     tie_groups: Sequence[Sequence[str]] = ()
     towers: Collection[str] = ()
-    is_generator: bool = False
     gathers_logits: bool = False
     expert_copies: int = 0
 
@@ -112,7 +111,7 @@ def resolve_parallel_plan(
         ConfigError: With every problem of every axis.
         MachineError: The installed torch cannot do what the plan asks for.
     """
-    section = as_applied(parallel, is_generator=layout.is_generator)
+    section = as_applied(parallel, casts_inputs=facts_of(model).kind.casts_inputs)
     errors = CollectedErrors()
     towers = errors.attempt(_resolve_towers, model, section, sizes, layout)
     whole = towers.whole if towers is not None else ()
@@ -124,13 +123,12 @@ def resolve_parallel_plan(
     experts = None
     if is_spread(section):
         experts = errors.attempt(resolve_expert_plan, model, section, sizes, layout.expert_copies)
-    stages = errors.attempt(resolve_stages, model, section, is_generator=layout.is_generator)
+    stages = errors.attempt(resolve_stages, model, section)
     context = errors.attempt(
         resolve_context_plan,
         model,
         section.ring_attention_size,
         section.ulysses_parallel_size,
-        is_generator=layout.is_generator,
         towers=sorted(layout.towers) if towers is None or towers.sizes.parts == 1 else (),
     )
     wishes = ShardingWishes(
@@ -148,14 +146,10 @@ def resolve_parallel_plan(
     )
 
 
-def as_applied(parallel: ParallelArguments, *, is_generator: bool) -> ParallelArguments:
-    """The section as it is applied.
-
-    A generator gets its inputs in their right types: cast by `fully_shard` all together, timesteps and rotary tables
-    would be rounded to bf16, which tells 999 from 1000 no more. A stage stays gathered for the length of a step:
-    several micro-batches are under way in it.
-    """
-    changes: dict[str, bool] = {"cast_forward_inputs": False} if is_generator else {}
+def as_applied(parallel: ParallelArguments, *, casts_inputs: bool) -> ParallelArguments:
+    """The section as it is applied. A stage stays gathered for the length of a step: several micro-batches are under
+    way in it."""
+    changes: dict[str, bool] = {} if casts_inputs else {"cast_forward_inputs": False}
     if parallel.pipeline_parallel_size > 1:
         changes["reshard_after_forward"] = False
     return parallel.model_copy(update={"fsdp_plan": parallel.fsdp_plan.model_copy(update=changes)})

@@ -7,7 +7,6 @@ root), then prefetch order. No step renames a parameter, and none decides: what 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from torch import nn
 
@@ -31,7 +30,6 @@ from mindspeed_mm.fsdp.distributed.sharding.plan import ShardingPlan
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.towers.groups import build_tower_mesh, unsummed_towers
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing, share_media
-from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
 
@@ -144,8 +142,7 @@ class ParallelApplier:
     def _resolved(self, model: nn.Module) -> ParallelPlan:
         if self.plan is None:
             whole = whole_of(model)
-            layout = replace(self._layout, is_generator=facts_of(whole).adapter is not None)
-            self.plan = resolve_parallel_plan(whole, self._parallel, get_parallel_state().sizes, layout)
+            self.plan = resolve_parallel_plan(whole, self._parallel, get_parallel_state().sizes, self._layout)
         return self.plan
 
     def _shard(self, root: nn.Module, plan: ParallelPlan, state: ParallelState) -> None:

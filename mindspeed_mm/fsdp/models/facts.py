@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
+
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.models.behaviour.attention import AttentionChoice
     from mindspeed_mm.fsdp.models.behaviour.multi_token import DecoderWatch
@@ -42,6 +44,11 @@ class ModelFacts:
     share: Share | None = None
     """What a rank of a pipeline knows about the rest of the model."""
     _others: dict[type, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> ModelKind:
+        """What the engine does differently for this model."""
+        return LANGUAGE if self.adapter is None else GENERATOR
 
     def note(self, fact: object) -> None:
         """Keep a fact whose class is defined in a room above this one, instead of an earlier one of its class."""

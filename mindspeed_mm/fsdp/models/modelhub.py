@@ -16,10 +16,11 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
 from mindspeed_mm.fsdp.models.behaviour.attention import resolve_attn_implementation
-from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, is_generator, transformer_weights
+from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, kind_of_section, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import (
     construct,
@@ -71,19 +72,8 @@ class ModelHub:
             ModelFolderError: The folder cannot be understood.
         """
         prepare_for_transformers()
-        if is_generator(model_args):
-            _check_no_further_tokens(model_args)
-            model = build_transformer(model_args, overrides or {}, param_dtype)
-        elif model_args.transformer:
-            raise ConfigError(
-                "changes the transformer of a generator, but the model is not one",
-                where=str(model_args.model_name_or_path or ""),
-                key="model.transformer",
-                way_out="Leave it out, or name a folder in diffusers' layout.",
-            )
-        else:
-            model = _build_by_class(model_args, overrides or {}, feature_args, param_dtype)
-        return _prepared(model, model_args, param_dtype)
+        build = BUILDERS[kind_of_section(model_args)]
+        return _prepared(build(model_args, overrides or {}, feature_args, param_dtype), model_args, param_dtype)
 
     @staticmethod
     def adopt(model: nn.Module, model_args: ModelArguments, *, param_dtype: torch.dtype | None = None) -> nn.Module:
@@ -146,9 +136,7 @@ class ModelHub:
         units = find_blocks(model)
         if model_args.train_from_scratch and folder is None:
             return LoadReport(initialized=tuple(initialize(model, seed=seed, units=units)))
-        source = folder or require_folder(model_args.model_name_or_path)
-        if facts_of(model).adapter is not None:
-            source = transformer_weights(source)
+        source = weights_folder(model, folder or require_folder(model_args.model_name_or_path))
         report = stream_weights(
             model,
             source,
@@ -172,13 +160,19 @@ def _prepared(model: nn.Module, model_args: ModelArguments, param_dtype: torch.d
     return model
 
 
-def _check_no_further_tokens(model_args: ModelArguments) -> None:
+def _build_generator(
+    model_args: ModelArguments,
+    overrides: Mapping[str, Any],
+    feature_args: FeatureArguments | None,
+    param_dtype: torch.dtype | None,
+) -> nn.Module:
     if model_args.mtp_num_layers:
         raise ConfigError(
             f"{model_args.mtp_num_layers}, but a generator predicts no tokens",
             key=multi_token.KEY,
             way_out="Set it to 0.",
         )
+    return build_transformer(model_args, overrides, param_dtype)
 
 
 def _build_by_class(
@@ -187,6 +181,13 @@ def _build_by_class(
     feature_args: FeatureArguments | None,
     param_dtype: torch.dtype | None,
 ) -> nn.Module:
+    if model_args.transformer:
+        raise ConfigError(
+            "changes the transformer of a generator, but the model is not one",
+            where=str(model_args.model_name_or_path or ""),
+            key="model.transformer",
+            way_out="Leave it out, or name a folder in diffusers' layout.",
+        )
     model_class, config = resolve_class(model_args)
     override_config(config, overrides)
     if hasattr(model_class, "overwrite_transformer_config"):
@@ -195,6 +196,10 @@ def _build_by_class(
     if model_args.mtp_num_layers:
         multi_token.attach_multi_token(model, model_args.mtp_num_layers)
     return model
+
+
+BUILDERS = {LANGUAGE: _build_by_class, GENERATOR: _build_generator}
+"""Kind of model → what builds one without weights."""
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ def apply_plan(outline: Outline, plan: ModelPlan, arguments: Arguments, state: P
     features.pre_fully_shard_apply(model)  # what is computed again are the split layers
     if pipeline is not None:
         towers = _build_stages(pipeline, outline)
-    if outline.is_generator:
+    if outline.kind.returns_views:
         expect_views()
     axes.fully_shard_apply(model)
     axes.post_fully_shard_apply(model)
@@ -127,7 +127,7 @@ def without_folder(loaded: LoadReport) -> LoadReport:
 def _build_stages(pipeline: Pipeline, outline: Outline) -> IdleTowers | None:
     """Make the stages; returns the hooks of their towers, which only the first stage has."""
     spec = outline.spec
-    pipeline.build_stages([tower.key for tower in spec.towers], casts_inputs=not outline.is_generator)
+    pipeline.build_stages([tower.key for tower in spec.towers], casts_inputs=outline.kind.casts_inputs)
     if not spec.towers:
         return None
     first = pipeline.first_model

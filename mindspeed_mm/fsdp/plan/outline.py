@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError
+from mindspeed_mm.core.model_kinds import ModelKind
 from mindspeed_mm.fsdp.features.speed.apply_speed import apply_speed
 from mindspeed_mm.fsdp.loss.router_aux import leave_router_loss_to_us
 from mindspeed_mm.fsdp.models.behaviour.experts import choose_experts
@@ -44,9 +45,9 @@ class Outline:
         return {tower.module for tower in self.spec.towers}
 
     @property
-    def is_generator(self) -> bool:
-        """Whether the model bears the adapter of a family of generators."""
-        return self.adapter is not None
+    def kind(self) -> ModelKind:
+        """What is done differently for this model."""
+        return facts_of(self.model).kind
 
 
 def build_outline(

@@ -19,6 +19,7 @@ from functools import partial
 from torch import nn
 
 from mindspeed_mm.core.errors import CollectedErrors, ConfigError, Problem
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.distributed.expert.plan import balance_copies, cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPlan, resolve_parallel_plan
 from mindspeed_mm.fsdp.distributed.pipeline.plan import check_units
@@ -65,7 +66,6 @@ def resolve_plan(
         spec.shard_modules,
         spec.tie_groups,
         outline.towers,
-        is_generator=outline.is_generator,
         gathers_logits=arguments.features.loss_cfg.loss_type == "raw",
         expert_copies=copies or 0,
     )
@@ -96,19 +96,28 @@ def resolve_for_least_ranks(
 
 def _resolve_loss(outline: Outline, arguments: Arguments) -> HeadPlan | None:
     """What is minimised can be computed from this model's outputs, under this plan."""
-    model, loss_cfg, parallel = outline.model, arguments.features.loss_cfg, arguments.parallel
     errors = CollectedErrors()
-    head = errors.attempt(resolve_head, model, outline.spec.head, arguments.features)
-    if outline.is_generator:
-        errors.attempt(check_generator_loss, loss_cfg)
-    else:
-        errors.attempt(check_loss_type, loss_cfg.loss_type, model, has_head=bool(outline.spec.head))
-        if loss_cfg.router_aux_loss_coef:
-            errors.attempt(check_routers, model)
-        if loss_cfg.loss_type == "raw" and parallel.ring_attention_size * parallel.ulysses_parallel_size > 1:
-            errors.attempt(_refuse_raw_loss, model)
+    head = errors.attempt(resolve_head, outline.model, outline.spec.head, arguments.features)
+    LOSS_CHECKS[outline.kind](outline, arguments, errors)
     errors.raise_all("the loss does not fit the model")
     return head
+
+
+def _check_token_loss(outline: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
+    model, loss_cfg, parallel = outline.model, arguments.features.loss_cfg, arguments.parallel
+    errors.attempt(check_loss_type, loss_cfg.loss_type, model, has_head=bool(outline.spec.head))
+    if loss_cfg.router_aux_loss_coef:
+        errors.attempt(check_routers, model)
+    if loss_cfg.loss_type == "raw" and parallel.ring_attention_size * parallel.ulysses_parallel_size > 1:
+        errors.attempt(_refuse_raw_loss, model)
+
+
+def _check_flow_loss(_: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
+    errors.attempt(check_generator_loss, arguments.features.loss_cfg)
+
+
+LOSS_CHECKS = {LANGUAGE: _check_token_loss, GENERATOR: _check_flow_loss}
+"""Kind of model → what compares the configured loss with the model."""
 
 
 def _refuse_raw_loss(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from mindspeed_mm.fsdp.plan.outline import build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
 
-if TYPE_CHECKING:
-    from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
-
 
 @dataclass(frozen=True)
 class Assembled:
@@ -37,8 +34,6 @@ class Assembled:
     loaded: LoadReport
     utilisation: Utilisation
     """What the log says of FLOPs."""
-    adapter: DiffusionAdapter | None
-    """The family's adapter when the model is a generator."""
 
     @property
     def model(self) -> nn.Module:
@@ -86,8 +81,7 @@ def assemble(
     outline = build_outline(arguments, given, packs=packs, processor=processor, errors=errors)
     plan = resolve_plan(outline, arguments, state.sizes, errors=errors)
     utilisation = Utilisation.of(outline, plan.features, arguments)
-    adapter = outline.adapter
     applied = apply_plan(outline, plan, arguments, state)
     loaded = fill(applied, arguments, device, weights=weights, load_weights=load_weights)
     applied.model.train()
-    return Assembled(plan, applied, loaded if given is None else without_folder(loaded), utilisation, adapter)
+    return Assembled(plan, applied, loaded if given is None else without_folder(loaded), utilisation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,15 +12,20 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import MMDataset
 from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
+from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
+from mindspeed_mm.fsdp.plan.outline import Outline
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.hooks.sampling import SampleHook, build_sample_hook
@@ -53,25 +59,18 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def save_model(
-        self,
-        model: nn.Module,
-        folder: Path,
-        source: Path,
-        dtype: torch.dtype | None,
-        ranks: Ranks,
-        write_view: Callable[[Path], None] | None,
-    ) -> None:
-        """Write the whole model as its library loads it; called by all ranks.
+    def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
+        """As `build_objective`, for one step without data, chance or other ranks.
 
         Args:
-            model: Live, sharded or not.
-            folder: Appears when complete; one that stands there is replaced.
-            source: The folder that the run started from.
-            dtype: Of the weights; None: as `source` has them.
-            ranks: All of them.
-            write_view: Adds to the folder how training looked at its rows.
+            outline: The model.
+            head: The loss of its output head, if it has one.
+            plan: Resolved for it.
         """
+
+    @abstractmethod
+    def save_model(self, model: nn.Module, save: WholeSave) -> None:
+        """Write the whole model as its library loads it; called by all ranks. It may be sharded."""
 
     def sampling_hook(self, model: nn.Module, job: Job, record: RunRecord) -> SampleHook | None:
         """The hook that shows what the model makes while it is trained; None where nothing is asked for, or this kind
@@ -83,11 +82,20 @@ class Family(ABC):
         return None
 
 
-def family_of(assembled: Assembled, arguments: Arguments, device: torch.device) -> Family:
-    """The family of a model that is put together."""
-    if assembled.adapter is not None:
-        return GeneratorFamily(arguments, assembled.adapter, device)
-    return LanguageFamily(arguments)
+@dataclass(frozen=True)
+class WholeSave:
+    """How a whole model is written."""
+
+    folder: Path
+    """Appears when complete; one that stands there is replaced."""
+    source: Path
+    """The folder that the run started from."""
+    dtype: torch.dtype | None
+    """Of the weights; None: as `source` has them."""
+    ranks: Ranks
+    """All of them."""
+    write_view: Callable[[Path], None] | None
+    """Adds to the folder how training looked at its rows."""
 
 
 class LanguageFamily(Family):
@@ -99,17 +107,21 @@ class LanguageFamily(Family):
         """Cross-entropy of the next token, with the terms that stand beside it."""
         return build_language_objective(self.arguments, assembled.model, assembled.applied.head, job.state.token_groups)
 
-    def save_model(
-        self,
-        model: nn.Module,
-        folder: Path,
-        source: Path,
-        dtype: torch.dtype | None,
-        ranks: Ranks,
-        write_view: Callable[[Path], None] | None,
-    ) -> None:
+    def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
+        """The same; statistics of routers are summed over no ranks."""
+        return build_language_objective(self.arguments, outline.model, head, lambda: ())
+
+    def save_model(self, model: nn.Module, save: WholeSave) -> None:
         """As `from_pretrained` of transformers loads it."""
-        save_hf(model, folder, source, dtype=dtype, overwrite=True, ranks=ranks, write_view=write_view)
+        save_hf(
+            model,
+            save.folder,
+            save.source,
+            dtype=save.dtype,
+            overwrite=True,
+            ranks=save.ranks,
+            write_view=save.write_view,
+        )
 
 
 class GeneratorFamily(Family):
@@ -161,17 +173,15 @@ class GeneratorFamily(Family):
             encode=LiveEncoder(self.adapter, self.encoders) if self._encodes else None,
         )
 
-    def save_model(
-        self,
-        model: nn.Module,
-        folder: Path,
-        source: Path,
-        dtype: torch.dtype | None,
-        ranks: Ranks,
-        write_view: Callable[[Path], None] | None,
-    ) -> None:
+    def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
+        """Flow matching on features that are there, each with its caption."""
+        training = self.arguments.training
+        diffusion = training.diffusion.model_copy(update={"caption_dropout": 0.0})
+        return FlowMatching(self.adapter, diffusion, seed=training.seed, compute_dtype=plan.precision.compute_dtype)
+
+    def save_model(self, model: nn.Module, save: WholeSave) -> None:
         """The transformer alone, as diffusers loads it: the other components are not trained."""
-        save_transformer(model, folder, dtype=dtype, overwrite=True, ranks=ranks)
+        save_transformer(model, save.folder, dtype=save.dtype, overwrite=True, ranks=save.ranks)
 
     def sampling_hook(self, model: nn.Module, job: Job, record: RunRecord) -> SampleHook | None:
         """The hook that `training.sampling` asks for; its rounds are shared by the ranks that hold different
@@ -189,3 +199,16 @@ class GeneratorFamily(Family):
             keeps=job.state.is_first_of_its_samples,
             parks_encoders=not self._encodes,
         )
+
+
+FAMILIES: dict[ModelKind, Callable[[Arguments, Any, torch.device], Family]] = {
+    LANGUAGE: lambda arguments, _adapter, _device: LanguageFamily(arguments),
+    GENERATOR: GeneratorFamily,
+}
+"""Kind of model → its family, of the configuration, the model's adapter and the device."""
+
+
+def family_of(model: nn.Module, arguments: Arguments, device: torch.device) -> Family:
+    """The family of a model."""
+    facts = facts_of(model)
+    return FAMILIES[facts.kind](arguments, facts.adapter, device)

@@ -192,7 +192,7 @@ class Trainer:
             state = resume.load(assembled.model, optimizer, ema)
         if state is not None:
             self._continue_data(loader, resume, state, record)
-        family = family_of(assembled, self.arguments, job.device)
+        family = family_of(assembled.model, self.arguments, job.device)
         objective = family.build_objective(assembled, job, data)
         engine = build_engine(
             self.arguments, job, assembled, objective, optimizer, ema, loader, total_steps, self.options.steps

@@ -325,7 +325,8 @@ class _Check:
         self._collect([partial(check_processor, model, self.processor)])
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        given = set(self._generator_inputs()) if self.adapter is not None else self.batch.keys() - ENGINE_KEYS
+        has_tokens = self.outline.kind.has_tokens
+        given = self.batch.keys() - ENGINE_KEYS if has_tokens else set(self._generator_inputs())
         too_many = [] if takes_any else sorted(given - parameters.keys())
         required = {name for name, parameter in parameters.items() if _is_required(parameter)}
         missing = sorted(required - given)
@@ -335,7 +336,7 @@ class _Check:
                 key="data.dataloader_param.collate_param.model_name",
                 way_out=f"It takes {', '.join(parameters)}. Choose the collator of this model.",
             )
-        if self.adapter is None:
+        if has_tokens:
             self._forward_on_meta(given)
 
     def _forward_on_meta(self, given: set[str]) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
-from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+from mindspeed_mm.fsdp.models.diffusion.transformer import weights_folder
 from mindspeed_mm.fsdp.models.loading.folder import require_folder
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
 from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
@@ -37,9 +37,7 @@ def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
     starts_without = arguments.model.train_from_scratch or training.load
     if (told is None and starts_without) or not _lacks_values(outline.model):
         return
-    adapter, named = outline.adapter, arguments.model.model_name_or_path
-    folder = told or (require_folder(named) if adapter is None else adapter.folder)
-    folder = folder if adapter is None else transformer_weights(folder)
+    folder = weights_folder(outline.model, told or require_folder(arguments.model.model_name_or_path))
     find_entries(folder)
     check_weights(
         outline.model,

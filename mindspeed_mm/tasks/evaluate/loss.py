@@ -37,7 +37,7 @@ from mindspeed_mm.tasks.answer.asking import RowsView, rows_view
 from mindspeed_mm.tasks.answer.generation import load_model
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
 from mindspeed_mm.tasks.answer.questions import DEFAULT_TASK, text_field, with_way_to_columns
-from mindspeed_mm.tasks.model_kind import is_generator
+from mindspeed_mm.tasks.model_kind import kind_of_path
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, run_arguments, with_adapters
 
 RESULTS = "loss.json"
@@ -147,7 +147,7 @@ def run(request: LossEvaluationRequest, out: Path | None = None) -> LossEvaluati
     Raises:
         MMError: The folder is not a language model, rows are bad, or `out` cannot be written.
     """
-    if is_generator(request.model):
+    if not kind_of_path(request.model).has_tokens:
         raise UsageError(
             "is a generator: its answers are images or videos, which have no tokens",
             where=str(request.model),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import GENERATOR_INDEX, kind_of_folder
 from mindspeed_mm.tasks.export.contents import ContentKind
 
 _HERE = "path/to/this/folder"
@@ -33,7 +34,7 @@ def usage_of(kind: ContentKind, folder: Path, model_folder: Path) -> Usage:
         folder: What was written.
         model_folder: What the run started from.
     """
-    if (model_folder / "model_index.json").is_file():
+    if kind_of_folder(model_folder).library == "diffusers":
         return _of_generator(kind, model_folder)
     whole = _of_model(folder if kind == "model" else model_folder)
     if kind == "model":
@@ -61,7 +62,7 @@ def _of_model(folder: Path) -> Usage:
 
 
 def _of_generator(kind: ContentKind, model_folder: Path) -> Usage:
-    index = read_json_object(model_folder / "model_index.json", ModelFolderError)
+    index = read_json_object(model_folder / GENERATOR_INDEX, ModelFolderError)
     name, transformer = str(index.get("_class_name", "")), str((index.get("transformer") or ["", ""])[1])
     is_video = "Video" in name or "3D" in transformer
     tag = _TAGS["ImageToVideo" if "ImageToVideo" in name else "Video" if is_video else "Image"]

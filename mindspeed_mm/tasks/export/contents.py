@@ -18,6 +18,7 @@ from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
@@ -25,7 +26,6 @@ from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout
 from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
-from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
@@ -79,8 +79,7 @@ def open_contents(
         ModelFolderError: The model folder does not fit.
         UsageError: `transformer_only` where there is no generator.
     """
-    is_generator = is_diffusion_folder(source.model_folder)
-    if transformer_only and not is_generator:
+    if transformer_only and not source.kind.trained_part:
         raise UsageError(
             "the model is not a generator",
             where=str(source.model_folder),
@@ -94,70 +93,62 @@ def open_contents(
     weights = transformer_weights(source.model_folder)
     outline = ModelHub.build(outline_arguments(source))
     with _merged(source, reader, outline, dtype) if has_adapters else _as_trained(source, reader, outline) as tensors:
-        rule = DtypeRule.of_source(weights, dtype)
-        if is_generator:
-            yield generator_contents(source.model_folder, outline, tensors, rule, max_shard_bytes, transformer_only)
-        else:
-            yield model_contents(source.model_folder, tensors, rule, max_shard_bytes, dtype, _view_of_run(source))
+        rule, view = DtypeRule.of_source(weights, dtype), _view_of_run(source)
+        whole = WholeModel(source.model_folder, outline, tensors, rule, max_shard_bytes, dtype, view, transformer_only)
+        yield whole.contents()
 
 
-def model_contents(
-    model_folder: Path,
-    tensors: Mapping[str, LazyTensor],
-    rule: DtypeRule,
-    max_shard_bytes: int,
-    dtype: torch.dtype | None,
-    write_view: WriteView | None = None,
-) -> ExportContents:
-    """A whole model of transformers.
+@dataclass(frozen=True)
+class WholeModel:
+    """A model with all of its weights, that will be written."""
 
-    Args:
-        model_folder: Configuration, tokenizer and processor.
-        tensors: By keys of the folder.
-        rule: The dtype of each.
-        max_shard_bytes: Largest size of one file.
-        dtype: The dtype of all, for the configuration; None: as it is there.
-        write_view: Adds how training looked at its rows.
-    """
+    model_folder: Path
+    """Configuration, tokenizer and processor, or a generator's other components."""
+    outline: nn.Module
+    """What was trained, without weights."""
+    tensors: Mapping[str, LazyTensor]
+    """Its, by keys of the folder."""
+    rule: DtypeRule
+    """The dtype of each."""
+    max_shard_bytes: int
+    """Largest size of one file."""
+    dtype: torch.dtype | None
+    """The dtype of all, for the configuration; None: as it is there."""
+    write_view: WriteView | None
+    """Adds how training looked at its rows."""
+    transformer_only: bool = False
+    """Leave a generator's other components out."""
 
+    def contents(self) -> ExportContents:
+        """What a folder of the model's kind holds."""
+        return WHOLE_CONTENTS[facts_of(self.outline).kind](self)
+
+
+def _model_contents(whole: WholeModel) -> ExportContents:
     def write(draft: Path) -> None:
-        copy_assets(model_folder, draft, dtype)
-        if write_view is not None:
-            write_view(draft)
-        write_weights(tensors, draft, rule, max_shard_bytes)
+        copy_assets(whole.model_folder, draft, whole.dtype)
+        if whole.write_view is not None:
+            whole.write_view(draft)
+        write_weights(whole.tensors, draft, whole.rule, whole.max_shard_bytes)
 
-    return ExportContents("model", len(tensors), _size_bytes(tensors, rule), 0, write)
+    return ExportContents("model", len(whole.tensors), _size_bytes(whole.tensors, whole.rule), 0, write)
 
 
-def generator_contents(
-    model_folder: Path,
-    outline: Any,
-    tensors: Mapping[str, LazyTensor],
-    rule: DtypeRule,
-    max_shard_bytes: int,
-    transformer_only: bool = False,
-) -> ExportContents:
-    """A generator, or its transformer alone.
-
-    Args:
-        model_folder: The other components.
-        outline: The transformer without weights.
-        tensors: Its, by keys of the folder.
-        rule: The dtype of each.
-        max_shard_bytes: Largest size of one file.
-        transformer_only: Leave the other components out.
-    """
-
+def _generator_contents(whole: WholeModel) -> ExportContents:
     def write(draft: Path) -> None:
-        adapter = facts_of(outline).adapter
+        adapter = facts_of(whole.outline).adapter
         assert adapter is not None
-        if not transformer_only:
-            copy_components(model_folder, draft)
-        write_transformer(adapter, tensors, draft, rule, max_shard_bytes)
+        if not whole.transformer_only:
+            copy_components(whole.model_folder, draft)
+        write_transformer(adapter, whole.tensors, draft, whole.rule, whole.max_shard_bytes)
 
-    kind: ContentKind = "transformer" if transformer_only else "generator"
-    others = 0 if transformer_only else components_bytes(model_folder)
-    return ExportContents(kind, len(tensors), _size_bytes(tensors, rule), others, write)
+    kind: ContentKind = "transformer" if whole.transformer_only else "generator"
+    others = 0 if whole.transformer_only else components_bytes(whole.model_folder)
+    return ExportContents(kind, len(whole.tensors), _size_bytes(whole.tensors, whole.rule), others, write)
+
+
+WHOLE_CONTENTS = {LANGUAGE: _model_contents, GENERATOR: _generator_contents}
+"""Kind of model → what its whole folder holds."""
 
 
 def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dtype | None) -> ExportContents:
@@ -176,7 +167,7 @@ def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dty
 
 def _view_of_run(source: ExportSource, *, only_template: bool = False) -> WriteView | None:
     """What adds the run's view of its rows; None where its configuration was not kept, and for generators."""
-    if source.arguments is None or is_diffusion_folder(source.model_folder):
+    if source.arguments is None or not source.kind.has_tokens:
         return None
     return view_writer(source.arguments.data.dataset_param, source.model_folder, only_template=only_template)
 
@@ -256,7 +247,7 @@ def outline_arguments(source: ExportSource, *, freeze: bool = False) -> ModelArg
     """The `model` section of the run, changed so that only the outline of the model is built, on any machine."""
     changes: dict[str, Any] = {
         "model_name_or_path": str(source.model_folder),
-        "attn_implementation": None if is_diffusion_folder(source.model_folder) else "eager",
+        "attn_implementation": source.kind.outline_attention,
         "train_from_scratch": True,
         **({} if freeze else {"freeze": []}),
     }

@@ -12,9 +12,9 @@ from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder, check_target
+from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
-from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile, StoredAdapter
 from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, merge_into
@@ -23,7 +23,7 @@ from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.export import export
-from mindspeed_mm.tasks.export.contents import complete, generator_contents, model_contents
+from mindspeed_mm.tasks.export.contents import WholeModel, complete
 
 _KEY = "ADAPTER"
 
@@ -88,11 +88,8 @@ def run(
             tensors |= whole
         merge_into(tensors, [(deltas, each) for (deltas, _), each in zip(read, times, strict=True)], torch_type)
         made, rule = complete(outline, tensors, expected, weights), DtypeRule.of_source(weights, torch_type)
-        if is_diffusion_folder(base):
-            contents = generator_contents(base, outline, made, rule, max_shard_bytes)
-        else:
-            write_view = view_writer(view_of_adapters(adapters[-1]), base)
-            contents = model_contents(base, made, rule, max_shard_bytes, torch_type, write_view)
+        view = view_writer(view_of_adapters(adapters[-1]), base) if kind_of_folder(base).has_tokens else None
+        contents = WholeModel(base, outline, made, rule, max_shard_bytes, torch_type, view).contents()
         with atomic_folder(out, overwrite=overwrite, sources=(base, *adapters)) as draft:
             if (free := free_bytes(draft)) < (needed := contents.size_bytes + contents.other_bytes):
                 raise MachineError(f"{needed:,} bytes are needed, but only {free:,} are free", where=str(out))
@@ -139,7 +136,10 @@ def _times(adapters: Sequence[StoredAdapter], scales: Sequence[float]) -> list[f
 
 
 def _outline_arguments(base: Path) -> ModelArguments:
-    attention = None if is_diffusion_folder(base) else "eager"
     return ModelArguments.model_validate(
-        {"model_name_or_path": str(base), "attn_implementation": attention, "train_from_scratch": True}
+        {
+            "model_name_or_path": str(base),
+            "attn_implementation": kind_of_folder(base).outline_attention,
+            "train_from_scratch": True,
+        }
     )

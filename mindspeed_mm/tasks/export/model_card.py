@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_mm.core.artifacts import RunFolder, read_jsonl
 from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.data.data_utils.training_view import read_view
 from mindspeed_mm.tasks.export.card_usage import Usage, usage_of
@@ -60,7 +61,7 @@ def write_model_card(
         "\n".join(["```python", *use.code, "```"]),
         _view(folder),
         _data(config, record),
-        _settings(config, record, step, is_generator=use.library == "diffusers"),
+        _settings(config, record, step, has_tokens=kind_of_folder(model_folder).has_tokens),
         _numbers(run, step),
     ]
     (folder / "README.md").write_text("\n\n".join(part for part in sections if part) + "\n", encoding="utf-8")
@@ -97,10 +98,10 @@ def _data(config: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     return f"## Data\n\n{', '.join(f'`{name}`' for name in names)}{held}."
 
 
-def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | None, *, is_generator: bool) -> str:
+def _settings(config: Mapping[str, Any], record: Mapping[str, Any], step: int | None, *, has_tokens: bool) -> str:
     labels = {
         **_SETTINGS,
-        **({} if is_generator else _TEXT_SETTINGS),
+        **(_TEXT_SETTINGS if has_tokens else {}),
         **(_LORA_SETTINGS if config.get("training.lora.enable") else {}),
     }
     rows = {

@@ -10,6 +10,7 @@ from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import ModelKind, kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -29,6 +30,11 @@ class ExportSource:
     """Configuration, tokenizer, processor, components; its weights say which dtype and layout to write."""
     is_told: bool = False
     """Whether a person named the model folder, instead of the run."""
+
+    @property
+    def kind(self) -> ModelKind:
+        """The kind of the model that was trained."""
+        return kind_of_folder(self.model_folder)
 
     @cached_property
     def arguments(self) -> Arguments | None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import read_jsonl
 from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.tasks.given.arguments import refuse_unknown
 from mindspeed_mm.tasks.given.configuration import resolved
 from mindspeed_mm.tasks.given.rows import is_picture, listed_rows, named_path, picture_bytes, with_ids, write_rows
 from mindspeed_mm.tasks.given.run_view import Run
+from mindspeed_mm.tasks.model_kind import kind_of_path
 
 
 def model_path(model: Any) -> Path:
@@ -55,82 +58,78 @@ def _picture(image: Any, folder: Path, number: int) -> Path:
     return path
 
 
-def answer(
-    model: Path,
-    prompt: Any,
-    pictures: tuple[Path, ...],
-    rows: Any,
-    out: Path | None,
-    folder: Path,
-    *,
-    max_new_tokens: int,
-    batch_size: int | None,
-    lora: Path | None,
-    config: Path | None,
-    overwrite: bool,
-) -> Any:
-    """Answers of a language model, to a prompt or to rows; `folder` is for what lives as long as the call."""
+@dataclass(frozen=True)
+class Asked:
+    """What `mm.infer` is asked; fields as its arguments."""
+
+    model: Path
+    prompt: Any
+    pictures: tuple[Path, ...]
+    rows: Any
+    out: Path | None
+    folder: Path
+    """For what lives as long as the call."""
+    max_new_tokens: int
+    batch_size: int | None
+    lora: Path | None
+    config: Path | None
+    overwrite: bool
+    sampling: Mapping[str, Any]
+    function: Any
+    """`mm.infer`, for messages about its arguments."""
+
+    def answered(self) -> Any:
+        """What a model of this kind makes of it."""
+        return ANSWERS[kind_of_path(self.model)](self)
+
+
+def _answer(asked: Asked) -> Any:
+    """Answers of a language model, to a prompt or to rows."""
+    refuse_unknown(asked.sampling, asked.function, "is not an argument for a language model")
     from mindspeed_mm.tasks.answer import infer as task  # torch
 
-    if (prompt is None) == (rows is None):
+    if (asked.prompt is None) == (asked.rows is None):
         raise UsageError("give either a prompt or rows", key="prompt")
-    if prompt is not None:
-        if not isinstance(prompt, str):
+    same: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "lora": asked.lora, "config": asked.config}
+    if asked.prompt is not None:
+        if not isinstance(asked.prompt, str):
             raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
-        return task.answer_prompt(model, prompt, pictures, max_new_tokens=max_new_tokens, lora=lora, config=config)
-    answers = out or folder / "answers.jsonl"
+        return task.answer_prompt(asked.model, asked.prompt, asked.pictures, **same)
+    answers = asked.out or asked.folder / "answers.jsonl"
     task.run(
-        model,
-        question_file(rows, folder),
+        asked.model,
+        question_file(asked.rows, asked.folder),
         answers,
-        batch_size=batch_size or 32,
-        max_new_tokens=max_new_tokens,
-        media_dir=Path.cwd() if is_in_memory(rows) else None,
-        overwrite=overwrite,
-        lora=lora,
-        config=config,
+        batch_size=asked.batch_size or 32,
+        media_dir=Path.cwd() if is_in_memory(asked.rows) else None,
+        overwrite=asked.overwrite,
+        **same,
     )
     return read_jsonl(answers)
 
 
-def draw(
-    model: Path,
-    prompt: str | Sequence[str] | None,
-    pictures: tuple[Path, ...],
-    out: Path | None,
-    settings: Mapping[str, Any],
-    function: Any,
-    *,
-    lora: Path | None,
-    overwrite: bool,
-) -> list[Path]:
-    """Samples of a generator; returns their files in the order of the prompts.
-
-    Args:
-        model: A folder.
-        prompt: What to draw.
-        pictures: At most one, that a video goes on from.
-        out: The folder of the samples.
-        settings: Of the sampler, by the names of `inference.sampling`.
-        function: Whose arguments the settings are, for messages.
-        lora: Folder of adapters.
-        overwrite: Forget what `out` holds.
-    """
+def _draw(asked: Asked) -> list[Path]:
+    """Samples of a generator; returns their files in the order of the prompts."""
     from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments  # pydantic
     from mindspeed_mm.tasks.draw import generate  # torch
 
-    if out is None:
+    if asked.out is None:
         raise UsageError("samples need a folder", key="out", way_out="Name one: out='samples'.")
-    if len(pictures) > 1:
+    if len(asked.pictures) > 1:
         raise UsageError("a video goes on from one picture", key="images", way_out="Give one.")
+    settings = dict(asked.sampling) | ({"batch_size": asked.batch_size} if asked.batch_size is not None else {})
     known = SamplingArguments.model_fields
-    refuse_unknown({name: value for name, value in settings.items() if name not in known}, function, also=known)
+    refuse_unknown({name: value for name, value in settings.items() if name not in known}, asked.function, also=known)
     checked = resolved({"inference": {"sampling": settings}}).arguments.inference.sampling
     request = generate.GenerateRequest(
-        prompts=(prompt,) if isinstance(prompt, str) else tuple(prompt or ()),
-        image=next(iter(pictures), None),
+        prompts=(asked.prompt,) if isinstance(asked.prompt, str) else tuple(asked.prompt or ()),
+        image=next(iter(asked.pictures), None),
         settings={name: getattr(checked, name) for name in settings},
-        lora=lora,
+        lora=asked.lora,
     )
-    generate.run(model, out, request, overwrite=overwrite)
-    return [out / record["file"] for record in read_jsonl(out / "manifest.jsonl")]
+    generate.run(asked.model, asked.out, request, overwrite=asked.overwrite)
+    return [asked.out / record["file"] for record in read_jsonl(asked.out / "manifest.jsonl")]
+
+
+ANSWERS: dict[ModelKind, Callable[[Asked], Any]] = {LANGUAGE: _answer, GENERATOR: _draw}
+"""Kind of model → what it makes of a prompt or of rows."""

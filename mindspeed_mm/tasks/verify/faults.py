@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.model_kinds import LANGUAGE, ModelKind
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
@@ -20,7 +21,7 @@ class PlannedRun:
     """What decides whether a fault can show."""
 
     sizes: ParallelSizes
-    is_generator: bool = False
+    kind: ModelKind = LANGUAGE
 
 
 @dataclass(frozen=True)
@@ -315,13 +316,13 @@ FAULTS: dict[str, PlantedFault] = {
     ),
     "labels-off-by-one": PlantedFault(
         "each label is that of the neighbouring position",
-        lambda planned: not planned.is_generator,
+        lambda planned: planned.kind.has_tokens,
         "a language model",
         _labels_off_by_one,
     ),
     "packed-leak": PlantedFault(
         "samples that share a row attend to each other",
-        lambda planned: not planned.is_generator,
+        lambda planned: planned.kind.has_tokens,
         "a language model whose samples can share a row",
         _packed_leak,
     ),

@@ -14,9 +14,9 @@ from torch import nn
 from mindspeed_mm.core.artifacts import atomic_write_text
 from mindspeed_mm.core.config_path import value_at, with_value
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.model_kinds import ModelKind, kind_of_folder
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.diffusion.adapter import read_json
-from mindspeed_mm.fsdp.models.diffusion.find import is_diffusion_folder
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import pattern_keys
@@ -79,7 +79,8 @@ def real_model(arguments: Arguments, folder: Path) -> Candidate:
     if not still.changes:
         return arguments, ()
     made = _with_config(arguments, still.config, still.changes, folder / "model")
-    if not _is_generator(arguments) and not (arguments.training.load or arguments.model.train_from_scratch):
+    moved = made.model.model_name_or_path != arguments.model.model_name_or_path
+    if moved and not (arguments.training.load or arguments.model.train_from_scratch):
         load = {"load": arguments.model.model_name_or_path, "load_format": "hf"}
         made = made.model_copy(update={"training": made.training.model_copy(update=load)})
     return made, _lines(still.changes)
@@ -102,10 +103,10 @@ def write_weights(arguments: Arguments, folder: Path) -> Arguments:
 
     model: Any = ModelHub.build(arguments.model, param_dtype=torch.float32, feature_args=arguments.features)
     ModelHub.load_weights(model, arguments.model, seed=arguments.training.seed, device=torch.device("cpu"))
-    if _is_generator(arguments):
-        _write_generator(Path(str(arguments.model.model_name_or_path)), folder, model)
-    else:
-        model.save_pretrained(folder)
+    part = _kind(arguments).trained_part
+    if part:
+        _link_others(Path(str(arguments.model.model_name_or_path)), folder, part)
+    model.save_pretrained(folder / part)
     changed = {"model_name_or_path": str(folder), "train_from_scratch": False}
     return arguments.model_copy(update={"model": arguments.model.model_copy(update=changed)})
 
@@ -113,24 +114,22 @@ def write_weights(arguments: Arguments, folder: Path) -> Arguments:
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
-def _is_generator(arguments: Arguments) -> bool:
-    return is_diffusion_folder(arguments.model.model_name_or_path)
+def _kind(arguments: Arguments) -> ModelKind:
+    return kind_of_folder(arguments.model.model_name_or_path)
 
 
 def _config_of(arguments: Arguments) -> dict[str, Any] | None:
     """`config.json` of the model, or of a generator's transformer with the changes of the YAML."""
-    folder = Path(str(arguments.model.model_name_or_path or ""))
-    if _is_generator(arguments):
-        return read_json(folder / "transformer" / "config.json") | (arguments.model.transformer or {})
-    path = folder / "config.json"
-    return read_json(path) if arguments.model.model_name_or_path and path.is_file() else None
+    named = arguments.model.model_name_or_path
+    path = Path(named or "") / _kind(arguments).trained_part / "config.json"
+    return read_json(path) | (arguments.model.transformer or {}) if named and path.is_file() else None
 
 
 def _with_config(
     arguments: Arguments, config: Mapping[str, Any], changes: Mapping[str, Any], folder: Path
 ) -> Arguments:
-    """Arguments whose model has this configuration."""
-    if _is_generator(arguments):
+    """Arguments whose model has this configuration: the YAML can change a part of a model, a whole one has a folder."""
+    if _kind(arguments).trained_part:
         own = {key: config[key] for key in changes}
         update: dict[str, Any] = {"transformer": (arguments.model.transformer or {}) | own}
         return arguments.model_copy(update={"model": arguments.model.model_copy(update=update)})
@@ -149,13 +148,12 @@ def _from_scratch(arguments: Arguments) -> Arguments:
     return arguments.model_copy(update={"model": arguments.model.model_copy(update={"train_from_scratch": True})})
 
 
-def _write_generator(source: Path, folder: Path, transformer: Any) -> None:
-    """A folder in diffusers' layout with another transformer; the other components are those of `source`."""
+def _link_others(source: Path, folder: Path, part: str) -> None:
+    """A folder with everything of `source` but one part."""
     folder.mkdir(parents=True)
     for path in source.iterdir():
-        if path.name != "transformer":
+        if path.name != part:
             (folder / path.name).symlink_to(path.resolve())
-    transformer.save_pretrained(folder / "transformer")
 
 
 def _lines(changes: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:

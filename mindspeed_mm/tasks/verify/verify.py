@@ -12,12 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_mm.core.errors import ConfigError, ExitCode
-from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.params.rules.all import unbuilt_features
 from mindspeed_mm.fsdp.params.rules.path import check_paths
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.tasks.model_kind import is_generator
 from mindspeed_mm.tasks.verify.faults import PlannedRun, check_fault, find_fault
 from mindspeed_mm.tasks.verify.progress import VerifyProgress
 from mindspeed_mm.tasks.verify.ranks import run_ranks
@@ -63,7 +62,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="mm-verify-") as name:
         setup = set_up(arguments, nproc, Path(name) / "cache", full=full)
         if fault is not None:
-            check_fault(fault, PlannedRun(setup.sizes, _is_generator(arguments)))
+            check_fault(fault, PlannedRun(setup.sizes, kind_of_folder(arguments.model.model_name_or_path)))
         job = VerifyJob(config, setup, Path(name), full=full)
         progress = VerifyProgress(RUNS, sys.stderr)
         try:
@@ -96,8 +95,3 @@ def describe_plan(sizes: ParallelSizes) -> str:
     words = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     count = f"{sizes.world} processes: {words}" if sizes.world > 1 else "1 process"
     return f"{count}; against one process; CPU, fp64"
-
-
-def _is_generator(arguments: Arguments) -> bool:
-    folder = arguments.model.model_name_or_path
-    return folder is not None and is_generator(Path(folder))

@@ -92,13 +92,13 @@ def apply_context_parallel(model: nn.Module, plan: ContextPlan, state: ParallelS
         state: Its ring and ulysses axes.
     """
     groups = groups_of(state)
-    if plan.is_generator:
+    if plan.spreads_samples:
         apply_to_generator(model, groups)
     else:
         apply_to_decoder(model)
         for name in own_names(model, plan.towers):
             apply_to_tower(model.get_submodule(name))
-    return ContextParallel(groups, replicates_loss=plan.is_generator)
+    return ContextParallel(groups, replicates_loss=plan.spreads_samples)
 
 
 def groups_of(state: ParallelState) -> ContextGroups:

@@ -23,7 +23,7 @@ class ContextPlan:
     """Ranks that pass keys and values round."""
     ulysses: int
     """Ranks that exchange heads."""
-    is_generator: bool = False
+    spreads_samples: bool = False
     """Whether the tokens of a sample are spread, and every rank computes the loss of all of them."""
     towers: tuple[str, ...] = ()
     """Towers whose patches are spread with the text; any other tower is computed whole on every rank."""
@@ -34,16 +34,13 @@ class ContextPlan:
         return f"sequences over ring {self.ring} × ulysses {self.ulysses}{towers}"
 
 
-def resolve_context_plan(
-    model: nn.Module, ring: int, ulysses: int, *, is_generator: bool, towers: Collection[str] = ()
-) -> ContextPlan | None:
+def resolve_context_plan(model: nn.Module, ring: int, ulysses: int, towers: Collection[str] = ()) -> ContextPlan | None:
     """The plan of a whole model; None where nothing is spread.
 
     Args:
         model: Whole; parameters on meta or real.
         ring: `parallel.ring_attention_size`.
         ulysses: `parallel.ulysses_parallel_size`.
-        is_generator: Whether the model bears the adapter of a family of generators.
         towers: Names of towers that follow the decoder.
 
     Raises:
@@ -51,9 +48,9 @@ def resolve_context_plan(
     """
     if ring * ulysses == 1:
         return None
-    if is_generator:
+    if facts_of(model).kind.spreads_samples:
         require_sample_plan(model)
-        return ContextPlan(ring, ulysses, is_generator=True)
+        return ContextPlan(ring, ulysses, spreads_samples=True)
     if problems := context_problems(find_decoder(model).config):
         raise ConfigError(f"{type(model).__name__} cannot spread a sequence over ranks", problems=problems)
     spread = [name for name in towers if can_be_spread(model.get_submodule(name))]

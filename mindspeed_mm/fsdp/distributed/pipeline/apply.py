@@ -86,7 +86,7 @@ class Pipeline:
         return [parameter for name, parameter in self.part.named_parameters() if name not in self.share.copies]
 
 
-def resolve_stages(model: nn.Module, parallel: ParallelArguments, *, is_generator: bool) -> StagePlan | None:
+def resolve_stages(model: nn.Module, parallel: ParallelArguments) -> StagePlan | None:
     """The stages of a whole model, with adapters; None where it is not cut. Pure.
 
     Raises:
@@ -95,7 +95,7 @@ def resolve_stages(model: nn.Module, parallel: ParallelArguments, *, is_generato
     """
     if parallel.pipeline_parallel_size == 1:
         return None
-    check_composition(model, parallel, is_generator=is_generator)
+    check_composition(model, parallel)
     return plan_stages(model, find_cut_points(model), parallel.pipeline_parallel_size, parallel.pp_plan)
 
 
@@ -120,7 +120,7 @@ def hidden_dtype(model: nn.Module, parallel: ParallelArguments) -> torch.dtype:
     return torch_dtype(parallel.fsdp_plan.param_dtype) or next(model.parameters()).dtype
 
 
-def check_composition(model: nn.Module, parallel: ParallelArguments, *, is_generator: bool) -> None:
+def check_composition(model: nn.Module, parallel: ParallelArguments) -> None:
     """What speaks against stages of this model with this torch; what the configuration alone shows is in
     `params/rules/pipeline.py`.
 
@@ -130,7 +130,7 @@ def check_composition(model: nn.Module, parallel: ParallelArguments, *, is_gener
     """
     check_schedule(parallel.pp_plan.schedule)
     is_spread = parallel.ring_attention_size * parallel.ulysses_parallel_size > 1
-    if is_spread and is_generator:
+    if is_spread and facts_of(model).kind.spreads_samples:
         raise ConfigError(
             "a generator's samples cannot be spread over ranks as well: several are under way at a time",
             key=f"{KEY} · parallel.ring_attention_size · parallel.ulysses_parallel_size",

@@ -1,4 +1,4 @@
-"""Tells model folders in diffusers' layout, and finds the adapter of the family that one belongs to."""
+"""Finds the adapter of the family that a folder in diffusers' layout belongs to."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, read_json
 from mindspeed_mm.fsdp.params.cards import transformer_ids
 from mindspeed_mm.fsdp.utils.register import model_register
-
-INDEX = "model_index.json"
-
-
-def is_diffusion_folder(folder: str | Path | None) -> bool:
-    """Whether a folder is in diffusers' layout."""
-    return folder is not None and (Path(folder) / INDEX).is_file()
 
 
 def find_adapter(
@@ -36,15 +30,15 @@ def find_adapter(
         ConfigError: The id is not a generator's.
     """
     path = Path(folder)
-    if not is_diffusion_folder(path):
+    if not (path / GENERATOR_INDEX).is_file():
         raise ModelFolderError(
-            f"holds no {INDEX}",
+            f"holds no {GENERATOR_INDEX}",
             where=str(path),
             key="model.model_name_or_path",
             way_out="Name a folder in diffusers' layout: the one with transformer/, vae/ and scheduler/.",
         )
     if model_id is None:
-        model_id = _id_of(path, read_json(path / INDEX))
+        model_id = _id_of(path, read_json(path / GENERATOR_INDEX))
     entry = model_register.get(model_id)
     if not _is_adapter(entry):
         raise ConfigError(
@@ -66,7 +60,7 @@ def _id_of(path: Path, index: Mapping[str, Any]) -> str:
     if name not in ids:
         raise ModelFolderError(
             f"the transformer is {name}, which no family here has",
-            where=str(path / INDEX),
+            where=str(path / GENERATOR_INDEX),
             key="transformer",
             way_out=f"{did_you_mean(name, ids)}Known: {', '.join(sorted(ids))}. "
             "Others are added by a plugin: name it in training.plugin, or to mm infer and mm merge by --plugin.",

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, kind_of_folder
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
-from mindspeed_mm.fsdp.models.diffusion.find import find_adapter, is_diffusion_folder
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import check_links, read_config, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
 
-def is_generator(model_args: ModelArguments) -> bool:
-    """Whether the configuration names an image or video generator: by its id, or else by its folder. (A plugin may read
-    such a folder by a class of its own; a built-in language model cannot.)"""
-    is_folder = is_diffusion_folder(model_args.model_name_or_path)
-    if model_args.model_id is None or (is_folder and model_args.model_id in model_modules()):
-        return is_folder
+def kind_of_section(model_args: ModelArguments) -> ModelKind:
+    """The kind of model that the configuration names: by its id, or else by its folder. (A plugin may read a folder in
+    diffusers' layout by a class of its own; a built-in language model cannot.)"""
+    of_folder = kind_of_folder(model_args.model_name_or_path)
+    if model_args.model_id is None or (of_folder is GENERATOR and model_args.model_id in model_modules()):
+        return of_folder
     entry = model_register.get(model_args.model_id)
-    return isinstance(entry, type) and issubclass(entry, DiffusionAdapter)
+    return GENERATOR if isinstance(entry, type) and issubclass(entry, DiffusionAdapter) else LANGUAGE
 
 
 def build_transformer(
@@ -74,9 +75,14 @@ def build_transformer(
     return model
 
 
+def weights_folder(model: nn.Module, folder: Path) -> Path:
+    """Where, in a folder of this model, the weights of what is trained lie."""
+    return transformer_weights(folder) if facts_of(model).kind.trained_part else folder
+
+
 def transformer_weights(folder: Path) -> Path:
     """Where a transformer's weights lie: `transformer/` of a folder in diffusers' layout, else the folder itself."""
-    weights = folder / "transformer" if is_diffusion_folder(folder) else folder
+    weights = folder / kind_of_folder(folder).trained_part
     if weights.is_dir():
         check_links(weights)
     return weights

@@ -175,7 +175,7 @@ def _modules_to_save(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         return []
     names = resolve_patterns(patterns, [n for n, _ in model.named_modules()], key=WHOLE, allow_suffix=True)
     whole = [name for name in names if not is_inside(name, names, strict=True)]
-    if facts_of(model).adapter is not None:
+    if facts_of(model).kind.library == "diffusers":
         raise ConfigError(
             f"{', '.join(whole)}: diffusers' pipelines load adapters only",
             key=WHOLE,

@@ -5,7 +5,6 @@ Nothing is loaded, nothing runs on a device, and no process group is needed: any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +16,6 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.features.apply_features import FeaturesApplier
 from mindspeed_mm.fsdp.loss.build_head_loss import apply_head_loss
-from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
-from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
@@ -26,7 +23,7 @@ from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.plan.outline import Outline, build_outline
 from mindspeed_mm.fsdp.plan.resolve import resolve_plan
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction, predict_memory
-from mindspeed_mm.fsdp.train.step.objective import build_language_objective
+from mindspeed_mm.fsdp.train.family import family_of
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
 _TEXT_WIDTH = 4096
@@ -64,7 +61,8 @@ def forecast_plan(
     applied = replace(plan.features, compiled=(), offloaded=())
     FeaturesApplier(arguments.features, model_args=arguments.model, plan=applied).pre_fully_shard_apply(model)
     model.train()
-    objective = _objective(outline, head, plan, arguments)
+    family = family_of(model, arguments, torch.device("meta"))
+    objective = family.build_simulated_objective(outline, head, plan)
     is_prepared = any(key.startswith("_") for key in batch)
     notes = []
     if "pixels" in batch and not is_prepared:
@@ -97,19 +95,6 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
             made["image_embeds"] = torch.zeros(rows, _IMAGE_TOKENS, config["image_dim"])
     kept = {key: value for key, value in batch.items() if key not in ("pixels", "captions")}
     return kept | made
-
-
-def _objective(outline: Outline, head: HeadLoss | None, plan: ModelPlan, arguments: Arguments) -> Objective:
-    if outline.is_generator:
-        diffusion = arguments.training.diffusion.model_copy(update={"caption_dropout": 0.0})
-        seed, dtype = arguments.training.seed, plan.precision.compute_dtype
-        return FlowMatching(outline.adapter, diffusion, seed=seed, compute_dtype=dtype)
-    return build_language_objective(arguments, outline.model, head, _no_groups)
-
-
-def _no_groups() -> Sequence[Any]:
-    """Statistics of routers are summed over no ranks."""
-    return ()
 
 
 def _loss(objective: Objective, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from mindspeed_mm.core.folder_kinds import is_touched
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.fsdp.checkpoint.adapters import save_adapters
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.train.family import Family
+from mindspeed_mm.fsdp.train.family import Family, WholeSave
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 
@@ -62,7 +62,8 @@ class HuggingFaceSaves:
         if facts_of(model).lora is not None:
             save_adapters(model, folder, self._assets_from, dtype=self._dtype, overwrite=True, ranks=self._ranks)
             return
-        self._family.save_model(model, folder, self._assets_from, self._dtype, self._ranks, self._write_view)
+        save = WholeSave(folder, self._assets_from, self._dtype, self._ranks, self._write_view)
+        self._family.save_model(model, save)
 
     @property
     def _folder(self) -> Path:

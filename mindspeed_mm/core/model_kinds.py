@@ -1,0 +1,68 @@
+"""Kinds of models: what the package does differently for each, asked as facts.
+
+Nobody asks which kind a model is. Code reads a fact of `ModelKind`, or finds the function for a kind in a table; a test
+sees to it that every table has a row for every kind. `docs/architecture.md` says where a further kind goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+GENERATOR_INDEX = "model_index.json"
+"""The file that makes a folder one in diffusers' layout."""
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of model, by the questions that are asked about it."""
+
+    name: str
+    library: Literal["transformers", "diffusers"]
+    """What loads an exported model and its adapters."""
+    has_tokens: bool
+    """Whether it is trained on labelled tokens, which have a template, a longest sample and a cross-entropy."""
+    casts_inputs: bool
+    """Whether a forward's inputs may all be rounded to the type that it computes in."""
+    spreads_samples: bool
+    """Whether context parallelism spreads the tokens of a sample inside the model, so that every rank computes the loss
+    of the whole sample; otherwise it spreads rows, and every rank computes the loss of its own tokens."""
+    returns_views: bool
+    """Whether blocks return views of one tensor, which nothing writes into."""
+    trained_part: str
+    """The folder of what is trained, inside a model's folder; empty: all of it is."""
+    outline_attention: str | None
+    """The attention of a model that is built for its names and shapes alone, on any machine; None: its own."""
+
+
+LANGUAGE = ModelKind(
+    "language",
+    library="transformers",
+    has_tokens=True,
+    casts_inputs=True,
+    spreads_samples=False,
+    returns_views=False,
+    trained_part="",
+    outline_attention="eager",
+)
+"""Models of transformers, and of plugins, that are trained on tokens."""
+GENERATOR = ModelKind(
+    "generator",
+    library="diffusers",
+    has_tokens=False,
+    # All inputs cast together, timesteps and rotary tables would be rounded to bf16, which tells 999 from 1000 no more.
+    casts_inputs=False,
+    spreads_samples=True,
+    returns_views=True,  # blocks cut text and image out of one tensor
+    trained_part="transformer",
+    outline_attention=None,
+)
+"""Models that draw pictures and clips."""
+KINDS = (LANGUAGE, GENERATOR)
+
+
+def kind_of_folder(folder: str | Path | None) -> ModelKind:
+    """The kind of model that a folder holds, by its files."""
+    is_generator = folder is not None and (Path(folder) / GENERATOR_INDEX).is_file()
+    return GENERATOR if is_generator else LANGUAGE
