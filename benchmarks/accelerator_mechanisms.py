@@ -167,7 +167,7 @@ def fully_sharded(model: Any, batch: Batch, device: torch.device) -> torch.Tenso
 
 def tensor_split(model: Any, batch: Batch, _device: torch.device) -> torch.Tensor:
     """Layers split over one rank, and the loss of a vocabulary in one part."""
-    mesh = get_parallel_state().get_tp_device_mesh()
+    mesh = get_parallel_state().axis_mesh("tp")
     apply_tensor_parallel(model, resolve_tensor_parallel(model, TpPlan(), 1), mesh)
     vocabulary = split_vocabulary(model)
     assert vocabulary is not None
@@ -193,7 +193,7 @@ def allgather(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
 
 
 def _dispatched(model: Any, batch: Batch, device: torch.device, dispatcher: Any) -> torch.Tensor:
-    ranks = ExpertRanks(get_parallel_state().get_ep_device_mesh())
+    ranks = ExpertRanks(get_parallel_state().axis_mesh("ep"))
     for module in fused_experts(model).values():
         use_own_experts(module, dispatcher(ranks))
     return plain(model, batch, device)

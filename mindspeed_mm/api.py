@@ -102,8 +102,7 @@ def train(
         callbacks: Functions that are called with each step's result (`step`, `loss`, `losses`, `grad_norm`, `lr`,
             `validation` …), and end the run by returning True; or `Hook` objects.
         steps: Stop after this many steps of this start; the schedule stays that of the whole run.
-        resume: Continue from the newest checkpoint in `training.save`; False refuses a folder that has one. "auto" and
-            "never", the words of the command line, mean the same.
+        resume: Continue from the newest checkpoint in `training.save`, as "auto"; False or "never" refuses to.
         weights_only: Load only a checkpoint's weights and start at step 0.
         allow_fresh: Start from the beginning even though no checkpoint in the run folder is valid.
         accept_data_change: Continue although the data set has changed.
@@ -118,16 +117,14 @@ def train(
     flags = {"weights_only": weights_only, "allow_fresh": allow_fresh, "accept_data_change": accept_data_change}
     check_flags(**flags)
     check_counts(steps=steps)
-    resumes = wants_resume(resume)
+    options = {"steps": steps, "resume": wants_resume(resume), **flags}
     from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 
     ensure_torchvision()
     sections = {"data": data, "parallel": parallel, "training": training, "features": features, "tools": tools}
     given = GivenConfig.of(config, model, overrides, **sections, inference=inference)
-    from mindspeed_mm.fsdp.train.trainer import TrainOptions
     from mindspeed_mm.tasks.given.training import train_given
 
-    options = TrainOptions(steps=steps, resume=resumes, raises_on_second_interrupt=True, **flags)
     return train_given(given, rows, val_rows, processor, callbacks, options)
 
 
@@ -239,30 +236,12 @@ def infer(
 
 @overload
 def evaluate(
-    model: Run | PathLike,
-    rows: Any = None,
-    *,
-    loss: Literal[False] = False,
-    out: PathLike | None = None,
-    max_new_tokens: int | None = None,
-    batch_size: int | None = None,
-    lora: PathLike | None = None,
-    config: PathLike | None = None,
+    model: Run | PathLike, rows: Any = None, *, loss: Literal[False] = False, **options: Any
 ) -> Evaluation: ...
 
 
 @overload
-def evaluate(
-    model: Run | PathLike,
-    rows: Any = None,
-    *,
-    loss: Literal[True],
-    out: PathLike | None = None,
-    max_new_tokens: None = None,
-    batch_size: int | None = None,
-    lora: PathLike | None = None,
-    config: PathLike | None = None,
-) -> LossEvaluation: ...
+def evaluate(model: Run | PathLike, rows: Any = None, *, loss: Literal[True], **options: Any) -> LossEvaluation: ...
 
 
 @_worded

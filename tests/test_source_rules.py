@@ -4,6 +4,7 @@ that can be read, and imports that do nothing."""
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -282,6 +283,56 @@ def test_importing_everything_does_nothing() -> None:
 def test_a_side_effect_is_found(fault: str) -> None:
     program = f"{LOOK}\nbefore = state()\n{fault}\nprint(json.dumps([k for k, v in before.items() if v != state()[k]]))"
     assert len(lines_of(program)[0]) == 1
+
+
+# --- names that are imported -----------------------------------------------------------------------------------------
+
+
+_NAMES = r"(\([^)]*\)|[^\n]+)"
+_IMPORT = re.compile(rf"^\s*from ((?:mindspeed_mm|benchmarks|examples|tests)\b[\w.]*) import {_NAMES}", re.MULTILINE)
+_DEFINED = re.compile(
+    rf"^(?:async def|def|class|type) (\w+)|^([\w, ]+?)(?::[^=\n]+)?=|^\s*(?:from [\w.]+ )?import {_NAMES}", re.MULTILINE
+)
+
+
+def unknown_imports(source: str) -> list[str]:
+    """Imports from this repository that name what is not there. By expressions: parsing all files takes seconds."""
+    found = []
+    for module, listed in _IMPORT.findall(source):
+        names = re.findall(r"(\w+)(?: as \w+)?\s*(?:[,)]|$)", re.sub(r"#.*", "", listed).strip())
+        found += [f"{module}.{name}" for name in names if name not in _importable(module)]
+    return found
+
+
+@functools.cache
+def _importable(module: str) -> set[str]:
+    """What can be imported from a module or package of this repository; nothing of one that is not there."""
+    path = ROOT / module.replace(".", "/")
+    inner = {entry.stem for entry in path.iterdir()} if path.is_dir() else set[str]()
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return inner
+    defined = _DEFINED.findall(file.read_text(encoding="utf-8"))
+    return inner | {name for parts in defined for part in parts for name in re.findall(r"\w+", part)}
+
+
+def test_what_is_imported_is_there() -> None:
+    """Benchmarks, and tests that are seldom run, would tell only when they run."""
+    found = {str(path.relative_to(ROOT)): unknown_imports(path.read_text(encoding="utf-8")) for path in SOURCES + TESTS}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from mindspeed_mm.core.errors import NoSuchError",
+        "from mindspeed_mm.no_such_room import anything",
+        "from mindspeed_mm.core import no_such_file",
+        "def test():\n    from tests.helpers.no_such_helper import anything",
+    ],
+)
+def test_an_import_of_nothing_is_found(source: str) -> None:
+    assert unknown_imports(source)
 
 
 # --- what is said to people ------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class ParallelState:
         axes: tuple[Axis, ...] = ("dp", "cp")
         return [self.axis_group(axis) for axis in axes if self.axis_size(axis) > 1]
 
-    # The axes that the appliers ask for by name.
+    # Two axes at once.
 
     def get_hsdp_device_mesh(self) -> DeviceMesh:
         """Two-dimensional mesh (copies, shards)."""
@@ -115,74 +115,6 @@ class ParallelState:
         shape = (self.sizes.pp, self.sizes.dp_replicate * self.sizes.fsdp, 1, self.sizes.tp)
         mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("pp", "copies", "whole", "tp"))
         return mesh["copies", "whole"]
-
-    def is_hsdp_enable(self) -> bool:
-        """Whether several sharding groups hold copies of the parameters."""
-        return self.axis_size("dp_replicate") > 1
-
-    def get_fsdp_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that share one set of parameters."""
-        return self.axis_mesh("fsdp")
-
-    def get_dp_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that read different samples."""
-        return self.axis_group("dp")
-
-    def is_cp_enable(self) -> bool:
-        """Whether one sequence is spread over ranks."""
-        return self.axis_size("cp") > 1
-
-    def get_cp_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that share a sequence."""
-        return self.axis_group("cp")
-
-    def is_ring_enable(self) -> bool:
-        """Whether keys and values travel around a ring."""
-        return self.axis_size("ring") > 1
-
-    def get_ring_group(self) -> dist.ProcessGroup:
-        """Group of a ring."""
-        return self.axis_group("ring")
-
-    def is_ulysses_enable(self) -> bool:
-        """Whether sequence shards are exchanged for head shards around attention."""
-        return self.axis_size("ulysses") > 1
-
-    def get_ulysses_group(self) -> dist.ProcessGroup:
-        """Group of the ranks that exchange heads."""
-        return self.axis_group("ulysses")
-
-    def get_tp_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that split matrices."""
-        return self.axis_mesh("tp")
-
-    def is_pp_enable(self) -> bool:
-        """Whether the model is cut into stages."""
-        return self.axis_size("pp") > 1
-
-    def get_pp_group(self) -> dist.ProcessGroup:
-        """Group of the stages."""
-        return self.axis_group("pp")
-
-    def get_pp_group_size(self) -> int:
-        """Number of stages."""
-        return self.axis_size("pp")
-
-    def get_pp_rank(self) -> int:
-        """Number of this rank's stage."""
-        return self.axis_rank("pp")
-
-    def is_edp_enable(self) -> bool:
-        """Whether several groups hold copies of the experts."""
-        return self.axis_size("edp") > 1
-
-    def get_efsdp_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that share the parameters of one set of experts."""
-        return self.axis_mesh("efsdp")
-
-    def get_ep_device_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks that hold different experts."""
-        return self.axis_mesh("ep")
 
 
 _state: ParallelState | None = None

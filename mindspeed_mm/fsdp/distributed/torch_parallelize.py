@@ -100,7 +100,7 @@ class ParallelApplier:
         state = get_parallel_state()
         plan = self._resolved(model)
         if plan.tensor is not None:
-            mesh = state.get_tp_device_mesh()
+            mesh = state.axis_mesh("tp")
             apply_tensor_parallel(model, plan.tensor, mesh, gather_logits=plan.gathers_logits)
         if plan.experts is not None:
             apply_expert_parallel(model, plan.experts, plan.section.ep_plan, state)
@@ -148,7 +148,7 @@ class ParallelApplier:
     def _shard(self, root: nn.Module, plan: ParallelPlan, state: ParallelState) -> None:
         """Shard `root`: the model, or a stage, which holds some of the model's modules."""
         sharding, experts = plan.sharding, plan.experts
-        mesh = state.get_hsdp_device_mesh() if state.is_hsdp_enable() else state.get_fsdp_device_mesh()
+        mesh = state.get_hsdp_device_mesh() if state.axis_size("dp_replicate") > 1 else state.axis_mesh("fsdp")
         if copies := _names_in(root, sharding.copies):
             replicate_modules(map(root.get_submodule, copies), state.build_copies_device_mesh())
         held = [(_names_in(root, unit.names), unit) for unit in sharding.units]

@@ -18,6 +18,8 @@ from typing import Any
 from torch import nn
 
 Forward = Callable[..., Any]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a forward is called with, by position and by name."""
 _ATTRIBUTE = "_mm_forwards"
 
 

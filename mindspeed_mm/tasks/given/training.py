@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,16 +17,17 @@ from mindspeed_mm.tasks.train import collecting_later
 
 
 def train_given(
-    config: GivenConfig, rows: Any, val_rows: Any, processor: Any, callbacks: Any, options: TrainOptions
+    config: GivenConfig, rows: Any, val_rows: Any, processor: Any, callbacks: Any, options: Mapping[str, Any]
 ) -> Run:
-    """Train in this process; arguments as of `mm.train`."""
+    """Train in this process; arguments as of `mm.train`, `options` for `TrainOptions`."""
     hooks = _listed(callbacks)
     with ExitStack() as stack, collecting_later(), told_as(named_by(rows=rows, val_rows=val_rows)):
         words, objects = with_objects(
             config.source, list(config.overrides), config.model, (rows, val_rows), processor, stack
         )
         kept = RecordsInMemory()
-        trainer = Trainer(resolved(config.source, words), options, hooks, given=objects, trackers=[kept])
+        started = TrainOptions(raises_on_second_interrupt=True, **options)
+        trainer = Trainer(resolved(config.source, words), started, hooks, given=objects, trackers=[kept])
         engine = trainer.train()
     return run_of(trainer.arguments.training.save, kept.records, engine.model if engine is not None else None)
 

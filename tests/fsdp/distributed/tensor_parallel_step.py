@@ -308,7 +308,7 @@ def run_steps(
             part = loss_sum(model, batch) / count(case.kind, samples)
             part.backward()
             loss += part.detach()
-        dist.all_reduce(loss, group=state.get_dp_group())
+        dist.all_reduce(loss, group=state.axis_group("dp"))
         total = norm(model.parameters())
         record = record_step(model, loss, total)
         clip_grads_(model.parameters(), total, MAX_NORM)

@@ -137,7 +137,7 @@ def spread_step(
             loss = objective.terms(call, batch)["loss"] / objective.count(prepared)["loss"]
             loss.backward()
             losses += loss.detach()
-    dist.all_reduce(losses, group=state.get_dp_group())
+    dist.all_reduce(losses, group=state.axis_group("dp"))
     record = record_step(model, context.sum_losses(losses), grad_norm(model.parameters()))
     destroy_parallel_state()
     return record

@@ -50,12 +50,10 @@ def describe_plans() -> dict[str, dict[str, Any]]:
             assert state.axis_size(axis) == state.axis_mesh(axis).size() == len(members)
             assert members[state.axis_rank(axis)] == dist.get_rank()
         assert found[name]["fsdp"][state.axis_rank("fsdp")] == dist.get_rank()
-        assert state.axis_size("fsdp") == state.get_fsdp_device_mesh().size() == len(found[name]["fsdp"])
-        assert state.is_cp_enable() == (len(found[name]["cp"]) > 1)
-        assert state.is_pp_enable() == (len(found[name]["pp"]) > 1)
+        assert state.axis_size("fsdp") == state.axis_mesh("fsdp").size() == len(found[name]["fsdp"])
         assert state.get_hsdp_device_mesh().shape == (plan.dp_replicate, plan.fsdp)
         assert state.build_copies_device_mesh().shape == (plan.dp_replicate * plan.fsdp, 1)
-        assert state.is_hsdp_enable() == (plan.dp_replicate > 1)
+        assert state.axis_size("dp_replicate") == plan.dp_replicate
         found[name]["data"] = [state.data_rank, state.data_size]
         found[name]["text"] = state.describe()
         assert get_parallel_state() is state

@@ -174,7 +174,7 @@ def train_steps(
             part = summed_loss(model, batch) / divisor
             part.backward()
             loss += part.detach()
-        dist.all_reduce(loss, group=state.get_dp_group())
+        dist.all_reduce(loss, group=state.axis_group("dp"))
         norm = variant.norm(model.parameters())
         record = record_step(model, loss, norm)
         clip_grads_(model.parameters(), norm, MAX_NORM)

@@ -27,6 +27,7 @@ from mindspeed_mm.fsdp.ops.context_attention.language import register_context_at
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that mark the documents of a packed row. The layout knows them; a tower that received them would cut its
@@ -104,9 +105,9 @@ def apply_context_parallel(model: nn.Module, plan: ContextPlan, state: ParallelS
 def groups_of(state: ParallelState) -> ContextGroups:
     """The context groups of this rank."""
     return ContextGroups(
-        state.get_ring_group() if state.is_ring_enable() else None,
-        state.get_ulysses_group() if state.is_ulysses_enable() else None,
-        state.get_cp_group(),
+        state.axis_group("ring") if state.axis_size("ring") > 1 else None,
+        state.axis_group("ulysses") if state.axis_size("ulysses") > 1 else None,
+        state.axis_group("cp"),
     )
 
 
@@ -177,9 +178,7 @@ def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
     return by_row | {"_rows": (row * own + token)[is_own]}
 
 
-def take_share(
-    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def take_share(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
     """Hook in front of a decoder: its inputs along the sequence become those of own tokens.
 
     Raises:

@@ -16,8 +16,7 @@ from mindspeed_mm.fsdp.ops.context_attention.language import register_context_at
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import build_layout, scale_layout
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
-
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 
 
 def apply_to_tower(tower: nn.Module) -> bool:

@@ -36,7 +36,7 @@ def apply_expert_parallel(model: nn.Module, plan: ExpertPlan, ep_plan: EpPlan, s
         ep_plan: The section, for modules with an `ep_forward` of their own.
         state: Its expert mesh.
     """
-    ranks = ExpertRanks(state.get_ep_device_mesh())
+    ranks = ExpertRanks(state.axis_mesh("ep"))
     for name in plan.modules:
         module = model.get_submodule(name)
         _cut_experts(module, ranks)
@@ -55,7 +55,7 @@ def shard_experts(model: nn.Module, plan: ExpertPlan, state: ParallelState, **op
         state: Its expert mesh.
         options: Of `fully_shard`: precision, resharding, offload.
     """
-    mesh = state.expert_mesh["edp", "efsdp"] if state.is_edp_enable() else state.get_efsdp_device_mesh()
+    mesh = state.expert_mesh["edp", "efsdp"] if state.axis_size("edp") > 1 else state.axis_mesh("efsdp")
     sizes = state.sizes
 
     def placement(parameter: nn.Parameter) -> Shard:

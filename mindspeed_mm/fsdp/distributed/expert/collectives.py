@@ -85,16 +85,3 @@ class _RowsAllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _all_to_all(gradients[0], ctx.receive, ctx.send, ctx.ranks), None, None, None
-
-
-class _Crossing(torch.autograd.Function):
-    """A collective and the one that its gradient takes."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, ranks: ExpertRanks, forward: Any, backward: Any) -> torch.Tensor:
-        ctx.ranks, ctx.backward_collective = ranks, backward
-        return forward(rows, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.backward_collective(gradients[0], ctx.ranks), None, None, None

@@ -109,8 +109,8 @@ def split_into_stages(model: nn.Module, plan: StagePlan, parallel: ParallelArgum
         state: Its pipeline axis.
     """
     whole = outline(model)
-    copies = cut_to_rank(model, plan, state.get_pp_rank(), hidden_dtype(whole, parallel))
-    share = Share(whole, stage_owners(whole, plan), state.get_pp_group(), copies)
+    copies = cut_to_rank(model, plan, state.axis_rank("pp"), hidden_dtype(whole, parallel))
+    share = Share(whole, stage_owners(whole, plan), state.axis_group("pp"), copies)
     facts_of(model).share = share
     return Pipeline(model, share, plan, parallel)
 

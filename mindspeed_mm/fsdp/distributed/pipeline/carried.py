@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.cut import ReceivedOutputs, replace_
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 
 Shape = tuple[int, ...]
 
@@ -132,9 +133,7 @@ class CarriedDeepstack(Carried):
     def _note(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         self._features, self._places = kwargs.get("deepstack_visual_embeds"), kwargs.get("visual_pos_masks")
 
-    def _hand_in(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _hand_in(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments | None:
         if not self.received:
             return None
         rows = self.received[0].flatten(0, -2)

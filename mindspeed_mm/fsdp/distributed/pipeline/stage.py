@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.carried import Boundary, Carried
 from mindspeed_mm.fsdp.distributed.pipeline.cut import StageExit, entry_of, stage_of
 from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.models.structure.share import own_names
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 
 
 class Loss(Protocol):
@@ -95,9 +96,7 @@ class StageModule(nn.Module):
             self._entering = None
         return self._loss(terms)
 
-    def _enter(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         assert self._entering is not None
         return ((self._entering, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": self._entering})
 
@@ -127,9 +126,7 @@ class _CastInputs:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 

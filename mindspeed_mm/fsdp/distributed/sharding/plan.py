@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
 _KEY = "parallel.fsdp_plan"
+_HEADLINE = "the model cannot be sharded as the plan says"
 
 
 @dataclass(frozen=True)
@@ -93,36 +94,17 @@ def resolve_sharding(
         MachineError: The installed torch cannot shard what the model has.
     """
     errors = CollectedErrors()
-    names = [name for name, _ in model.named_modules()]
-
-    def resolve(key: str, patterns: Sequence[str] | None) -> list[str]:
-        found = errors.attempt(resolve_patterns, patterns or (), names, key=f"{_KEY}.{key}") if patterns else []
-        return found or []
-
-    named = resolve("apply_modules", section.apply_modules)
-    ignored = _outermost(resolve("ignored_modules", section.ignored_modules))
-    if wishes.stages is not None:
-        errors.attempt(check_units, named, wishes.stages, f"{_KEY}.apply_modules")
-    hooked = resolve("hook_modules", section.hook_modules)
-    wrapped = named or list(wishes.shard_modules)
+    wrapped, ignored, hooked = _resolve_names(model, section, wishes, errors)
     if sizes.world == 1 and changes_nothing_on_one_rank(section):
-        errors.raise_all("the model cannot be sharded as the plan says")
+        errors.raise_all(_HEADLINE)
         return ShardingPlan(section, is_sharded=False, ignored=tuple(ignored)), []
-
     errors.attempt(check_sharded_bytes, model)
-    units = plan_units(wrapped, wishes.tie_groups, ignored)
-    units = _with_towers(units, wishes.whole_towers, ignored)
-    within = [name for unit in units for name in unit.names]
-    if wishes.experts:
-        errors.attempt(
-            check_inside, wishes.experts, lambda name: is_inside(name, within) and not is_inside(name, ignored)
-        )
-        units = [unit for unit in units if not set(unit.names) & set(wishes.experts)]
+    units = _plan_units(wrapped, ignored, wishes, errors)
     errors.attempt(_check_hooked, hooked, units, wishes.experts)
     if ranks_known:
         errors.attempt(check_reshard, section.reshard_after_forward, sizes.fsdp)
     errors.attempt(_check_unit_dtypes, model, units, wishes.experts, ignored)
-    errors.raise_all("the model cannot be sharded as the plan says")
+    errors.raise_all(_HEADLINE)
     is_even = not wishes.experts
     cut_dims = {name: dim for name, _, dim in undivided(model, sizes.fsdp) if dim is not None} if is_even else {}
     costs = padding_warnings(model, sizes.fsdp) if is_even and ranks_known else []
@@ -138,6 +120,33 @@ def resolve_sharding(
         whole_towers=wishes.whole_towers,
     )
     return plan, costs
+
+
+def _resolve_names(
+    model: nn.Module, section: FsdpPlan, wishes: ShardingWishes, errors: CollectedErrors
+) -> tuple[list[str], list[str], list[str]]:
+    """Modules to wrap, modules to leave out, and modules whose inner ones are gathered together with them."""
+    names = [name for name, _ in model.named_modules()]
+
+    def resolve(key: str, patterns: Sequence[str] | None) -> list[str]:
+        found = errors.attempt(resolve_patterns, patterns, names, key=f"{_KEY}.{key}") if patterns else []
+        return found or []
+
+    named = resolve("apply_modules", section.apply_modules)
+    ignored = _outermost(resolve("ignored_modules", section.ignored_modules))
+    if wishes.stages is not None:
+        errors.attempt(check_units, named, wishes.stages, f"{_KEY}.apply_modules")
+    return named or list(wishes.shard_modules), ignored, resolve("hook_modules", section.hook_modules)
+
+
+def _plan_units(wrapped: list[str], ignored: list[str], wishes: ShardingWishes, errors: CollectedErrors) -> list[Unit]:
+    """What is gathered together; experts that are spread have a mesh of their own, inside the units."""
+    units = _with_towers(plan_units(wrapped, wishes.tie_groups, ignored), wishes.whole_towers, ignored)
+    if not wishes.experts:
+        return units
+    within = [name for unit in units for name in unit.names]
+    errors.attempt(check_inside, wishes.experts, lambda name: is_inside(name, within) and not is_inside(name, ignored))
+    return [unit for unit in units if not set(unit.names) & set(wishes.experts)]
 
 
 def changes_nothing_on_one_rank(plan: FsdpPlan) -> bool:

@@ -49,7 +49,7 @@ def apply_tensor_parallel(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, 
     Args:
         model: Built, ties live, adapters in it, not recomputed, not sharded; of a pipeline, this rank's part.
         plan: Of the whole model, from `resolve_tensor_parallel`.
-        mesh: `ParallelState.get_tp_device_mesh()`: of one parent with the mesh that `fully_shard` gets.
+        mesh: `ParallelState.axis_mesh("tp")`: of one parent with the mesh that `fully_shard` gets.
         gather_logits: Let the output head return all logits on every rank. Otherwise it returns this rank's part of the
             vocabulary, for the loss of `split_vocabulary`.
     """

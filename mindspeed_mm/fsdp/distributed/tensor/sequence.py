@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.distributed.tensor.forward import LocalForward
 from mindspeed_mm.fsdp.distributed.tensor.plan import KEY, Style, TensorPlan
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.structure.spec import find_blocks
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments, ForwardKind, replace_forward
 
 SEQUENCE_KEY = f"{KEY}.sequence_parallel"
 
@@ -111,9 +111,7 @@ class _Borders:
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks, self._length = ranks, 0
 
-    def cut(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cut(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         hidden = _hidden(args, kwargs)
         self._length = hidden.shape[-2]
         if self._length % self._ranks.size and _length(kwargs) is None and not _is_pointwise(module):
@@ -125,9 +123,7 @@ class _Borders:
             )
         return _with_hidden(split_tokens(hidden, self._ranks), args, kwargs)
 
-    def share_others(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def share_others(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """What comes beside hidden states is used for own tokens or heads: its gradients are parts of a sum."""
         hidden = _hidden(args, kwargs)
 
@@ -154,9 +150,7 @@ class _GatherInput:
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks = ranks
 
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         tokens = gather_tokens(_hidden(args, kwargs), self._ranks)
         length = _length(kwargs)
         return _with_hidden(tokens if length is None else tokens.narrow(-2, 0, length), args, kwargs)
@@ -176,9 +170,7 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _with_hidden(
-    hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_hidden(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 

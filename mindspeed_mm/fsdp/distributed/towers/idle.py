@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 
 
 class TowerDescription(Protocol):
@@ -115,7 +116,7 @@ class IdleTowers:
 
     def _add_idle_outputs(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> CallArguments | None:
         waiting, self._waiting = self._waiting, []
         embeds = kwargs.get("inputs_embeds")
         idle = [tower.name for tower, is_fed in waiting if not is_fed]

@@ -37,13 +37,12 @@ from mindspeed_mm.fsdp.distributed.towers.travel import (
 )
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 from mindspeed_mm.fsdp.ops.host_values import host_values, sent_with_values
 from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
 
 FEATURES = ("pooler_output", "deepstack_features")
 """What a decoder reads of a tower's output, a row for each merged square of patches."""
-
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def share_media(model: nn.Module, towers: Collection[str], sizes: EncoderSizes, 
         state: The job's groups.
     """
     group, team = build_sharing_group(state.sizes, sizes), build_team(state.sizes, sizes)
-    follows_decoder = state.is_cp_enable() and sizes.parts == 1
+    follows_decoder = state.axis_size("cp") > 1 and sizes.parts == 1
     shared = []
     for tower in map(model.get_submodule, towers):
         if team is not None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.features.memory.recompute import CACHES
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments, ForwardKind, replace_forward
 from mindspeed_mm.fsdp.params.feature_args import ChunkMbsPlan
 
 PLACES = "features.chunkmbs_plan.chunk_arg_indexs"
@@ -25,8 +25,6 @@ NAMES = "features.chunkmbs_plan.chunk_kwarg_names"
 MODULES = "features.chunkmbs_plan.apply_modules"
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens")
 """Arguments that say that what looks like rows are pieces of one."""
-
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def run_in_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, DataError, Problem
 from mindspeed_mm.fsdp.models.behaviour.segmented_mixer import SegmentedForward
 from mindspeed_mm.fsdp.ops.attention import BORDER_KEYS, PADDING_KEY, register_attention
-from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments, ForwardKind, replace_forward
 
 KEY = "data.dataset_param.basic_parameters.packing"
 _ATTENTION_KEY = "model.attn_implementation"
@@ -32,8 +32,6 @@ _IMAGE_BLOCKS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "gem
 """Model type → the batch key that marks images, whose tokens see each other both ways."""
 MOST_MASKED_TOKENS = 16_384
 """Maximum length of a row that needs a mask of T² entries."""
-
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def apply_packed_rows(model: nn.Module, *, attention: str | None = None) -> None:

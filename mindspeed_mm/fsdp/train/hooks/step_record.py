@@ -66,8 +66,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def of_all_stages(own: dict[str, Any]) -> dict[str, Any]:
     """Entries by parameter name, with those of the other pipeline stages. Collective where there are any."""
     state = get_parallel_state()
-    if not state.is_pp_enable():
+    if state.axis_size("pp") == 1:
         return own
-    parts = [own] * state.get_pp_group_size()
-    dist.all_gather_object(parts, own, group=state.get_pp_group())
+    parts = [own] * state.axis_size("pp")
+    dist.all_gather_object(parts, own, group=state.axis_group("pp"))
     return {name: tensor for part in parts for name, tensor in part.items()}

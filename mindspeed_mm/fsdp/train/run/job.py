@@ -67,7 +67,7 @@ class Job:
     @property
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different samples; None when there is only one."""
-        return self.state.get_dp_group() if self.state.data_size > 1 else None
+        return self.state.axis_group("dp") if self.state.data_size > 1 else None
 
     @property
     def phase(self) -> Phase:
