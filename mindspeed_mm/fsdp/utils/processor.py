@@ -70,27 +70,6 @@ def tokenizer_of(processor: ProcessorMixin | PreTrainedTokenizerBase) -> PreTrai
     return getattr(processor, "tokenizer", processor)
 
 
-def chat_template_of(processor: ProcessorMixin | PreTrainedTokenizerBase, *, where: str) -> str:
-    """The default chat template of a processor, or of the tokenizer inside it.
-
-    Raises:
-        ModelFolderError: There is none.
-    """
-    for holder in (processor, tokenizer_of(processor)):
-        template = getattr(holder, "chat_template", None)
-        if isinstance(template, dict):
-            template = template.get("default")
-        if template:
-            return template
-    raise ModelFolderError(
-        "the folder has no chat template",
-        where=where,
-        key="chat_template",
-        way_out="Copy chat_template.jinja of the original model, or name a built-in one in "
-        "data.dataset_param.basic_parameters.template.",
-    )
-
-
 def check_chat_template(source: str, *, where: str) -> None:
     """Refuse a template that is not jinja, reaches for Python's internals or blows up memory.
 

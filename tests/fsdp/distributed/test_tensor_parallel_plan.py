@@ -20,11 +20,7 @@ from mindspeed_mm.fsdp.distributed.tensor.collectives import TensorRanks
 from mindspeed_mm.fsdp.distributed.tensor.plan import SplitRule, Style, own_plan, resolve_tensor_plan
 from mindspeed_mm.fsdp.distributed.tensor.resolve import resolve_tensor_parallel
 from mindspeed_mm.fsdp.distributed.tensor.sequence import sequence_regions
-from mindspeed_mm.fsdp.distributed.tensor.sizes import (
-    check_split_sizes,
-    check_tensor_parallel_size,
-    tensor_parallel_problems,
-)
+from mindspeed_mm.fsdp.distributed.tensor.sizes import check_split_sizes
 from mindspeed_mm.fsdp.distributed.tensor.vocabulary import SplitVocabulary, split_vocabulary
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -33,14 +29,6 @@ from tests.fsdp.distributed.tensor_parallel_step import NORMS, SEQUENCE, Case, b
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_generators import make_tiny_flux, make_tiny_wan
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
-
-QWEN3_8B = {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-}
 
 
 @pytest.fixture(scope="module")
@@ -159,24 +147,6 @@ def test_norm_left_out_of_the_sequence_is_refused(models):
     plan = resolve_tensor_plan(models["text"], TpPlan.model_validate({"sequence_parallel": NORMS[:1]}))
     with pytest.raises(ConfigError, match=r"layers\.0\.post_attention_layernorm.*runs on a slice of the sequence too"):
         sequence_regions(models["text"], plan)
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (3, r"3 does not divide the 32 attention heads.*Nearest sizes that divide all that is split: 1, 2, 4"),
-        (16, r"16 does not divide the 8 key-value heads.*: 2, 4, 8\."),
-    ],
-)
-def test_sizes_that_do_not_divide(size, message):
-    with pytest.raises(ConfigError, match=message):
-        check_tensor_parallel_size(QWEN3_8B, size)
-
-
-def test_sizes_of_a_composite_configuration():
-    assert tensor_parallel_problems({"text_config": QWEN3_8B}, 8) == []
-    (problem,) = tensor_parallel_problems({"text_config": QWEN3_8B | {"vocab_size": 151937}}, 2)
-    assert "2 does not divide the 151937 tokens in the vocabulary (text_config.vocab_size)" in problem.what
 
 
 def test_sizes_of_both_halves_once_they_are_built(models):

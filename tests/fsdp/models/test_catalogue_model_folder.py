@@ -19,10 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, ModelFolderError
+from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
 from mindspeed_mm.fsdp.models.vocabulary import check_vocabulary
+from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
-from mindspeed_mm.fsdp.utils.processor import chat_template_of, load_processor, tokenizer_of
+from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
 
 EMBEDDING = "model.embed_tokens.weight"
 MARKER = "payload-ran"
@@ -34,7 +36,7 @@ def build_and_load(folder: Path | str, **settings: Any) -> LoadReport:
     model = ModelHub.build(args)
     processor = load_processor(folder)
     check_vocabulary(model, tokenizer_of(processor), where=str(folder))
-    chat_template_of(processor, where=str(folder))
+    build_template(processor, DatasetParam().basic_parameters)
     return ModelHub.load_weights(model, args, seed=0, device=torch.device("cpu"))
 
 
