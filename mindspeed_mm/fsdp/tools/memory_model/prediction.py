@@ -263,7 +263,7 @@ class _Step:
         """Which modules, by pattern, work on a share of a sequence: the decoder but for its embedding, what follows it,
         and blocks and mergers of a tower that is spread, too. What leads to the decoder works on whole sequences."""
         context = plan.context
-        if context is None or context.is_generator:
+        if context is None or context.spreads_samples:
             return lambda module: True
         names = {module: pattern_of(name) for name, module in self._model.named_modules()}
         decoder, embedding = names[find_decoder(self._model)], names[self._model.get_input_embeddings()]  # type: ignore[operator]
