@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.checkpoint.conversion.files import SafetensorsFile
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
@@ -115,7 +116,8 @@ def write_weights(
     if len(shards) > 1:
         parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
         index = folder / f"{stem}.safetensors.index.json"
-        ranks.first("writing the index", lambda: _write_index(index, shards, sum(sizes.values()), parameters))
+        text = _index_text(shards, sum(sizes.values()), parameters)
+        ranks.first("writing the index", lambda: index.write_text(text))
 
 
 def plan_shards(sizes: Mapping[str, int], max_shard_bytes: float, stem: str = "model") -> dict[str, list[str]]:
@@ -133,10 +135,32 @@ def plan_shards(sizes: Mapping[str, int], max_shard_bytes: float, stem: str = "m
     return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": keys for i, keys in enumerate(shards, start=1)}
 
 
-def _write_index(path: Path, shards: Mapping[str, Iterable[str]], total_bytes: int, parameters: int) -> None:
+def safetensors_files(
+    tensors: Mapping[str, LazyTensor], max_shard_bytes: float = MAX_SHARD_BYTES, stem: str = "model"
+) -> tuple[dict[str, SafetensorsFile], dict[str, str]]:
+    """A folder's weights as a conversion writes them.
+
+    Args:
+        tensors: By key, in the order of writing.
+        max_shard_bytes: Largest size of one file, unless a single tensor is larger.
+        stem: Of the files' names.
+
+    Returns:
+        Name → file, and of several files the index: name → text.
+    """
+    shards = plan_shards({key: tensor.size_bytes for key, tensor in tensors.items()}, max_shard_bytes, stem)
+    files = {name: SafetensorsFile({key: tensors[key] for key in keys}) for name, keys in shards.items()}
+    if len(shards) == 1:
+        return files, {}
+    total_bytes = sum(tensor.size_bytes for tensor in tensors.values())
+    parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
+    return files, {f"{stem}.safetensors.index.json": _index_text(shards, total_bytes, parameters)}
+
+
+def _index_text(shards: Mapping[str, Iterable[str]], total_bytes: int, parameters: int) -> str:
     weight_map = {key: name for name, keys in shards.items() for key in keys}
     index = {"metadata": {"total_parameters": parameters, "total_size": total_bytes}, "weight_map": weight_map}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
@@ -153,9 +177,7 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
     Raises:
         ModelFolderError: There is no config.json.
     """
-    if not (source / "config.json").is_file():
-        raise ModelFolderError("has no config.json", where=str(source), way_out="Name the model's own folder.")
-    assets = [path for path in sorted(source.iterdir()) if _is_asset(path)]
+    assets = asset_files(source)
     for path in assets:
         copy_plain(path, folder / path.name)
     if dtype is not None:
@@ -163,6 +185,17 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
         config.setdefault("dtype", str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     return [path.name for path in assets]
+
+
+def asset_files(source: Path) -> list[Path]:
+    """What `copy_assets` copies.
+
+    Raises:
+        ModelFolderError: There is no config.json.
+    """
+    if not (source / "config.json").is_file():
+        raise ModelFolderError("has no config.json", where=str(source), way_out="Name the model's own folder.")
+    return [path for path in sorted(source.iterdir()) if _is_asset(path)]
 
 
 def _is_asset(path: Path) -> bool:

@@ -61,7 +61,12 @@ def find_step(folder: Path) -> Path:
 
 
 def hub_tensors(
-    folder: Path, family: MegatronFamily, config: Mapping[str, Any], wanted: MegatronLayout | None = None
+    folder: Path,
+    family: MegatronFamily,
+    config: Mapping[str, Any],
+    wanted: MegatronLayout | None = None,
+    *,
+    canonical: bool = False,
 ) -> tuple[dict[str, LazyTensor], MegatronLayout]:
     """The tensors of a folder under the hub's names, read when they are needed.
 
@@ -70,6 +75,7 @@ def hub_tensors(
         family: Of the model.
         config: Its config.json.
         wanted: How a person said that the folder is divided; None: not at all.
+        canonical: Whether projections are stored apart, where neither the folder nor `wanted` says it.
 
     Returns:
         The tensors by hub name, and how the folder is divided.
@@ -78,32 +84,63 @@ def hub_tensors(
         CheckpointError: A file is missing or broken, or files do not fit together.
         UsageError: `wanted` is another division than the folder's.
     """
-    whole, model, layout = whole_tensors(folder, family, config, wanted)
+    whole, model, layout = whole_tensors(folder, family, config, wanted, canonical=canonical)
+    return renamed_to_hub(whole, model), layout
+
+
+def renamed_to_hub(whole: Mapping[str, LazyTensor], model: MegatronModel) -> dict[str, LazyTensor]:
+    """Whole Megatron tensors under the hub's names.
+
+    Raises:
+        ModelFolderError: One has no name there, or a part of one is missing.
+    """
     steps = model.key_map.inverse.steps(whole)
     made = {key: tensor for step in steps for key, tensor in step.targets.items()}
     check_used_once(steps, whole, made)
-    return {key: made[key] for key in sorted(made, key=natural_order)}, layout
+    return {key: made[key] for key in sorted(made, key=natural_order)}
 
 
 def whole_tensors(
-    folder: Path, family: MegatronFamily, config: Mapping[str, Any], wanted: MegatronLayout | None = None
+    folder: Path,
+    family: MegatronFamily,
+    config: Mapping[str, Any],
+    wanted: MegatronLayout | None = None,
+    *,
+    canonical: bool = False,
 ) -> tuple[dict[str, LazyTensor], MegatronModel, MegatronLayout]:
     """As `hub_tensors`, under Megatron's own names: for dividing them anew."""
     step = find_step(folder)
-    layout_file = step / LAYOUT_FILE
-    kept = None
-    if layout_file.is_file():
-        kept = MegatronLayout.from_json(read_json_object(layout_file, CheckpointError), str(layout_file))
-    canonical = kept.canonical if kept else bool(wanted and wanted.canonical)
+    kept = read_layout(step)
+    told = kept or wanted
+    canonical = told.canonical if told else canonical
     model = family.model(config, canonical=canonical)
-    contents = _read_files(step, kept.ep if kept else (wanted.ep if wanted else 1))
-    layout = kept or _layout_of(contents, model, wanted)
+    contents = _read_files(step, told.ep if told else 1)
+    layout = kept or replace(_layout_of(contents, model, wanted), canonical=canonical)
     if wanted is not None:
-        _refuse_contradiction(wanted, layout, step)
+        refuse_contradiction(wanted, layout, step)
     layout.check(model.depths, model.experts, where=str(step))
-    if missing := [layout.folder_name(rank) for rank in layout.ranks if rank not in contents]:
-        raise CheckpointError(f"{missing[0]} is missing", where=str(step), way_out="Copy the whole folder again.")
-    return join(_shards(contents, layout), model, layout), model, layout
+    return join(_shards(step, contents, layout), model, layout), model, layout
+
+
+def read_layout(step: Path) -> MegatronLayout | None:
+    """How a step says that it is divided; None: it does not say.
+
+    Raises:
+        CheckpointError: `layout.json` is damaged.
+    """
+    file = step / LAYOUT_FILE
+    if not file.is_file():
+        return None
+    return MegatronLayout.from_json(read_json_object(file, CheckpointError), str(file))
+
+
+def read_shards(step: Path, layout: MegatronLayout) -> Shards:
+    """What the files of a step hold, by rank and chunk.
+
+    Raises:
+        CheckpointError: A file is missing or broken.
+    """
+    return _shards(step, _read_files(step, layout.ep), layout)
 
 
 def files_of(
@@ -126,13 +163,22 @@ def files_of(
     """
     model = family.model(config, canonical=layout.canonical)
     layout.check(model.depths, model.experts)
+    return divided_files(megatron_tensors(hub, model), model, layout)
+
+
+def megatron_tensors(hub: Mapping[str, LazyTensor], model: MegatronModel) -> dict[str, LazyTensor]:
+    """The hub's tensors as whole Megatron tensors, without those that the layout has no place for.
+
+    Raises:
+        ModelFolderError: A tensor has no place, or is missing.
+    """
     carried = {key: tensor for key, tensor in hub.items() if not key.startswith(model.not_carried)}
     steps = model.key_map.steps(carried)
     whole = {key: tensor for step in steps for key, tensor in step.targets.items()}
     check_used_once(steps, carried, whole)
     if model.tied_head and HEAD in whole:
         whole[EMBEDDING] = Agreeing([whole[EMBEDDING], whole.pop(HEAD)], ["the embedding", "the head tied to it"])
-    return divided_files(whole, model, layout)
+    return whole
 
 
 def divided_files(
@@ -181,7 +227,7 @@ def _layout_of(
     layout = MegatronLayout(layers, tp=1 + max(rank.tp for rank in contents), ep=ep)
     if wanted is None:
         return layout
-    return replace(layout, tp_of_tower=wanted.tp_of_tower, canonical=wanted.canonical)
+    return replace(layout, tp_of_tower=wanted.tp_of_tower)
 
 
 def _count_layers(contents: Mapping[MegatronRank, PtContent], stage: int, chunk: str, layers: str) -> int:
@@ -190,7 +236,8 @@ def _count_layers(contents: Mapping[MegatronRank, PtContent], stage: int, chunk:
     return len({name.removeprefix(layers).partition(".")[0] for name in names if name.startswith(layers)})
 
 
-def _refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Path) -> None:
+def refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Path) -> None:
+    """Raise `UsageError` where a person said another division than the checkpoint has."""
     said, held = wanted.to_json(), found.to_json()
     different = [key for key in said if key != "vocabulary_multiple" and said[key] != held.get(key, said[key])]
     if different:
@@ -203,8 +250,10 @@ def _refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: P
         )
 
 
-def _shards(contents: Mapping[MegatronRank, PtContent], layout: MegatronLayout) -> Shards:
+def _shards(step: Path, contents: Mapping[MegatronRank, PtContent], layout: MegatronLayout) -> Shards:
     """By rank and chunk, without what Megatron's kernels keep for themselves."""
+    if missing := [layout.folder_name(rank) for rank in layout.ranks if rank not in contents]:
+        raise CheckpointError(f"{missing[0]} is missing", where=str(step), way_out="Copy the whole folder again.")
     shards: Shards = {}
     for rank, content in contents.items():
         shards[rank] = {}

@@ -11,6 +11,18 @@ from mindspeed_mm.checkpoint.megatron.families.qwen3_vl import QWEN3_VL
 from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily
 from mindspeed_mm.core.errors import ModelFolderError
 
+__all__ = [
+    "DEEPSEEK_VL2",
+    "FAMILIES",
+    "GLM_4V",
+    "INTERNVL",
+    "QWEN2_5_OMNI",
+    "QWEN2_5_VL",
+    "QWEN2_VL",
+    "QWEN3_VL",
+    "family_of",
+]
+
 FAMILIES = (QWEN2_VL, QWEN2_5_VL, QWEN2_5_OMNI, QWEN3_VL, INTERNVL, GLM_4V, DEEPSEEK_VL2)
 
 

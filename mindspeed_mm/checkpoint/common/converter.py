@@ -1,0 +1,51 @@
+"""The base of every converter. A subclass is a command: what it defines is what `mm-convert` offers.
+
+    class MyConverter(Converter):
+        \"\"\"My model.\"\"\"
+
+        def hf_to_mm(self, cfg: ConvertMMConfig) -> None:
+            \"\"\"Divide a Hugging Face folder among ranks.\"\"\"
+
+A parameter with a plain type becomes the flag `--name`, one whose type is a pydantic model the flags `--name.field`.
+A package of somebody's own is named with `--plugin`, as `training.plugin` does in a YAML file: importing it is enough.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+SUBCOMMANDS = {
+    "hf_to_mm": "Divide a Hugging Face folder among the ranks of a Megatron-style checkpoint (hf2mg).",
+    "mm_to_hf": "Join a Megatron-style checkpoint to a Hugging Face folder (mg2hf).",
+    "resplit": "Divide a Megatron-style checkpoint anew.",
+    "hf_to_dcp": "Write a Hugging Face folder as a distributed checkpoint that trains.",
+    "dcp_to_hf": "Write a distributed checkpoint as a Hugging Face folder.",
+    "lora_hf_to_dcp": "Write adapters of PEFT as a distributed checkpoint.",
+    "merge_lora_to_base": "Add adapters to a model's weights.",
+    "source_to_mm": "Rename the weights of an original repository.",
+}
+"""The documents' subcommands → help line."""
+ALIASES = {"hf2mg": "hf_to_mm", "mg2hf": "mm_to_hf"}
+"""Older names of subcommands."""
+
+
+class Converter:
+    """Converts the checkpoints of some models. Its docstring's first line is the help line of the command."""
+
+    registry: ClassVar[dict[str, type[Converter]]] = {}
+    """Every subclass that was imported, by name."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Converter.registry[cls.__name__] = cls
+
+    @classmethod
+    def subcommands(cls) -> dict[str, Callable[..., Any]]:
+        """Public methods that the subclass, or one between it and this class, defines; by name."""
+        found: dict[str, Callable[..., Any]] = {}
+        for ancestor in reversed(cls.__mro__[: cls.__mro__.index(Converter)]):
+            methods = {name: value for name, value in vars(ancestor).items() if not name.startswith("_")}
+            found |= {name: value for name, value in methods.items() if inspect.isfunction(value)}
+        return found

@@ -1,0 +1,392 @@
+"""Hugging Face folder ↔ Megatron-style checkpoint, and from one division of it to another: what each of them reads and
+writes. The runner (`conversion/run.py`) keeps what is promised of the output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
+from mindspeed_mm.checkpoint.conversion.files import PtFile
+from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
+from mindspeed_mm.checkpoint.hf_folder import asset_files, safetensors_files
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
+from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.folder import (
+    CHECKPOINT_VERSION,
+    RELEASE,
+    TRACKER,
+    divided_files,
+    find_step,
+    hub_tensors,
+    megatron_tensors,
+    read_layout,
+    read_shards,
+    refuse_contradiction,
+    renamed_to_hub,
+    whole_tensors,
+)
+from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE, MegatronLayout
+from mindspeed_mm.checkpoint.megatron.sharding import divide, join
+from mindspeed_mm.checkpoint.ptd.config import CanonicalModelConfig
+from mindspeed_mm.checkpoint.ptd.division import check_facts, depths_of, layout_of
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.core.json_file import read_json_object
+
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How an output folder is written."""
+
+    overwrite: bool = False
+    verify: bool = True
+
+
+def hf_to_megatron(
+    family: MegatronFamily,
+    hf_dir: Path,
+    mm_dir: Path,
+    said: ParallelConfig,
+    *,
+    facts: CommonModelConfig,
+    canonical: bool = False,
+    vision_only: bool = False,
+    writing: Writing,
+) -> Converted:
+    """Divide a Hugging Face folder among ranks.
+
+    Args:
+        family: Of the model.
+        hf_dir: The folder.
+        mm_dir: Where the checkpoint is written: `release/`, the tracker, and the model's configuration and tokenizer.
+        said: The division.
+        facts: What was said of the model.
+        canonical: Keep projections apart.
+        vision_only: Leave the language model out.
+        writing: How the output is written.
+
+    Raises:
+        MMError: As `convert`; or the division does not fit the model.
+    """
+    config = read_json_object(hf_dir / "config.json", ModelFolderError)
+    model = family.model(config, canonical=canonical)
+    check_facts(facts, model, config, hf_dir)
+    layout = layout_of(said, model.depths, canonical=canonical)
+    layout.check(model.depths, model.experts)
+    with open_weights(hf_dir) as stored:
+        ledger = Ledger(stored, hf_dir)
+        left_out = {key: "is no part of this layout" for key in stored if key.startswith(model.not_carried)}
+        whole = megatron_tensors(ledger.tensors, model)
+        if vision_only:
+            whole, model, layout = _vision_alone(whole, model, layout)
+            kept = {source for step in model.key_map.inverse.steps(whole) for source in step.targets}
+            left_out |= {key: "only the vision tower is written" for key in stored if key not in kept}
+        conversion = Conversion(
+            sources=[hf_dir],
+            ledgers=[ledger],
+            **_megatron_output(divided_files(whole, model, layout), layout),
+            repeated=stored.keys() - left_out.keys() if len(layout.ranks) > 1 else (),
+            left_out=left_out,
+            copies={path.name: path for path in asset_files(hf_dir)},
+        )
+        return _run(conversion, mm_dir, writing)
+
+
+def megatron_to_hf(
+    family: MegatronFamily,
+    mm_dir: Path,
+    hf_dir: Path,
+    save_hf_dir: Path,
+    said: ParallelConfig | None,
+    *,
+    facts: CommonModelConfig,
+    canonical: bool = False,
+    writing: Writing,
+) -> Converted:
+    """Join a Megatron-style checkpoint.
+
+    Args:
+        family: Of the model.
+        mm_dir: The checkpoint, or a step of it.
+        hf_dir: The model's own folder: configuration, tokenizer, and the tensors that this layout does not carry.
+        save_hf_dir: The folder to write.
+        said: The division; None: as the checkpoint itself says.
+        facts: What was said of the model.
+        canonical: Whether projections are stored apart.
+        writing: How the output is written.
+
+    Raises:
+        MMError: As `convert`; or files are missing, damaged, or divided otherwise than was said.
+    """
+    config = read_json_object(hf_dir / "config.json", ModelFolderError)
+    model = family.model(config, canonical=canonical)
+    check_facts(facts, model, config, hf_dir)
+    canonical = _is_canonical(mm_dir, canonical)
+    wanted = layout_of(said, model.depths, canonical=canonical) if said else None
+    tensors, _ = hub_tensors(mm_dir, family, config, wanted, canonical=canonical)
+    has_weights = any(hf_dir.glob("*.safetensors"))
+    with _opened(hf_dir, has_weights) as own:
+        tensors |= {key: own[key] for key in own if key.startswith(model.not_carried)}
+        if has_weights:
+            tensors |= _copy_of_tied_head(tensors, own, model)
+            _check_keys(tensors, hf_dir, mm_dir)
+        files, texts = safetensors_files(tensors)
+        conversion = Conversion(
+            sources=[mm_dir, hf_dir],
+            ledgers=[],
+            files=files,
+            layout={"kind": "hf"},
+            copies={path.name: path for path in asset_files(hf_dir)},
+            texts=texts,
+        )
+        return _run(conversion, save_hf_dir, writing)
+
+
+def divide_anew(
+    family: MegatronFamily,
+    source_dir: Path,
+    target_dir: Path,
+    hf_dir: Path | None,
+    said: ParallelConfig | None,
+    target: ParallelConfig,
+    *,
+    writing: Writing,
+) -> Converted:
+    """Write a Megatron-style checkpoint in another division.
+
+    Args:
+        family: Of the model.
+        source_dir: The checkpoint, or a step of it.
+        target_dir: The folder to write.
+        hf_dir: Where the model's config.json is; None: in the checkpoint.
+        said: How the source is divided; None: as it itself says.
+        target: The new division.
+        writing: How the output is written.
+
+    Raises:
+        MMError: As `convert`; or a division does not fit the model, or no config.json is there.
+    """
+    home = hf_dir or _home_of_config(source_dir)
+    config = read_json_object(home / "config.json", ModelFolderError)
+    depths = family.model(config).depths
+    wanted = layout_of(said, depths, canonical=_is_canonical(source_dir, False)) if said else None
+    whole, model, layout = whole_tensors(source_dir, family, config, wanted)
+    layout = layout_of(target, model.depths, canonical=layout.canonical)
+    conversion = Conversion(
+        sources=[source_dir],
+        ledgers=[],
+        **_megatron_output(divided_files(whole, model, layout), layout),
+        copies={path.name: path for path in asset_files(home)},
+    )
+    return _run(conversion, target_dir, writing)
+
+
+def adapters_to_megatron(
+    family: MegatronFamily,
+    hf_dir: Path,
+    mm_dir: Path,
+    said: ParallelConfig,
+    *,
+    naming: CanonicalModelConfig,
+    writing: Writing,
+) -> Converted:
+    """Divide PEFT's adapters among ranks.
+
+    Args:
+        family: Of the model that they are of.
+        hf_dir: With adapter_model.safetensors.
+        mm_dir: The folder to write.
+        said: The model's division; layers of both towers.
+        naming: How they are named.
+        writing: How the output is written.
+
+    Raises:
+        MMError: As `convert`; or the model is not canonical, or the division does not fit.
+    """
+    layout = _adapter_layout(said, naming)
+    model = _adapter_model(family, layout, naming)
+    with open_weights(hf_dir) as stored:
+        ledger = Ledger(stored, hf_dir)
+        shards = divide(megatron_tensors(ledger.tensors, model), model, layout)
+        files = {f"{layout.folder_name(rank)}/{WEIGHTS_FILE}": content for rank, content in shards.items()}
+        adapter_config = hf_dir / ADAPTER_CONFIG
+        conversion = Conversion(
+            sources=[hf_dir],
+            ledgers=[ledger],
+            **_megatron_output(files, layout),
+            repeated=stored.keys() if len(layout.ranks) > 1 else (),
+            copies={ADAPTER_CONFIG: adapter_config} if adapter_config.is_file() else {},
+        )
+        return _run(conversion, mm_dir, writing)
+
+
+def adapters_to_hf(
+    family: MegatronFamily,
+    mm_dir: Path,
+    save_hf_dir: Path,
+    said: ParallelConfig | None,
+    *,
+    naming: CanonicalModelConfig,
+    writing: Writing,
+) -> Converted:
+    """Join adapters to what PEFT reads.
+
+    Args:
+        family: Of the model that they are of.
+        mm_dir: The adapters in Megatron's layout.
+        save_hf_dir: The folder to write.
+        said: The model's division; None: as layout.json says.
+        naming: How they are to be named.
+        writing: How the output is written.
+
+    Raises:
+        MMError: As `convert`; or files are missing, or nobody says how they are divided.
+    """
+    step = find_step(mm_dir)
+    wanted, kept = (_adapter_layout(said, naming) if said else None), read_layout(step)
+    layout = kept or wanted
+    if layout is None:
+        raise UsageError(
+            f"has no {LAYOUT_FILE} that says how it is divided",
+            where=str(step),
+            way_out="Say it with --cfg.parallel_config.llm_pp_layers, .vit_pp_layers and .tp_size.",
+        )
+    if kept and wanted:
+        refuse_contradiction(wanted, kept, step)
+    model = _adapter_model(family, layout, naming)
+    tensors = renamed_to_hub(join(read_shards(step, layout), model, layout), model)
+    files, texts = safetensors_files(tensors, float("inf"), ADAPTER_FILE.partition(".")[0])
+    home = step.parent if step.parent.joinpath(ADAPTER_CONFIG).is_file() else step
+    config = home / ADAPTER_CONFIG
+    conversion = Conversion(
+        sources=[mm_dir],
+        ledgers=[],
+        files=files,
+        layout={"kind": "adapters"},
+        copies={ADAPTER_CONFIG: config} if config.is_file() else {},
+        texts=texts,
+    )
+    return _run(conversion, save_hf_dir, writing)
+
+
+def _run(conversion: Conversion, target: Path, writing: Writing) -> Converted:
+    return convert(conversion, target, overwrite=writing.overwrite, verify=writing.verify, stream=sys.stderr)
+
+
+def _megatron_output(files: Mapping[str, Mapping[str, Mapping[str, LazyTensor]]], layout: MegatronLayout) -> Any:
+    """Files and texts of a step called `release`, as arguments of `Conversion`."""
+    extras = {"checkpoint_version": CHECKPOINT_VERSION}
+    return {
+        "files": {f"{RELEASE}/{name}": PtFile(content, extras) for name, content in files.items()},
+        "layout": {"kind": "megatron", **layout.to_json()},
+        "texts": {TRACKER: RELEASE, f"{RELEASE}/{LAYOUT_FILE}": json.dumps(layout.to_json(), indent=1) + "\n"},
+    }
+
+
+def _vision_alone(
+    whole: Mapping[str, LazyTensor], model: MegatronModel, layout: MegatronLayout
+) -> tuple[dict[str, LazyTensor], MegatronModel, MegatronLayout]:
+    vision = next(tower for tower in model.towers if tower.name == "vision")
+    model = replace(
+        model,
+        towers=(vision,),
+        depths={"vision": model.depths["vision"]},
+        rules=[rule for rule in model.rules if all(name.startswith(vision.prefix) for name in rule.targets)],
+        tied_head=False,
+        experts=0,
+    )
+    layout = replace(layout, layers={"vision": layout.layers["vision"]}, ep=1)
+    return {name: tensor for name, tensor in whole.items() if name.startswith(vision.prefix)}, model, layout
+
+
+@contextmanager
+def _opened(folder: Path, has_weights: bool) -> Iterator[Mapping[str, LazyTensor]]:
+    if not has_weights:
+        yield {}
+        return
+    with open_weights(folder) as stored:
+        yield stored
+
+
+def _copy_of_tied_head(
+    tensors: Mapping[str, LazyTensor], own: Mapping[str, LazyTensor], model: MegatronModel
+) -> dict[str, LazyTensor]:
+    """The head, where the model's folder stores it though it is the embedding."""
+    name_of = {rule.targets[0]: rule.sources[0] for rule in model.rules if rule.targets[0] in (EMBEDDING, HEAD)}
+    head = name_of[HEAD]
+    return {head: tensors[name_of[EMBEDDING]]} if model.tied_head and head in own and head not in tensors else {}
+
+
+def _check_keys(made: Mapping[str, LazyTensor], hf_dir: Path, mm_dir: Path) -> None:
+    """The keys of the model's own folder, all of them and no others."""
+    wanted = set(find_entries(hf_dir))
+    missing, surplus = sorted(wanted - made.keys()), sorted(made.keys() - wanted)
+    problems = [Problem("is in the model's folder and not in the checkpoint", key=key) for key in missing[:_SHOWN]]
+    problems += [Problem("is in the checkpoint and not in the model's folder", key=key) for key in surplus[:_SHOWN]]
+    if problems:
+        raise CheckpointError(
+            f"{mm_dir} does not give the keys of {hf_dir}: {len(missing)} missing, {len(surplus)} surplus",
+            problems=problems,
+        )
+
+
+def _is_canonical(folder: Path, said: bool) -> bool:
+    """What the checkpoint says, else what a person said."""
+    kept = read_layout(find_step(folder))
+    if kept is None:
+        return said
+    if said and not kept.canonical:
+        raise UsageError(
+            "true was said, and the checkpoint's projections are fused",
+            where=str(folder),
+            key="cfg.common_model_config.enable_canonical_hf_struct",
+        )
+    return kept.canonical
+
+
+def _home_of_config(source_dir: Path) -> Path:
+    step = find_step(source_dir)
+    for folder in (source_dir, step, step.parent):
+        if (folder / "config.json").is_file():
+            return folder
+    raise UsageError(
+        "holds no config.json, and without it nobody knows what is cut where",
+        where=str(source_dir),
+        way_out="Name the model's folder with --cfg.hf_config.hf_dir.",
+    )
+
+
+def _adapter_layout(said: ParallelConfig, naming: CanonicalModelConfig) -> MegatronLayout:
+    if not naming.enable_canonical_hf_struct:
+        raise UsageError(
+            "adapters of fused projections are none of the hub's",
+            key="cfg.common_model_config.enable_canonical_hf_struct",
+            way_out="Train a canonical model, and say true here.",
+        )
+    if said.llm_pp_layers is None or said.vit_pp_layers is None:
+        raise UsageError(
+            "adapters do not say how many layers the model has",
+            key="cfg.parallel_config",
+            way_out="Say llm_pp_layers and vit_pp_layers.",
+        )
+    named = {"text": tuple(map(tuple, said.llm_pp_layers)), "vision": tuple(map(tuple, said.vit_pp_layers))}
+    return layout_of(said, depths_of(named), canonical=True)
+
+
+def _adapter_model(family: MegatronFamily, layout: MegatronLayout, naming: CanonicalModelConfig) -> MegatronModel:
+    depths = depths_of(layout.layers)
+    layout.check(depths, 0)
+    names = MODULE_NAMES if naming.new_transformers_weight_key else {}
+    return adapter_model(family, depths, prefix=naming.model_prefix, module_names=names)

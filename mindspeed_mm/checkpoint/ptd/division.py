@@ -1,0 +1,83 @@
+"""How a person said that a checkpoint is divided, checked against the model that it is divided of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
+from mindspeed_mm.checkpoint.megatron.family import MegatronModel
+from mindspeed_mm.checkpoint.megatron.layout import FLAG_OF_TOWER, MegatronLayout, Stages, even_layers
+from mindspeed_mm.core.errors import Problem, UsageError
+
+
+def layout_of(said: ParallelConfig, depths: Mapping[str, int], *, canonical: bool = False) -> MegatronLayout:
+    """The division that flags mean.
+
+    Args:
+        said: Layers of each tower, and ranks.
+        depths: Layers of each tower of the model.
+        canonical: Projections are stored apart.
+
+    Raises:
+        UsageError: Layers are named of a tower that the model does not have, or a tower has more tensor ranks than the
+            language model.
+    """
+    named = {
+        tower: tuple(map(tuple, stages))
+        for tower, stages in zip(
+            FLAG_OF_TOWER, (said.llm_pp_layers, said.vit_pp_layers, said.audio_pp_layers), strict=True
+        )
+        if stages is not None
+    }
+    if "text" in named:
+        text = named["text"]
+        layers = {**even_layers(depths, len(text[0]), len(text)), **named}
+    else:
+        layers = {**even_layers(depths, 1), **named}
+    sizes = {"vision": said.vit_tp_size, "audio": said.audio_tp_size}
+    sizes = {tower: size for tower, size in sizes.items() if size not in (0, said.tp_size) and tower in depths}
+    if wider := [tower for tower, size in sizes.items() if size > said.tp_size]:
+        raise UsageError(
+            f"{sizes[wider[0]]} ranks for the {wider[0]} tower are more than tp_size {said.tp_size}",
+            key="vit_tp_size" if wider[0] == "vision" else "audio_tp_size",
+        )
+    return MegatronLayout(layers, tp=said.tp_size, ep=said.ep_size, tp_of_tower=sizes, canonical=canonical)
+
+
+def depths_of(layers: Mapping[str, Stages]) -> dict[str, int]:
+    """Layers of each tower of a division."""
+    return {tower: sum(map(sum, stages)) for tower, stages in layers.items()}
+
+
+def check_facts(said: CommonModelConfig, model: MegatronModel, config: Mapping[str, Any], where: Path) -> None:
+    """Compare what a person said of the model with its config.json.
+
+    Raises:
+        UsageError: Naming both values.
+    """
+    known = {
+        "num_experts": model.experts,
+        "num_key_value_heads": next(_found(config, "num_key_value_heads"), None),
+        "tie_word_embeddings": model.tied_head,
+        "llm_num_layers": model.depths.get("text"),
+        "vit_num_layers": model.depths.get("vision"),
+        "audio_num_layers": model.depths.get("audio"),
+    }
+    problems = [
+        Problem(f"{value} was said, and config.json has {known[name]}", str(where), f"cfg.common_model_config.{name}")
+        for name, value in said.model_dump(include=set(known)).items()
+        if value is not None and known[name] is not None and value != known[name]
+    ]
+    if problems:
+        raise UsageError("what was said of the model contradicts its config.json", problems=problems)
+
+
+def _found(config: Mapping[str, Any], key: str) -> Iterator[Any]:
+    """Values of a key, in the configuration and then in its sections."""
+    if key in config:
+        yield config[key]
+    for name, section in config.items():
+        if isinstance(section, Mapping) and not name.startswith(("vision", "audio", "talker", "token2wav")):
+            yield from _found(section, key)
