@@ -26,7 +26,7 @@ def recognise(path: Path) -> FolderKind:
         raise _not_a_folder(path)
     if (path / layout.METADATA).exists() or (path / layout.MANIFEST).exists():
         return "dcp"
-    if _holds_megatron(path):
+    if is_megatron_folder(path):
         return "megatron"
     if layout.list_iterations(path) or (path / layout.TRACKER).exists() or (path / "run.json").exists():
         return "run"
@@ -37,7 +37,7 @@ def recognise(path: Path) -> FolderKind:
     raise _unknown(path)
 
 
-def _holds_megatron(path: Path) -> bool:
+def is_megatron_folder(path: Path) -> bool:
     """`mp_rank_*` here, or in the step that the tracker names."""
     steps = [path, path / layout.RELEASE, *(layout.checkpoint_folder(path, n) for n in layout.list_iterations(path))]
     return any(folder.is_dir() and any(folder.glob("mp_rank_*")) for folder in steps)

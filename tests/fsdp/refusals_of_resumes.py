@@ -55,10 +55,10 @@ RESUMES = (
     ),
     Refusal("a damaged checkpoint", (SAVE,), "were committed", "", DATA, with_a_run(damage)),
     Refusal(
-        "a checkpoint of Megatron's",
+        "a checkpoint of Megatron's without files",
         ("training.load={folder}/old",),
-        "is a Megatron-style checkpoint",
-        "training.load",
+        "does not exist",
+        "",
         DATA,
         with_old_style_checkpoint,
     ),

@@ -30,6 +30,11 @@ RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
 
 
+def pt_files(folder: Path) -> list[Path]:
+    """The files of the step that `find_step` finds, by name."""
+    return sorted(find_step(folder).glob(f"mp_rank_*/{WEIGHTS_FILE}"))
+
+
 def find_step(folder: Path) -> Path:
     """The folder that holds `mp_rank_*`: the one given, or the step in it that the tracker names.
 

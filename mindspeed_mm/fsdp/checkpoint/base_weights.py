@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from mindspeed_mm.checkpoint.recognise import recognise
+from mindspeed_mm.checkpoint.megatron.folder import pt_files
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder, recognise
 from mindspeed_mm.checkpoint.safetensors_folder import weight_files
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 
@@ -18,7 +19,9 @@ def told_weights(load: str | None) -> Path | None:
     """The folder that `training.load` names when it holds a model's weights; None when those of the model folder count.
     A run that trains adapters needs them again whenever it goes on."""
     folder = Path(load) if load else None
-    return folder if folder is not None and folder.is_dir() and recognise(folder) == "hf" else None
+    if folder is None or not folder.is_dir():
+        return None
+    return folder if recognise(folder) in {"hf", "megatron"} else None
 
 
 def base_weights_mark(folder: Path) -> str:
@@ -26,10 +29,11 @@ def base_weights_mark(folder: Path) -> str:
     their content from beginning to end. Where the folder lies does not matter, nor does reading take long.
 
     Raises:
-        ModelFolderError: There are no safetensors.
+        ModelFolderError: There are no weights.
     """
     digest = hashlib.sha256()
-    for file in weight_files(transformer_weights(folder)):
+    files = pt_files(folder) if is_megatron_folder(folder) else weight_files(transformer_weights(folder))
+    for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:

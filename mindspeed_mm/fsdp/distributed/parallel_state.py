@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Hashable
 from math import prod
-from typing import Literal
+from typing import Any, Literal, cast, get_args
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,6 +35,12 @@ DATA_AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 SHARD_AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "fsdp", "tp")
 EXPERT_AXES: tuple[Axis, ...] = ("pp", "edp", "efsdp", "ep", "tp")
 """Views of the same ranks, outermost axis first."""
+
+_GETTER = re.compile(
+    "is_(?P<switch>AXIS)_enable|get_(?P<axis>AXIS)_(?P<what>group|group_size|rank|device_mesh)".replace(
+        "AXIS", "|".join(get_args(Axis))
+    )
+)
 
 
 class ParallelState:
@@ -104,6 +113,22 @@ class ParallelState:
         axes: tuple[Axis, ...] = ("dp", "cp")
         return [self.axis_group(axis) for axis in axes if self.axis_size(axis) > 1]
 
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        """The getters of MindSpeed-MM, which plugins written for it call, of every axis: `is_cp_enable()`,
+        `get_cp_group()`, `get_cp_group_size()`, `get_cp_rank()`, `get_cp_device_mesh()`."""
+        found = _GETTER.fullmatch(name)
+        if found is None:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        axis = cast("Axis", found["switch"] or found["axis"])
+        answers: dict[str, Callable[[], Any]] = {
+            "enable": lambda: self.axis_size(axis) > 1,
+            "group": lambda: self.axis_group(axis),
+            "group_size": lambda: self.axis_size(axis),
+            "rank": lambda: self.axis_rank(axis),
+            "device_mesh": lambda: self.axis_mesh(axis),
+        }
+        return answers[found["what"] or "enable"]
+
     # Two axes at once.
 
     def get_hsdp_device_mesh(self) -> DeviceMesh:
@@ -113,7 +138,7 @@ class ParallelState:
     def build_copies_device_mesh(self) -> DeviceMesh:
         """Two-dimensional mesh (copies, 1) of the ranks of all sharding groups: nothing is cut. Every rank calls it."""
         shape = (self.sizes.pp, self.sizes.dp_replicate * self.sizes.fsdp, 1, self.sizes.tp)
-        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("pp", "copies", "whole", "tp"))
+        mesh = job_mesh(self.device_type, shape, ("pp", "copies", "whole", "tp"))
         return mesh["copies", "whole"]
 
 
@@ -165,4 +190,20 @@ def check_world_size(sizes: ParallelSizes, world_size: int) -> None:
 
 
 def _build_mesh(sizes: ParallelSizes, axes: tuple[Axis, ...], device_type: str) -> DeviceMesh:
-    return init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in axes), mesh_dim_names=axes)
+    return job_mesh(device_type, tuple(getattr(sizes, axis) for axis in axes), axes)
+
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, DeviceMesh]] = WeakKeyDictionary()
+"""Of each job: what `job_mesh` has made."""
+
+
+def job_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of this shape over all ranks; every rank asks for the same ones in the same order. It is made once in a
+    job: a second run in a process that stays in its group has the groups of the first. Each group of gloo's keeps
+    threads that wake up a hundred times a second, and DTensor remembers a mesh for all that are equal to it, so that
+    the groups of an earlier run cannot be left either."""
+    made = _meshes.setdefault(dist.group.WORLD, {})
+    key = (device_type, shape, names)
+    if key not in made:
+        made[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return made[key]

@@ -145,8 +145,9 @@ class TrainingArguments(Section):
     init_model_with_meta_device: Flag = False
     """Accepted from older files and ignored: models are always built without storage first."""
     load: PathText | None = None
-    """Where training starts from: a Hugging Face folder, a checkpoint or a run folder."""
-    load_format: Literal["auto", "hf", "dcp"] = "auto"
+    """Where training starts from: a Hugging Face folder, one in Megatron's layout (mp_rank_*), a checkpoint or a run
+    folder."""
+    load_format: Literal["auto", "hf", "dcp", "megatron"] = "auto"
     """Layout of the weights in `load`; auto detects it."""
     load_strict: Flag = True
     """Require that weight keys match exactly. False: missing weights are initialised and surplus ones ignored, with a

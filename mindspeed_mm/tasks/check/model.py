@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
 from mindspeed_mm.fsdp.models.diffusion.transformer import weights_folder
@@ -22,8 +23,9 @@ def weights_told(training: TrainingArguments) -> Path | None:
     """The model folder that `training.load` names; None where it names none, or a checkpoint."""
     if training.load is None or not Path(training.load).is_dir():
         return None
-    is_told = training.load_format == "hf" or (training.load_format == "auto" and told_weights(training.load))
-    return Path(training.load) if is_told else None
+    if training.load_format == "auto":
+        return told_weights(training.load)
+    return Path(training.load) if training.load_format in {"hf", "megatron"} else None
 
 
 def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
@@ -38,7 +40,8 @@ def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
     if (told is None and starts_without) or not _lacks_values(outline.model):
         return
     folder = weights_folder(outline.model, told or require_folder(arguments.model.model_name_or_path))
-    find_entries(folder)
+    if not is_megatron_folder(folder):
+        find_entries(folder)
     check_weights(
         outline.model,
         folder,

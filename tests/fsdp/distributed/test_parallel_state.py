@@ -49,6 +49,12 @@ def describe_plans() -> dict[str, dict[str, Any]]:
             members = found[name][axis]
             assert state.axis_size(axis) == state.axis_mesh(axis).size() == len(members)
             assert members[state.axis_rank(axis)] == dist.get_rank()
+            # As plugins written for MindSpeed-MM ask.
+            assert getattr(state, f"get_{axis}_group_size")() == len(members)
+            assert getattr(state, f"get_{axis}_group")() is state.axis_group(axis)
+            assert getattr(state, f"get_{axis}_rank")() == state.axis_rank(axis)
+            assert getattr(state, f"get_{axis}_device_mesh")() is state.axis_mesh(axis)
+            assert getattr(state, f"is_{axis}_enable")() == (len(members) > 1)
         assert found[name]["fsdp"][state.axis_rank("fsdp")] == dist.get_rank()
         assert state.axis_size("fsdp") == state.axis_mesh("fsdp").size() == len(found[name]["fsdp"])
         assert state.get_hsdp_device_mesh().shape == (plan.dp_replicate, plan.fsdp)

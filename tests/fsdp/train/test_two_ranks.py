@@ -18,11 +18,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from mindspeed_mm.fsdp.distributed.job.watchdog import Watchdog
 from mindspeed_mm.fsdp.loss.objectives import TokenCrossEntropy
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.planned_steps import train_steps
 from tests.helpers.runs import differing, kinds, lines, losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run
@@ -290,3 +292,17 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(calm: Path, tmp_path: Path)
 
 def test_no_fault_left_a_half_written_checkpoint(both: list[dict[str, Any]], calm: Path) -> None:
     assert not list((calm.parent / "runs").glob("*/.mindspeed-mm-*.*"))
+
+
+def groups_left_by_runs(yaml: str) -> list[int]:
+    """How many groups this rank is in after each of two runs inside the tests' own group."""
+    counts = []
+    for _ in range(2):
+        train_steps(yaml, ["training.micro_batch_size=4", "training.gradient_accumulation_steps=1"])
+        counts.append(len(distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_a_second_run_inside_the_callers_group_makes_no_further_groups(tmp_path: Path) -> None:
+    for counts in run_ranks(2, groups_left_by_runs, str(make_tiny_run(tmp_path))):
+        assert counts[0] == counts[1]

@@ -7,10 +7,11 @@ from itertools import product
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
+from mindspeed_mm.fsdp.distributed.parallel_state import job_mesh
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
@@ -52,7 +53,7 @@ def build_tower_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
     """The mesh of towers that are whole although the decoder's layers are split: tensor ranks hold shards as well, and
     gradients are summed over them. One axis (shards), or two (copies, shards). Every rank calls it."""
     shape = (sizes.pp, sizes.dp_replicate, sizes.fsdp * sizes.tp)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "tower_copies", "tower_shards"))
+    mesh = job_mesh(device_type, shape, ("pp", "tower_copies", "tower_shards"))
     return mesh["tower_copies", "tower_shards"] if sizes.dp_replicate > 1 else mesh["tower_shards"]
 
 

@@ -5,7 +5,7 @@ Sent is one tensor at a time, whole: no rank ever holds more of the model than t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region, Stored
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.utils.device import current_device
 
@@ -25,26 +25,29 @@ Fetch = Callable[[LazyTensor], LazyTensor]
 class WeightSource(NamedTuple):
     """A folder's tensors, and how to get at one."""
 
-    stored: dict[str, Stored]
+    stored: Mapping[str, LazyTensor]
     fetch: Fetch
 
 
 @contextmanager
-def open_source(folder: Path, *, from_first_rank: bool = False) -> Iterator[WeightSource]:
+def open_source(
+    folder: Path, config: Mapping[str, Any] | None, *, from_first_rank: bool = False
+) -> Iterator[WeightSource]:
     """A folder's tensors, open for the length of the `with` block.
 
     Args:
-        folder: With safetensors.
+        folder: As `open_stored` takes it.
+        config: Of the model.
         from_first_rank: Rank 0 reads and sends; the files need to be there for no other rank. Collective then.
 
     Raises:
-        ModelFolderError: As `open_weights`; what rank 0 finds wrong, all ranks raise.
+        ModelFolderError: As `open_stored`; what rank 0 finds wrong, all ranks raise.
     """
     if not from_first_rank or not dist.is_initialized() or dist.get_world_size() == 1:
-        with open_weights(folder) as stored:
+        with open_stored(folder, config) as stored:
             yield WeightSource(stored, lambda tensor: tensor)
     elif dist.get_rank() == 0:
-        with _opened_for_all(folder) as stored:
+        with _opened_for_all(folder, config) as stored:
             yield WeightSource(stored, _send)
     else:
         told = _told(None)
@@ -52,11 +55,11 @@ def open_source(folder: Path, *, from_first_rank: bool = False) -> Iterator[Weig
 
 
 @contextmanager
-def _opened_for_all(folder: Path) -> Iterator[dict[str, Stored]]:
+def _opened_for_all(folder: Path, config: Mapping[str, Any] | None) -> Iterator[Mapping[str, LazyTensor]]:
     """Rank 0's tensors; the others are told what there is, or what is wrong."""
     with ExitStack() as opened:
         try:
-            stored = opened.enter_context(open_weights(folder))
+            stored = opened.enter_context(open_stored(folder, config))
         except MMError as error:
             _told(error)
             raise

@@ -1,4 +1,4 @@
-"""Streams a folder's safetensors straight into the shards that this rank holds, and accounts for every key."""
+"""Streams a folder's tensors straight into the shards that this rank holds, and accounts for every key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.keymap import RuleMatch, check_used_once
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.checkpoint.transformers_map import loading_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.patterns import compile_pattern
@@ -94,7 +94,7 @@ def stream_weights(
 
     Args:
         model: Built by `ModelHub.build`, sharded or not.
-        folder: With safetensors.
+        folder: With safetensors, or in Megatron's style.
         seed: For parameters that the folder is allowed to lack.
         units: As in `initialize`.
         allow_missing: Patterns of the model's names that the folder may lack.
@@ -109,7 +109,7 @@ def stream_weights(
     whole, stored_name = whole_of(model), naming_of(model)  # a pipeline's rank reads its part, and compares everything
     targets = _targets(whole)
     aliases = _aliases(whole)
-    with open_source(folder, from_first_rank=from_first_rank) as (stored, fetch):
+    with open_source(folder, _config_of(model), from_first_rank=from_first_rank) as (stored, fetch):
         steps = _steps(whole, stored, {*targets, *aliases})
         shapes, packings = _shapes(whole, targets), packings_of(model)
         diff, initialized, ignored = _compare(whole, shapes, aliases, steps, allow_missing, allow_unexpected)
@@ -141,13 +141,19 @@ def check_weights(
     model needs no memory."""
     targets = _targets(model)
     aliases = _aliases(model)
-    with open_weights(folder) as stored:
+    with open_stored(folder, _config_of(model)) as stored:
         steps = _steps(model, stored, {*targets, *aliases})
         diff, initialized, ignored = _compare(
             model, _shapes(model, targets), aliases, steps, allow_missing, allow_unexpected
         )
         diff.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
+
+
+def _config_of(model: nn.Module) -> dict[str, Any] | None:
+    """What its config.json says; None for a class that is not of transformers."""
+    to_dict = getattr(getattr(whole_of(model), "config", None), "to_dict", None)
+    return to_dict() if to_dict is not None else None
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -191,12 +197,12 @@ def _shapes(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> dict[str, 
 @contextmanager
 def stored_weights(model: nn.Module, folder: Path) -> Iterator[dict[str, LazyTensor]]:
     """Inside, a folder's tensors can be read under the names of the model without adapters."""
-    with open_weights(folder) as stored:
+    with open_stored(folder, _config_of(model)) as stored:
         wanted = set(_targets(whole_of(model)))
         yield {name: tensor for step in _steps(model, stored, wanted) for name, tensor in step.targets.items()}
 
 
-def _steps(model: nn.Module, stored: Mapping[str, Stored], wanted: Collection[str]) -> list[RuleMatch]:
+def _steps(model: nn.Module, stored: Mapping[str, LazyTensor], wanted: Collection[str]) -> list[RuleMatch]:
     rules = facts_of(model).conversion_rules
     if rules is not None:
         return loading_steps(model, stored, wanted, rules)  # type: ignore[arg-type]
@@ -257,7 +263,7 @@ def _mismatch(key: str, tensor: LazyTensor, target: torch.Tensor) -> Problem | N
 
 def _check_ledger(
     steps: Sequence[RuleMatch],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, LazyTensor],
     wanted: set[str],
     initialized: Sequence[str],
     ignored: Sequence[str],

@@ -167,14 +167,7 @@ def _from_elsewhere(
     if not load.exists():
         raise missing_input(load, "training.load", CheckpointError)
     kind = recognise(load) if arguments.training.load_format == "auto" else arguments.training.load_format
-    if kind == "megatron":
-        raise CheckpointError(
-            "is a Megatron-style checkpoint, which this version does not read",
-            where=str(load),
-            key="training.load",
-            way_out="Name a Hugging Face folder, a run folder or a DCP folder.",
-        )
-    if kind == "hf":
+    if kind in {"hf", "megatron"}:
         say(f"weights from {load}")
         return ResumePoint(manager, weights=load)
     reader = manager or CheckpointManager(load, arguments.training, context={}, note=note)

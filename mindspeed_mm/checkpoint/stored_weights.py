@@ -1,0 +1,32 @@
+"""The tensors of a model, under the hub's names, out of any folder that stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.megatron.families import family_of
+from mindspeed_mm.checkpoint.megatron.folder import hub_tensors
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+
+
+@contextmanager
+def open_stored(folder: Path, config: Mapping[str, Any] | None) -> Iterator[Mapping[str, LazyTensor]]:
+    """A folder's tensors by the hub's names, open for the length of the `with` block.
+
+    Args:
+        folder: With safetensors, or in Megatron's style.
+        config: The model's config.json: a folder in Megatron's style does not say what model it holds.
+
+    Raises:
+        MMError: As `open_weights`, `hub_tensors` and `family_of`.
+    """
+    if is_megatron_folder(folder):
+        yield hub_tensors(folder, family_of(config or {}), config or {})[0]
+    else:
+        with open_weights(folder) as stored:
+            yield stored
