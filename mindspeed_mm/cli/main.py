@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -116,16 +116,30 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: Words after `mm`. `--traceback` may stand anywhere.
     """
+    words = [word for word in arguments if word != "--traceback"]
+
+    def call() -> int:
+        result = cli.main(words, prog_name="mm", standalone_mode=False)
+        return result if isinstance(result, int) else ExitCode.OK
+
+    return guarded(call, with_traceback=len(words) < len(arguments))
+
+
+def guarded(call: Callable[[], int], *, with_traceback: bool = False) -> int:
+    """Run a command and return its exit code; errors are printed to stderr.
+
+    Args:
+        call: The command.
+        with_traceback: Show where an error came from.
+    """
     # Nothing is downloaded or reported unless asked; set here, before any verb imports a Hugging Face library.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     _quiet_libraries()
     warnings.formatwarning = _format_warning
-    words = [word for word in arguments if word != "--traceback"]
-    with_traceback = len(words) < len(arguments) or os.environ.get("MM_TRACEBACK") == "1"
+    with_traceback = with_traceback or os.environ.get("MM_TRACEBACK") == "1"
     try:
-        result = cli.main(list(words), prog_name="mm", standalone_mode=False)
-        return result if isinstance(result, int) else ExitCode.OK
+        return call()
     except click.UsageError as error:
         return _report(_explain_usage(error), ExitCode.USAGE, with_traceback)
     except click.ClickException as error:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import BROKEN, MetadataReader
 from mindspeed_mm.core.errors import CheckpointError, MMError
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+
+Writer = TypeVar("Writer", bound=FileSystemWriter)
 
 Tree = dict[str, dict[str, torch.Tensor]]
 """`{"model": {name: tensor}, "optimizer": {"state.<name>.<key>": tensor}, "ema": {name: tensor}}`, the last with
@@ -78,9 +80,8 @@ def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> None:
         OSError: A file could not be written, on whichever rank.
         CheckpointError: Anything else went wrong.
     """
-    writer = FileSystemWriter(folder, sync_files=True)
-    writer.fs = _TruthfulFileSystem()
-    with _plain_errors(folder), _without_process_group_warning():
+    writer = disk_errors_told(FileSystemWriter(folder, sync_files=True))
+    with plain_errors(folder):
         dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
 
 
@@ -97,15 +98,24 @@ def read_tree(tree: dict[str, Any], reader: MetadataReader, ranks: Ranks | None 
     """
     group = ranks.group if ranks else None
     reader.fs = _NamingFileSystem()
-    with _plain_errors(Path(reader.path)), _without_process_group_warning():
+    with plain_errors(Path(reader.path)):
         dcp.load(tree, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
+def disk_errors_told(writer: Writer) -> Writer:
+    """torch's writer of files, changed to raise the operating system's own errors."""
+    writer.fs = _TruthfulFileSystem()
+    return writer
+
+
 @contextmanager
-def _plain_errors(folder: Path) -> Iterator[None]:
-    """torch's exception is a traceback; what happened stands in the failures that it carries."""
+def plain_errors(folder: Path) -> Iterator[None]:
+    """torch's exception is a traceback; what happened stands in the failures that it carries. Its warning that there is
+    no process group is left out."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, MMError):
@@ -114,10 +124,3 @@ def _plain_errors(folder: Path) -> Iterator[None]:
             raise OSError(cause.errno, cause.strerror, cause.filename) from error
         text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise CheckpointError(f"rank {rank}: {type(cause).__name__}: {text}", where=str(folder)) from error
-
-
-@contextmanager
-def _without_process_group_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mindspeed_mm.checkpoint import layout
-from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import MetadataReader
+from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, wrapper_prefix
 from mindspeed_mm.checkpoint.dcp_folder.storage import Tree, read_tree
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.core.json_file import read_json_object
@@ -60,7 +60,7 @@ def load_tensors(
     Raises:
         CheckpointError: The checkpoint was saved from another model or by another optimizer; nothing was changed.
     """
-    reader = ranks.together("reading the index", lambda: MetadataReader(checkpoint.path))
+    reader = ranks.together("reading the index", lambda: DcpReader(checkpoint.path))
     held = TensorIndex(reader, checkpoint)
     weights, whole = tensors_to_fill(model), whole_of(model)
     names = ranks.together("comparing with the model", lambda: held.match(model_tensors(whole), tied_names(whole)))
@@ -76,7 +76,7 @@ def load_tensors(
     if average:
         tree[EMA] = average
     with torch.no_grad():
-        read_tree(held.as_stored(tree), reader, ranks)
+        read_tree(held.as_stored(tree), reader.storage, ranks)
     if optimizer is not None:
         parameters = trained_parameters(model, optimizer)
         optimizer.state.clear()
@@ -147,13 +147,11 @@ class TensorIndex:
         checkpoint: Where it lies and what its manifest says.
     """
 
-    def __init__(self, reader: MetadataReader, checkpoint: CommittedCheckpoint) -> None:
+    def __init__(self, reader: DcpReader, checkpoint: CommittedCheckpoint) -> None:
         self.path: Path = checkpoint.path
         self.manifest = checkpoint.manifest
-        index = reader.metadata.state_dict_metadata
-        self.tensors = {k: v for k, v in index.items() if isinstance(v, TensorStorageMetadata)}
-        # A checkpoint from elsewhere may hold a bare state dict.
-        self.prefix = f"{MODEL}." if any(k.startswith((f"{MODEL}.", f"{OPTIMIZER}.")) for k in index) else ""
+        self.tensors = reader.entries
+        self.prefix = reader.prefix
 
     def model_entries(self) -> dict[str, TensorStorageMetadata]:
         """The model's tensors by name."""
@@ -187,12 +185,14 @@ class TensorIndex:
         """
         held = {name: entry.size for name, entry in self.model_entries().items()}
         self._check_adapters(any(map(is_adapter_weight, tensors)), any(map(is_adapter_weight, held)))
-        names = {name: name for name in tensors}
+        wrapper = wrapper_prefix(held, tensors)
+        names = {name: f"{wrapper}{name}" for name in tensors}
         for alias, name in aliases.items():
-            if alias in held and names[name] not in held:
-                names[name] = alias
-            elif alias in held:
-                del held[alias]
+            stored = f"{wrapper}{alias}"
+            if stored in held and names[name] not in held:
+                names[name] = stored
+            elif stored in held:
+                del held[stored]
         check_same_shapes({names[name]: tensor.shape for name, tensor in tensors.items()}, held, str(self.path))
         return names
 

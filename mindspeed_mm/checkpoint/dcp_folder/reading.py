@@ -1,0 +1,114 @@
+"""Reads a torch distributed checkpoint as lazy tensors, in one process without a model or a process group."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import MetadataReader
+from mindspeed_mm.checkpoint.dcp_folder.storage import read_tree
+from mindspeed_mm.checkpoint.lazy_tensor import Stored
+from mindspeed_mm.core.errors import CheckpointError
+
+MODEL = "model"
+_OTHER_SECTIONS = ("optimizer", "ema", "extra_state", "rng_state", "lr_scheduler")
+_KEPT = 2
+
+
+class DcpReader:
+    """The tensors of a distributed checkpoint by their full keys. The last ones read are kept: a map that cuts one into
+    many asks for it again and again.
+
+    Args:
+        folder: Holds `.metadata`.
+
+    Raises:
+        CheckpointError: There is no index, or it is broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.storage = MetadataReader(folder)
+        index = self.storage.metadata.state_dict_metadata
+        self.entries = {key: entry for key, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
+        self.prefix = model_prefix(self.storage.metadata)
+        """What stands before the names of the model's tensors: `model.`, or nothing in a bare state dict."""
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    def lazy(self, key: str) -> Stored:
+        """A tensor by its full key, not read yet."""
+        entry = self.entries[key]
+        return Stored(key, entry.size, entry.properties.dtype, lambda: self)
+
+    def model_tensors(self) -> dict[str, Stored]:
+        """Those of the model by name."""
+        others = tuple(f"{section}." for section in _OTHER_SECTIONS) if self.prefix else ()
+        return {
+            key.removeprefix(self.prefix): self.lazy(key)
+            for key in self.entries
+            if key.startswith(self.prefix) and not key.startswith(others)
+        }
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """One whole tensor in host memory, in the dtype that it was saved in."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        while len(self._kept) >= _KEPT:
+            self._kept.popitem(last=False)
+        entry = self.entries[key]
+        tensor = self._kept[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        read_tree({key: tensor}, self.storage)
+        return tensor
+
+
+def model_prefix(metadata: Metadata) -> str:
+    """`model.` where the checkpoint is a tree with a section of that name, nothing where it is a bare state dict.
+
+    The index says how keys were made of a tree; where it does not, a section is one when nothing lies outside of it
+    and those that stand beside a model.
+    """
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    nested = [path for path in paths.values() if isinstance(path, tuple) and len(path) > 1]
+    if paths:
+        return f"{MODEL}." if any(path[0] == MODEL for path in nested) else ""
+    tensors = [k for k, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)]
+    sections = tuple(f"{name}." for name in (MODEL, *_OTHER_SECTIONS))
+    return f"{MODEL}." if tensors and all(key.startswith(sections) for key in tensors) else ""
+
+
+def wrapper_prefix(names: Collection[str], wanted: Collection[str]) -> str:
+    """`model.` where a checkpoint was saved from a model inside another module of that name, so that every name of the
+    model has it in front; else nothing."""
+    known = set(names)
+    plain = sum(name in known for name in wanted)
+    wrapped = sum(f"{MODEL}.{name}" in known for name in wanted)
+    return f"{MODEL}." if wrapped > plain else ""
+
+
+def find_step(folder: Path) -> Path:
+    """The folder that holds `.metadata`: the one given, or the step in it that the tracker names, or the newest.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if (folder / layout.METADATA).is_file():
+        return folder
+    named = layout.read_tracker(folder)
+    steps = [layout.checkpoint_folder(folder, number) for number in reversed(layout.list_iterations(folder))]
+    if named is not None:
+        told = folder / named if named == layout.RELEASE else layout.checkpoint_folder(folder, int(named))
+        steps.insert(0, told)
+    steps.append(folder / layout.RELEASE)
+    for step in steps:
+        if (step / layout.METADATA).is_file():
+            return step
+    raise CheckpointError(
+        "holds no distributed checkpoint",
+        where=str(folder),
+        way_out=f"Name the folder with {layout.TRACKER}, its {layout.RELEASE}/ or an iter_*/.",
+    )

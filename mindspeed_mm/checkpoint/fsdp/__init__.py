@@ -1,0 +1,1 @@
+"""Converters between Hugging Face folders and distributed checkpoints, which train under a YAML file."""

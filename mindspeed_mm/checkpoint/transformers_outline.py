@@ -1,0 +1,140 @@
+"""The class of transformers that a Hugging Face folder names, built without weights: its names and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.keymap import check_used_once, natural_order
+from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor
+from mindspeed_mm.checkpoint.transformers_map import conversion_rules, loading_steps, saving_steps
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SHOWN = 5
+
+
+class TransformersOutline:
+    """A model's own names and the way from a folder's keys to them and back.
+
+    Args:
+        folder: With config.json. What of its weights has no place in the model is known after `own_tensors`.
+
+    Raises:
+        ModelFolderError: The configuration is none that transformers takes.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        self.folder, self.model = folder, model
+        self._rules = conversion_rules(model)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+        """Of parameters and persistent buffers, a tied one under each of its names."""
+        self.ties = _tied_names(model)
+        """Further name of a tied parameter → its first name."""
+        self.tied_keys: dict[str, str] = {}
+        """A stored key that is a copy of a tied tensor → the tensor's name; known after `own_tensors`."""
+
+    @classmethod
+    def of(cls, folder: Path) -> TransformersOutline | None:
+        """Of a folder; None where transformers has no class of the name that its config.json gives."""
+        config = read_json_object(folder / "config.json", ModelFolderError)
+        prepare_for_transformers()
+        import transformers  # heavy
+
+        names: list[str] = config.get("architectures") or []
+        model_class = next((found for name in names if (found := getattr(transformers, str(name), None))), None)
+        if model_class is None or config.get("auto_map"):
+            return None
+        try:
+            loaded = model_class.config_class.from_pretrained(folder)
+            with torch.device("meta"):
+                return cls(folder, model_class(loaded))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelFolderError(
+                f"transformers cannot build {names[0]} from it: {error}", where=str(folder / "config.json")
+            ) from error
+
+    def own_tensors(self, stored: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
+        """A folder's tensors under the model's names, each once.
+
+        Returns:
+            The tensors, and the stored keys that the model has no place for.
+
+        Raises:
+            ModelFolderError: Weights are missing, or have another shape.
+        """
+        steps = loading_steps(self.model, stored, set(self.shapes), self._rules)
+        made: dict[str, LazyTensor] = {}
+        surplus: list[str] = []
+        homes: dict[str, str] = {}
+        for step in steps:
+            if not step.targets.keys() & self.shapes.keys():
+                surplus += step.sources
+                continue
+            made |= step.targets
+            if len(step.sources) == len(step.targets) == 1:
+                (key,), (name,) = step.sources, step.targets
+                homes[name] = key
+        for alias, name in self.ties.items():
+            if alias not in made:
+                continue
+            copy = made.pop(alias)
+            if name in made:
+                self.tied_keys[homes[alias]] = name
+            made[name] = Agreeing([made[name], copy], [name, alias]) if name in made else copy
+        self._check(made)
+        return {name: made[name] for name in self.shapes if name in made}, surplus
+
+    def hub_tensors(self, own: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The model's tensors under the folder's keys: the way back of `own_tensors`, where it was called, else as
+        transformers writes it now.
+
+        Raises:
+            ModelFolderError: Weights are missing or surplus, or have another shape.
+        """
+        own = {name: tensor for name, tensor in own.items() if name not in self.ties or self.ties[name] not in own}
+        held = {self.ties.get(name, name): tensor for name, tensor in own.items()}
+        self._check(held)
+        steps = saving_steps(self.model, held, self._rules)
+        made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+        check_used_once(steps, held, made)
+        return {key: made[key] for key in sorted(made, key=natural_order)}
+
+    def _check(self, made: Mapping[str, LazyTensor]) -> None:
+        problems = [
+            *(_listed("is missing", [n for n in self.shapes if n not in made and n not in self.ties])),
+            *(_listed("has no place in the model", [n for n in made if n not in self.shapes])),
+        ]
+        for name, tensor in made.items():
+            if name in self.shapes and tensor.shape != self.shapes[name] and len(problems) < 2 * _SHOWN:
+                problems.append(Problem(f"is {list(tensor.shape)}, the model's {list(self.shapes[name])}", key=name))
+        if problems:
+            raise ModelFolderError(
+                f"{self.folder}: what is stored is not this model, {type(self.model).__name__}", problems=problems
+            )
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    firsts: dict[int, str] = {}
+    ties = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        first = firsts.setdefault(id(tensor), name)
+        if first != name:
+            ties[name] = first
+    return ties
+
+
+def _listed(what: str, names: list[str]) -> list[Problem]:
+    more = [Problem(f"and {len(names) - _SHOWN:,} more")] if len(names) > _SHOWN else []
+    return [Problem(what, key=name) for name in names[:_SHOWN]] + more
