@@ -16,6 +16,7 @@ from benchmarks.machine import write_result
 NAMES = (
     "help",
     "loading",
+    "conversion",
     "startup",
     "step_time",
     "diffusion_step",

@@ -239,7 +239,7 @@ class Computed(LazyTensor):
         out.copy_(tensor[tuple(slice(start, start + length) for start, length in region)])
 
 
-class Held(LazyTensor):
+class HeldTensor(LazyTensor):
     """A tensor in memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -251,6 +251,9 @@ class Held(LazyTensor):
 
     def read(self) -> torch.Tensor:  # noqa: D102
         return self._tensor
+
+
+Held = HeldTensor
 
 
 class Cast(LazyTensor):

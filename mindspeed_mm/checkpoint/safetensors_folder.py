@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -51,20 +51,29 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def open_weights(folder: Path) -> Iterator[dict[str, Stored]]:
+def open_weights(folder: Path, most_open: int | None = None) -> Iterator[dict[str, Stored]]:
     """The folder's tensors as views of memory-mapped files, open for the length of the `with` block.
+
+    Args:
+        folder: With one file, or shards and an index.
+        most_open: Files that are kept open; what was read of a file counts as this process's memory until it is
+            closed. None: all.
 
     Raises:
         ModelFolderError: As `find_entries`.
     """
     entries = find_entries(folder)
     with ExitStack() as stack:
-        opened: dict[Path, TensorReader] = {}
+        opened: OrderedDict[Path, tuple[TensorReader, ExitStack]] = OrderedDict()
 
         def reader(file: Path) -> TensorReader:
             if file not in opened:
-                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-            return opened[file]
+                while most_open is not None and len(opened) >= most_open:
+                    opened.popitem(last=False)[1][1].close()
+                own = stack.enter_context(ExitStack())
+                opened[file] = own.enter_context(safe_open(file, framework="pt")), own
+            opened.move_to_end(file)
+            return opened[file][0]
 
         yield {
             key: Stored(key, entry.shape, entry.dtype, lambda file=entry.file: reader(file))  # type: ignore[misc]

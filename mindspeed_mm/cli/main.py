@@ -33,6 +33,7 @@ VERBS = {
     "verify": "Verify that a parallel plan computes what one process computes.",
     "extract": "Encode media and captions once, before training a generator.",
     "export": "Export a run as a Hugging Face folder.",
+    "convert": "Convert a checkpoint to another layout.",
     "merge": "Merge adapters into a model's weights.",
     "infer": "Generate answers or samples with a model.",
     "evaluate": "Score a model on held-out rows.",

@@ -21,8 +21,13 @@ from mindspeed_mm.core.errors import ConfigError, ExitCode, Problem, UsageError
 from mindspeed_mm.core.suggest import did_you_mean
 
 _FSDP = "mindspeed_mm.checkpoint.fsdp"
+_FAMILIES = "mindspeed_mm.tasks.convert.family_converters"
 CONVERTERS: dict[str, tuple[str, str]] = {
     "GenericDCPConverter": (f"{_FSDP}.generic_dcp_converter", "Any model that transformers knows ↔ DCP."),
+    "Qwen3VLConverter": (_FAMILIES, "Qwen3-VL ↔ DCP, adapters of it, and merging them."),
+    "Qwen35Converter": (_FAMILIES, "Qwen3.5 ↔ DCP, adapters of it, and merging them."),
+    "Mistral3Converter": (_FAMILIES, "Mistral 3 ↔ DCP, adapters of it, and merging them."),
+    "ExpertMergeDcpConverter": (_FAMILIES, "Experts stored one by one on the hub, stacked in DCP."),
 }
 """Name → (module, help line)."""
 PLANNED = ("Qwen3TTSConverter",)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from mindspeed_mm.checkpoint.lazy_tensor import Held, LazyTensor, Stored
+from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor, Stored
 from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.checkpoint.safetensors_header import DTYPES, read_header
 
@@ -137,7 +137,7 @@ class PtFile(OutputFile):
         content = load_weights(path)
         parts = {name: content if name == "" else content[name] for name in self.sections}
         yield {
-            _joined(name, key): Held(tensor)
+            _joined(name, key): HeldTensor(tensor)
             for name, part in parts.items()
             for key, tensor in part.items()
             if isinstance(tensor, torch.Tensor)

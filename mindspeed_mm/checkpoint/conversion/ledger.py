@@ -42,7 +42,7 @@ class CountedTensor(Stored):
         return torch.empty(self.shape, dtype=self.dtype)
 
 
-class Ledger:
+class SourceLedger:
     """Proves that a conversion takes every element of its sources, and none more often than it says.
 
     Args:
@@ -79,6 +79,9 @@ class Ledger:
         if problems:
             shown = [problem for found in problems.values() for problem in _first(found)]
             raise ModelFolderError(f"{self.where}: the conversion does not fit what is stored here", problems=shown)
+
+
+Ledger = SourceLedger
 
 
 def _complaint(tensor: CountedTensor, may_repeat: bool, is_left_out: bool) -> str | None:

@@ -1,7 +1,7 @@
 """Runs a conversion: every promise about the output folder is kept here, whatever the layouts are.
 
 with open_weights(source) as stored:
-    ledger = Ledger(stored, source)
+    ledger = SourceLedger(stored, source)
     files = {"model.safetensors": SafetensorsFile(my_map(ledger.tensors))}
     convert(Conversion([source], [ledger], files, layout={"kind": "hf"}), target)
 """
@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from mindspeed_mm.checkpoint.conversion.files import OutputFile, SafetensorsFile, TensorRecord
-from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem
 from mindspeed_mm.core.folder_writing import atomic_folder, check_target, copy_plain, folder_in_place
@@ -37,7 +37,7 @@ class Conversion:
 
     sources: Sequence[Path]
     """Folders and files that are read meanwhile: the target may neither be one of them, nor hold or lie in one."""
-    ledgers: Sequence[Ledger]
+    ledgers: Sequence[SourceLedger]
     """Of the sources' tensors. Every element is used exactly once, but for what the next two fields say."""
     files: Mapping[str, OutputFile]
     """Relative name → content."""
@@ -156,7 +156,7 @@ def _folder(
 def _write(conversion: Conversion, draft: Path, progress: WorkProgress | None) -> dict[str, dict[str, TensorRecord]]:
     """Everything into the draft; what each tensor is, by file and key."""
     if progress is not None:
-        progress.begin(round(conversion.size_bytes / _MB))
+        progress.begin(conversion.size_bytes / _MB)
     records: dict[str, dict[str, TensorRecord]] = {}
     for name, source in conversion.copies.items():
         copy_plain(source, _place(draft, name))
@@ -197,8 +197,7 @@ def _verify(
 ) -> None:
     """Read back what was written and compare keys, shapes and checksums."""
     if progress is not None:
-        progress.note("verifying")
-        progress.begin(round(conversion.size_bytes / _MB))
+        progress.begin(conversion.size_bytes / _MB)
     problems = []
     for name, file in conversion.files.items():
         with file.open_written(draft / name) as stored:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.common.converter import Converter
-from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step, wrapper_prefix
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
@@ -55,8 +55,9 @@ class GenericDCPConverter(Converter):
             overwrite: Replace what an earlier conversion wrote to dcp_dir.
             verify: Read everything back and compare.
         """
-        with open_weights(hf_dir) as stored:
-            ledger = Ledger(stored, hf_dir)
+        self._check_family(hf_dir)
+        with open_weights(hf_dir, most_open=1) as stored:
+            ledger = SourceLedger(stored, hf_dir)
             renames = bool(dcp_prefix or hf_prefix or fused_linear_names)
             outline = None if renames else TransformersOutline.of(hf_dir)
             surplus: list[str] = []
@@ -119,15 +120,16 @@ class GenericDCPConverter(Converter):
             max_shard_bytes: Largest size of one file, unless a single tensor is larger.
         """
         del trust_remote_code
+        self._check_family(model_assets_dir)
         step = find_step(load_dir)
         assets = asset_files(model_assets_dir)
         has_weights = _has_weights(model_assets_dir)
         renames = bool(dcp_prefix or hf_prefix or fused_linear_names)
         outline = None if renames else TransformersOutline.of(model_assets_dir)
-        ledger = Ledger(DcpReader(step).model_tensors(), step)
+        ledger = SourceLedger(DcpReader(step).model_tensors(), step)
         left_out: dict[str, str] = {}
         taken_over: dict[str, LazyTensor] = {}
-        with open_weights(model_assets_dir) if has_weights else _nothing() as stored:
+        with open_weights(model_assets_dir, most_open=1) if has_weights else _nothing() as stored:
             if outline is not None:
                 if has_weights:
                     _, surplus = outline.own_tensors(stored)
@@ -154,6 +156,9 @@ class GenericDCPConverter(Converter):
                 texts=texts,
             )
             return convert(conversion, save_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+
+    def _check_family(self, folder: Path) -> None:
+        """Raise `UsageError` when the converter is not for this folder's model."""
 
 
 def _renamed(key: str, old: str, new: str) -> str:

@@ -59,7 +59,7 @@ class WorkProgress:
 
     def _tell(self, seconds: float) -> None:
         rate = self.done / seconds
-        left_s = (self._total - self.done) / rate if rate else 0.0
+        left_s = max(0.0, self._total - self.done) / rate if rate else 0.0
         if self._live:
             self._bar_stands = True
             drawn = bar(round(self.done), round(self._total), left_s)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.checkpoint.conversion import run
 from mindspeed_mm.checkpoint.conversion.files import PtFile, SafetensorsFile
-from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, convert
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, Concatenated, LazyTensor, Sliced
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
@@ -45,7 +45,7 @@ def halves(stored: dict[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[s
 def test_two_files_hold_each_tensor_once_and_the_manifest_knows_their_sums(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     with open_weights(source) as stored:
-        ledger = Ledger(stored, source)
+        ledger = SourceLedger(stored, source)
         one, two = halves(dict(ledger.tensors))
         files = {
             "0/weights.pt": PtFile({"model": one}, {"checkpoint_version": 3.0}),
@@ -80,7 +80,7 @@ def test_a_tensor_that_is_lost_or_used_twice_stops_the_conversion(
 ) -> None:
     target = tmp_path / "target"
     with open_weights(source) as stored:
-        ledger = Ledger(stored, source)
+        ledger = SourceLedger(stored, source)
         made = change(dict(ledger.tensors))  # type: ignore[operator]
         with pytest.raises(ModelFolderError) as caught:
             convert(Conversion([source], [ledger], {"model.safetensors": SafetensorsFile(made)}, {}), target)
@@ -90,7 +90,7 @@ def test_a_tensor_that_is_lost_or_used_twice_stops_the_conversion(
 
 def test_a_key_may_not_be_written_into_two_shards(source: Path, tmp_path: Path) -> None:
     with open_weights(source) as stored:
-        ledger = Ledger(stored, source)
+        ledger = SourceLedger(stored, source)
         shard = SafetensorsFile(dict(ledger.tensors))
         conversion = Conversion([source], [ledger], {"1.safetensors": shard, "2.safetensors": shard}, {}, set(TENSORS))
         with pytest.raises(ModelFolderError, match=r"is written into 1\.safetensors and 2\.safetensors"):
@@ -102,7 +102,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(run, "free_bytes", lambda path: 50)
     with open_weights(source) as stored:
-        ledger = Ledger(stored, source)
+        ledger = SourceLedger(stored, source)
         file = SafetensorsFile(dict(ledger.tensors))
         with pytest.raises(MachineError, match="80 bytes are needed, but only 50 are free"):
             convert(Conversion([source], [ledger], {"model.safetensors": file}, {}), tmp_path / "target")
@@ -120,7 +120,7 @@ def test_what_the_disk_changed_is_noticed_and_nothing_is_left(
             path.write_bytes(content)
 
     with open_weights(source) as stored:
-        ledger = Ledger(stored, source)
+        ledger = SourceLedger(stored, source)
         file = Rotten(dict(ledger.tensors))
         with pytest.raises(CheckpointError, match="does not read back as it was written"):
             convert(Conversion([source], [ledger], {"model.safetensors": file}, {}), tmp_path / "target")
@@ -129,7 +129,7 @@ def test_what_the_disk_changed_is_noticed_and_nothing_is_left(
 
 def test_a_cast_and_a_join_are_written_as_they_read(source: Path, tmp_path: Path) -> None:
     with open_weights(source) as stored:
-        ledger = Ledger(stored, source)
+        ledger = SourceLedger(stored, source)
         made: dict[str, LazyTensor] = dict(ledger.tensors)
         made["wide"] = Cast(made.pop("down"), torch.float64)
         up = made.pop("up")
@@ -144,7 +144,7 @@ def test_a_cast_and_a_join_are_written_as_they_read(source: Path, tmp_path: Path
 
 def in_place(source: Path, **options: bool) -> None:
     with open_weights(source) as stored:
-        ledger = Ledger(stored, source)
+        ledger = SourceLedger(stored, source)
         made = {f"new.{key}": tensor for key, tensor in ledger.tensors.items()}
         conversion = Conversion([source], [ledger], {"model.safetensors": SafetensorsFile(made)}, {"kind": "renamed"})
         convert(conversion, source, in_place=True, **options)

@@ -1,0 +1,61 @@
+"""`mm convert`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.convert.convert import Layout
+
+EXAMPLES = """
+\b
+Examples:
+  mm convert models/Qwen3-0.6B models/Qwen3-0.6B-dcp --to dcp
+  mm convert models/Qwen3-0.6B-dcp exported/Qwen3-0.6B --to hf --model models/Qwen3-0.6B
+
+mm-convert has a converter for each family, with every flag: also hf2mg and mg2hf, to and from Megatron.
+"""
+PATH = click.Path(path_type=Path)
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("source", type=PATH)
+@click.argument("target", type=PATH)
+@click.option(
+    "--to",
+    type=click.Choice(["hf", "dcp", "megatron", "diffusers", "original"]),
+    help="Layout of TARGET; default: dcp of a Hugging Face folder, hf of a checkpoint.",
+)
+@click.option("--model", "model_folder", type=PATH, help="Folder with config.json and tokenizer, for a checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier conversion wrote to TARGET.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Read everything back and compare.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def command(
+    source: Path,
+    target: Path,
+    to: Layout | None,
+    model_folder: Path | None,
+    overwrite: bool,
+    verify: bool,
+    as_json: bool,
+) -> None:
+    """Convert a checkpoint to another layout.
+
+    SOURCE is recognised: a Hugging Face folder, a distributed checkpoint or a run. TARGET appears when it is complete,
+    with a manifest of every tensor's checksum.
+    """
+    from mindspeed_mm.tasks.convert import convert  # torch: not for --help
+
+    kind, done = convert.run(source, target, to, model_folder=model_folder, overwrite=overwrite, verify=verify)
+    if as_json:
+        click.echo(json.dumps({"source_kind": kind, **dataclasses.asdict(done)}, default=str))
+        return
+    click.echo(
+        f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB, from a folder of kind '{kind}', "
+        f"written in {done.write_s:.1f} s" + (f", verified in {done.verify_s:.1f} s" if verify else ", not verified")
+    )

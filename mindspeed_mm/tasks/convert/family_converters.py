@@ -1,0 +1,198 @@
+"""Converters of families that train here: what the generic one does, with adapters, and with experts one by one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
+from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
+from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step
+from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
+from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_files, safetensors_files
+from mindspeed_mm.checkpoint.keymap import Concat, KeyMap, KeyRule, Stack, natural_order
+from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
+from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.models.lora.names import ADAPTER
+from mindspeed_mm.tasks.export import merge
+
+_PEFT = "base_model.model."
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+class _FamilyConverter(GenericDCPConverter):
+    """A generic converter that refuses folders of other families."""
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+
+    def lora_hf_to_dcp(self, hf_dir: Path, dcp_dir: Path, overwrite: bool = False, verify: bool = True) -> Converted:
+        """Write adapters of PEFT as a distributed checkpoint, under the names of a model with adapters.
+
+        Args:
+            hf_dir: The folder with adapter_config.json and adapter_model.safetensors.
+            dcp_dir: The folder to write: release/ and latest_checkpointed_iteration.txt.
+            overwrite: Replace what an earlier conversion wrote to dcp_dir.
+            verify: Read everything back and compare.
+        """
+        if not (hf_dir / _ADAPTER_CONFIG).is_file():
+            raise ModelFolderError(f"has no {_ADAPTER_CONFIG}", where=str(hf_dir), way_out="Name a folder of PEFT.")
+        with open_weights(hf_dir, most_open=1) as stored:
+            ledger = SourceLedger(stored, hf_dir)
+            tensors = {_name_in_model(key): tensor for key, tensor in ledger.tensors.items()}
+            conversion = Conversion(
+                sources=[hf_dir],
+                ledgers=[ledger],
+                files={layout.RELEASE: DcpFolder(tensors)},
+                layout={"kind": "dcp", "names": "adapters"},
+                copies={_ADAPTER_CONFIG: hf_dir / _ADAPTER_CONFIG},
+                texts={layout.TRACKER: f"{layout.RELEASE}\n"},
+            )
+            return convert(conversion, dcp_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+
+    def merge_lora_to_base(
+        self,
+        base_hf_dir: Path,
+        lora_dir: Path,
+        save_merged_hf_dir: Path,
+        scaling: float = 1.0,
+        overwrite: bool = False,
+    ) -> None:
+        """Add adapters to a model's weights and write the whole model.
+
+        Args:
+            base_hf_dir: The model that the adapters were trained on.
+            lora_dir: Adapters as PEFT writes them.
+            save_merged_hf_dir: The folder to write.
+            scaling: How many times the adapters are added.
+            overwrite: Replace what an earlier merge wrote there.
+        """
+        self._check_family(base_hf_dir)
+        done = merge.run(base_hf_dir, [lora_dir], save_merged_hf_dir, scales=[scaling], overwrite=overwrite)
+        print(f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
+
+    def _check_family(self, folder: Path) -> None:
+        config = read_json_object(folder / "config.json", ModelFolderError)
+        if (found := config.get("model_type")) not in self.model_types:
+            raise UsageError(
+                f"model_type is {found!r}, and this converter is for {' and '.join(self.model_types)}",
+                where=str(folder / "config.json"),
+                way_out="Use GenericDCPConverter for any other model.",
+            )
+
+
+def _name_in_model(key: str) -> str:
+    """`base_model.model.x.lora_A.weight` → `x.lora_A.default.weight`."""
+    name = key.removeprefix(_PEFT)
+    stem, dot, last = name.rpartition(".")
+    if ".lora_" not in name:
+        return name
+    if last == "lora_magnitude_vector":
+        return f"{name}.{ADAPTER}.weight"
+    return f"{stem}.{ADAPTER}{dot}{last}"
+
+
+class Qwen3VLConverter(_FamilyConverter):
+    """Qwen3-VL ↔ DCP, adapters of it, and merging them."""
+
+    model_types = ("qwen3_vl", "qwen3_vl_moe")
+
+
+class Qwen35Converter(_FamilyConverter):
+    """Qwen3.5 ↔ DCP, adapters of it, and merging them."""
+
+    model_types = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+class Mistral3Converter(_FamilyConverter):
+    """Mistral 3 ↔ DCP, adapters of it, and merging them."""
+
+    model_types = ("mistral3",)
+
+
+_EXPERTS = KeyMap(
+    [
+        KeyRule(
+            ("{at*}.experts.{e}.gate_proj.weight", "{at*}.experts.{e}.up_proj.weight"),
+            "{at*}.experts.gate_up_proj",
+            (Stack(0), Concat(1)),
+        ),
+        KeyRule("{at*}.experts.{e}.down_proj.weight", "{at*}.experts.down_proj", (Stack(0),)),
+    ],
+    keep_others=True,
+)
+"""Experts one by one → stacked as transformers' modules hold them: [E, 2·inner, hidden] and [E, hidden, inner]."""
+
+
+class ExpertMergeDcpConverter(GenericDCPConverter):
+    """Experts stored one by one on the hub, stacked in DCP; the other keys as they are."""
+
+    def hf_to_dcp(self, hf_dir: Path, save_dir: Path, overwrite: bool = False, verify: bool = True) -> Converted:  # type: ignore[override]
+        """Write a folder with one tensor for each expert as a checkpoint with one for all experts of a layer.
+
+        Args:
+            hf_dir: The folder with config.json and the safetensors.
+            save_dir: The folder to write: release/ and latest_checkpointed_iteration.txt.
+            overwrite: Replace what an earlier conversion wrote to save_dir.
+            verify: Read everything back and compare.
+        """
+        with open_weights(hf_dir, most_open=1) as stored:
+            ledger = SourceLedger(stored, hf_dir)
+            conversion = Conversion(
+                sources=[hf_dir],
+                ledgers=[ledger],
+                files={layout.RELEASE: DcpFolder(_mapped(_EXPERTS, ledger.tensors))},
+                layout={"kind": "dcp", "names": "folder", "experts": "stacked"},
+                texts={layout.TRACKER: f"{layout.RELEASE}\n"},
+            )
+            return convert(conversion, save_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+
+    def dcp_to_hf(  # type: ignore[override]
+        self,
+        hf_dir: Path,
+        dcp_dir: Path,
+        save_dir: Path,
+        overwrite: bool = False,
+        verify: bool = True,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> Converted:
+        """Write a checkpoint with stacked experts as a folder with one tensor for each expert.
+
+        Args:
+            hf_dir: The model's own folder: configuration, tokenizer, processor.
+            dcp_dir: The folder with the tracker, its release/ or an iter_*/.
+            save_dir: The folder to write.
+            overwrite: Replace what an earlier conversion wrote to save_dir.
+            verify: Read everything back and compare.
+            max_shard_bytes: Largest size of one file, unless a single tensor is larger.
+        """
+        step = find_step(dcp_dir)
+        ledger = SourceLedger(DcpReader(step).model_tensors(), step)
+        rule = DtypeRule.of_source(hf_dir)
+        made = {
+            key: tensor if tensor.dtype == rule(key, tensor.dtype) else Cast(tensor, rule(key, tensor.dtype))
+            for key, tensor in _mapped(_EXPERTS.inverse, ledger.tensors).items()
+        }
+        wanted = find_entries(hf_dir).keys() if any(hf_dir.glob("*.safetensors")) else made.keys()
+        if differing := sorted(made.keys() ^ wanted):
+            raise ModelFolderError("is in one of checkpoint and folder only", where=str(hf_dir), key=differing[0])
+        files, texts = safetensors_files(made, max_shard_bytes)
+        conversion = Conversion(
+            sources=[step, hf_dir],
+            ledgers=[ledger],
+            files=files,
+            layout={"kind": "hf"},
+            copies={path.name: path for path in asset_files(hf_dir)},
+            texts=texts,
+        )
+        return convert(conversion, save_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+
+
+def _mapped(key_map: KeyMap, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    made = {key: tensor for step in key_map.steps(tensors) for key, tensor in step.targets.items()}
+    return {key: made[key] for key in sorted(made, key=natural_order)}

@@ -1,0 +1,74 @@
+"""Kill -9 before the changes that a conversion makes to the disk: the source is as it was, the target is whole or not
+there, and the same command finishes the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_mm.checkpoint.conversion.files import SafetensorsFile
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
+from mindspeed_mm.checkpoint.conversion.run import Conversion, convert
+from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader
+from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from tests.helpers.distributed import alone
+from tests.helpers.kills import everything, killed_before_each_change
+
+pytestmark = pytest.mark.edge("S2")
+
+WEIGHT = torch.arange(6.0).reshape(2, 3)
+
+
+def make_source(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    save_file({"a.weight": WEIGHT}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@alone
+def test_a_distributed_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source")
+    parent = tmp_path / "parent"
+    before = everything(source)
+    seen = set()
+    for change in killed_before_each_change(
+        parent, lambda: None, lambda: GenericDCPConverter().hf_to_dcp(source, parent / "dcp")
+    ):
+        is_there = (parent / "dcp").exists()
+        seen.add(is_there)
+        if is_there:
+            assert torch.equal(DcpReader(parent / "dcp/release").get_tensor("model.a.weight"), WEIGHT), change
+        GenericDCPConverter().hf_to_dcp(source, parent / "dcp", overwrite=True)
+        assert [path.name for path in parent.iterdir()] == ["dcp"], change
+        assert everything(source) == before, change
+    assert seen == {True, False}
+
+
+def in_place(source: Path) -> None:
+    with open_weights(source) as stored:
+        ledger = SourceLedger(stored, source)
+        made = {f"new.{key.removeprefix('new.')}": tensor for key, tensor in ledger.tensors.items()}
+        files = {"model.safetensors": SafetensorsFile(made)}
+        convert(Conversion([source], [ledger], files, {"kind": "renamed"}), source, in_place=True)
+
+
+@alone
+def test_in_place_there_is_always_one_whole_folder_and_the_original_is_kept(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    seen = set()
+    for change in killed_before_each_change(
+        parent, lambda: make_source(parent / "source"), lambda: in_place(parent / "source")
+    ):
+        (key,) = load_file(parent / "source/model.safetensors")
+        seen.add(key)
+        if key == "a.weight":
+            in_place(parent / "source")
+        assert set(load_file(parent / "source/model.safetensors")) == {"new.a.weight"}, change
+        assert set(load_file(parent / "source.bak/model.safetensors")) == {"a.weight"}, change
+        assert sorted(path.name for path in parent.iterdir()) == ["source", "source.bak"], change
+    assert seen == {"a.weight", "new.a.weight"}

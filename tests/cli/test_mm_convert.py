@@ -1,0 +1,202 @@
+"""`mm-convert` and `mm convert`: their grammar, their errors, and what they write."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_mm.checkpoint.common.config import ConvertMMConfig
+from mindspeed_mm.checkpoint.common.converter import Converter
+from mindspeed_mm.cli import main as mm
+from mindspeed_mm.cli import mm_convert
+from mindspeed_mm.core.errors import ConfigError, UsageError
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+
+GENERIC = "GenericDCPConverter"
+ROOT = Path(__file__).parents[2]
+
+
+class RecordingConverter(Converter):
+    """Keeps what it was given."""
+
+    given: ConvertMMConfig
+
+    def hf_to_mm(self, cfg: ConvertMMConfig) -> None:
+        """Divide a folder."""
+        type(self).given = cfg
+
+
+REQUIRED = ["--cfg.mm_dir", "mm", "--cfg.hf_config.hf_dir=hf"]
+
+
+@pytest.mark.parametrize("subcommand", ["hf_to_mm", "hf2mg"])
+def test_the_documents_flags_reach_the_converter(subcommand: str) -> None:
+    layers = "[[10,10,10,2],[0,0,0,0]]"
+    flags = ["--cfg.parallel_config.vit_pp_layers", layers, "--cfg.parallel_config.llm_pp_layers", "[14,14]"]
+    mm_convert.run(["RecordingConverter", subcommand, *REQUIRED, *flags, "--cfg.parallel_config.tp_size", "2"])
+    given = RecordingConverter.given
+    assert (given.mm_dir, given.hf_config.hf_dir) == (Path("mm"), Path("hf"))
+    assert given.parallel_config.vit_pp_layers == [[10, 10, 10, 2], [0, 0, 0, 0]]
+    assert given.parallel_config.llm_pp_layers == [[14, 14]]
+    assert given.parallel_config.tp_size == 2
+
+
+def test_what_print_config_prints_is_taken_back_and_flags_win(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mm_convert.run(["RecordingConverter", "hf_to_mm", *REQUIRED, "--print_config"])
+    file = tmp_path / "convert.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert "# Ranks that divide each layer." in file.read_text()
+    mm_convert.run(["RecordingConverter", "hf_to_mm", "--config", str(file), "--cfg.parallel_config.ep_size", "4"])
+    given = RecordingConverter.given
+    assert (given.mm_dir, given.parallel_config.ep_size, given.parallel_config.tp_size) == (Path("mm"), 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["GenericDCPConvertor", "hf_to_dcp"], "Did you mean 'GenericDCPConverter'"),
+        (["Qwen3TTSConverter", "hf_to_dcp"], "is planned"),
+        (["RecordingConverter", "hf_to_m"], "Did you mean 'hf_to_mm'"),
+        (["RecordingConverter", "resplit"], "has no 'resplit'"),
+        (["RecordingConverter", "hf_to_mm", "--cfg.mm_dri", "x"], "Did you mean '--cfg.mm_dir'"),
+        (["RecordingConverter", "hf_to_mm", "mm"], "'mm' is no flag"),
+        (["RecordingConverter", "hf_to_mm", "--cfg.mm_dir"], "needs a value"),
+        (["RecordingConverter", "hf_to_mm", "--cfg.mm_dir=x"], "--cfg.hf_config  is needed"),
+        (["RecordingConverter", "hf_to_mm", *REQUIRED, "--cfg.parallel_config.tp_size=0"], "greater than 0"),
+        (["RecordingConverter", "hf_to_mm", *REQUIRED, "--cfg.parallel_config.llm_pp_layers", "[1,"], "not valid YAML"),
+    ],
+)
+def test_mistakes_are_named_with_the_way_out(words: list[str], message: str) -> None:
+    with pytest.raises((UsageError, ConfigError)) as caught:
+        mm_convert.run(words)
+    assert message in str(caught.value)
+
+
+def test_the_help_names_every_converter_and_hf2mg_without_torch() -> None:
+    code = (
+        "import sys; from mindspeed_mm.cli import mm_convert; mm_convert.run(['--help']); "
+        "assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for word in (*mm_convert.CONVERTERS, *mm_convert.PLANNED, "hf2mg", "mg2hf", "--plugin"):
+        assert word in done.stdout
+
+
+def test_every_converter_that_is_listed_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in mm_convert.CONVERTERS:
+        mm_convert.run([name, "--help"])
+        assert "Subcommands:" in capsys.readouterr().out
+    mm_convert.run([GENERIC, "dcp_to_hf", "--help"])
+    assert "--model_assets_dir" in capsys.readouterr().out
+
+
+def test_a_plugin_brings_a_converter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_converters.py").write_text(
+        "from mindspeed_mm.checkpoint.common.converter import Converter\n"
+        "class MineConverter(Converter):\n"
+        "    '''Mine.'''\n"
+        "    def hf_to_mm(self, steps: int = 1) -> None:\n"
+        "        '''Nothing.'''\n"
+        "        assert steps == 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert mm_convert.run(["--plugin", "my_converters", "MineConverter", "hf_to_mm", "--steps", "3"]) == 0
+
+
+PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/convert_*.sh")]
+
+
+def documented_commands() -> list[list[str]]:
+    """Lines of pages and scripts that start with `mm-convert`, continuation lines joined."""
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in PAGES]
+    lines = [line for text in texts for line in re.findall(r"^\s*mm-convert (\w[^#\n]*)", text, flags=re.MULTILINE)]
+    return [shlex.split(line) for line in lines]
+
+
+def test_every_documented_command_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = documented_commands()
+    assert len(commands) >= 5
+    for words in commands:
+        mm_convert.run([*words, "--print_config"])
+    with pytest.raises(UsageError):
+        mm_convert.run([*commands[0], "--of_no_converter", "1", "--print_config"])
+
+
+def test_the_examples_script_converts_there_and_back(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3_vl(tmp_path / "model")
+    (tmp_path / "bin").mkdir()
+    shim = tmp_path / "bin/mm-convert"
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m mindspeed_mm.cli.mm_convert "$@"\n')
+    shim.chmod(0o755)
+    script = ROOT / "examples/qwen3vl/convert_qwen3vl.sh"
+    environment = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}", "MODEL": str(folder)}
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = load_file(folder / "model.safetensors"), load_file(tmp_path / "model-exported/model.safetensors")
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def plain_folder(folder: Path) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    tensors = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(3, dtype=torch.bfloat16)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"architectures": ["OfNoLibrary"]}')
+    return tensors
+
+
+def test_mm_convert_recognises_the_source_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = plain_folder(tmp_path / "hf")
+    assert mm.run(["convert", str(tmp_path / "hf"), str(tmp_path / "dcp")]) == 0
+    assert "2 tensors" in capsys.readouterr().out
+    words = ["convert", str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "hf", "--model", str(tmp_path / "hf")]
+    assert mm.run(words) == 0
+    found = load_file(tmp_path / "back/model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[key], tensors[key]) and found[key].dtype == tensors[key].dtype for key in tensors)
+
+
+def test_mm_convert_says_what_is_missing_or_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain_folder(tmp_path / "hf")
+    assert mm.run(["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "original"]) == 2
+    assert "to 'original' is planned" in capsys.readouterr().err
+    assert mm.run(["convert", str(tmp_path / "hf"), str(tmp_path / "dcp")]) == 0
+    assert mm.run(["convert", str(tmp_path / "dcp"), str(tmp_path / "out")]) == 2
+    assert "--model FOLDER" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_one_by_one_are_stacked_and_come_back(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    at = "thinker.model.layers.0.mlp.experts"
+    tensors = {
+        f"{at}.{e}.{name}.weight": torch.randn(shape)
+        for e in range(3)
+        for name, shape in (("gate_proj", (4, 5)), ("up_proj", (4, 5)), ("down_proj", (5, 4)))
+    } | {"thinker.model.norm.weight": torch.ones(5)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    mm_convert.run(["ExpertMergeDcpConverter", "hf_to_dcp", "--hf_dir", str(folder), "--save_dir", str(tmp_path / "d")])
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(tmp_path / "d/release", tmp_path / "whole.pt")
+    held = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+    by_hand = [torch.cat([tensors[f"{at}.{e}.{n}.weight"] for n in ("gate_proj", "up_proj")]) for e in range(3)]
+    assert torch.equal(held[f"{at}.gate_up_proj"], torch.stack(by_hand))
+    words = ["--hf_dir", str(folder), "--dcp_dir", str(tmp_path / "d"), "--save_dir", str(tmp_path / "back")]
+    mm_convert.run(["ExpertMergeDcpConverter", "dcp_to_hf", *words])
+    found = load_file(tmp_path / "back/model.safetensors")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[key], tensors[key]) for key in tensors)
