@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -107,8 +107,7 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
     with _locked_draft(backup) as draft:
         try:
             yield draft
-            _complete(draft, backup)
-            _write_marker(draft, {**(read_marker(draft) or {}), _UNSWAPPED: True})
+            _complete(draft, backup, {_UNSWAPPED: True})
             _put_in_place(draft, backup, overwrite=True)
         except BaseException:
             with suppress(OSError):
@@ -275,10 +274,11 @@ def _locked_draft(target: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _complete(draft: Path, target: Path) -> None:
+def _complete(draft: Path, target: Path, notes: Mapping[str, object] | None = None) -> None:
     """Everything is forced to the disk; then the marker says what belongs to the folder."""
     fsync_tree(draft)
-    _write_marker(draft, {"name": target.name, "version": __version__, "entries": stamps_of(draft)})
+    listed = {"name": target.name, "version": __version__, "entries": stamps_of(draft)}
+    _write_marker(draft, {**listed, **(notes or {})})
 
 
 def _write_marker(folder: Path, content: dict[str, object]) -> None:

@@ -23,27 +23,35 @@ pytestmark = pytest.mark.edge("S2")
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
 
-def make_source(folder: Path) -> Path:
+def make_source(folder: Path, weight: torch.Tensor = WEIGHT) -> None:
     folder.mkdir(parents=True)
-    save_file({"a.weight": WEIGHT}, folder / "model.safetensors")
+    save_file({"a.weight": weight}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
-    return folder
+
+
+def write(source: Path, target: Path) -> None:
+    GenericDCPConverter().hf_to_dcp(source, target, overwrite=True)
 
 
 @alone
-def test_a_distributed_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
-    source = make_source(tmp_path / "source")
+def test_a_distributed_checkpoint_is_the_older_one_or_the_newer_one_whole(tmp_path: Path) -> None:
+    older, source = tmp_path / "older", tmp_path / "source"
+    make_source(older)
+    make_source(source, WEIGHT + 1)
     parent = tmp_path / "parent"
+    target = parent / "dcp"
     before = everything(source)
     seen = set()
     for change in killed_before_each_change(
-        parent, lambda: None, lambda: GenericDCPConverter().hf_to_dcp(source, parent / "dcp")
+        parent,
+        lambda: write(older, target),
+        lambda: write(source, target),
     ):
-        is_there = (parent / "dcp").exists()
-        seen.add(is_there)
-        if is_there:
-            assert torch.equal(DcpReader(parent / "dcp/release").get_tensor("model.a.weight"), WEIGHT), change
-        GenericDCPConverter().hf_to_dcp(source, parent / "dcp", overwrite=True)
+        held = DcpReader(target / "release").get_tensor("model.a.weight")
+        assert torch.equal(held, WEIGHT) or torch.equal(held, WEIGHT + 1), change
+        seen.add(torch.equal(held, WEIGHT))
+        write(source, target)
+        assert torch.equal(DcpReader(target / "release").get_tensor("model.a.weight"), WEIGHT + 1), change
         assert [path.name for path in parent.iterdir()] == ["dcp"], change
         assert everything(source) == before, change
     assert seen == {True, False}
