@@ -64,6 +64,15 @@ _INTERNVIT = {
     "image_size": [16, 16],
     "attention_bias": True,
 }
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": H,
+    "num_attention_heads": 4,
+    "num_hidden_layers": DEPTH,
+    "intermediate_size": INNER,
+    "patch_size": 4,
+    "image_size": 16,
+}
 _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VL", {"text_config": TEXT, "vision_config": _QWEN2_VISION, "tie_word_embeddings": True}),
     "qwen2_5_vl": ("Qwen2_5_VL", {"text_config": TEXT, "vision_config": PICTURES, "tie_word_embeddings": False}),
@@ -105,6 +114,14 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": TEXT,
             "vision_config": {**PICTURES, "image_size": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "deepseek_vl": (
+        "DeepseekVL",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": _SIGLIP,
             "tie_word_embeddings": False,
         },
     ),

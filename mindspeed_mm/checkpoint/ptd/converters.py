@@ -8,7 +8,7 @@ from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConf
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.run import Converted
 from mindspeed_mm.checkpoint.megatron.families import (
-    DEEPSEEK_VL2,
+    DEEPSEEK_VL,
     GLM_4V,
     INTERNVL,
     QWEN2_5_OMNI,
@@ -218,6 +218,6 @@ class GlmConverter(_Fused, Converter):
 
 
 class DeepSeekVLConverter(_Fused, Converter):
-    """DeepSeek-VL2: Hugging Face folder ↔ Megatron-style checkpoint."""
+    """DeepSeek-VL2 and the first DeepSeek-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
-    family = DEEPSEEK_VL2
+    family = DEEPSEEK_VL

@@ -352,6 +352,23 @@ def glm4v(want: Files) -> None:
     gated_picture_mlp(want, pictures)
 
 
+def deepseek_vl(want: Files) -> None:
+    text_ends(want, "model.language_model.", "lm_head.weight")
+    text_attention(want, "model.language_model.", ("weight",))
+    text_mlp(want, "model.language_model.")
+    hub, own = "model.vision_model.", "image_encoder.encoder."
+    for key in [key for key in want.hub if key.startswith(hub) and ".encoder.layers." not in key]:
+        name = key.removeprefix(hub)
+        want.copy(0 if name.startswith("embeddings.") else 1, {key: own + name})
+    projector = [key for key in want.hub if key.startswith("model.aligner.")]
+    want.copy(1, {key: key.replace("model.aligner.", "image_encoder.projector.") for key in projector})
+    for stage, numbers in enumerate(PICTURE_STAGES):
+        for local, number in enumerate(numbers):
+            at = f"{hub}encoder.layers.{number}."
+            of_layer = [key for key in want.hub if key.startswith(at)]
+            want.copy(stage, {key: key.replace(at, f"{own}encoder.layers.{local}.") for key in of_layer})
+
+
 def deepseek_vl2(want: Files) -> None:
     text_ends(want, "language.model.", "language.lm_head.weight")
     for stage, numbers in enumerate(TEXT_STAGES):
@@ -411,6 +428,7 @@ MODELS: dict[str, Callable[[Files], None]] = {
     "internvl_hf": internvl_hf,
     "internlm2": internlm2,
     "glm4v": glm4v,
+    "deepseek_vl": deepseek_vl,
     "deepseek_vl2": deepseek_vl2,
 }
 WITH_EXPERTS = ("qwen3_vl_moe", "deepseek_vl2")

@@ -46,6 +46,7 @@ CONVERTERS = {
     "internlm2": InternVLConverter,
     "internvl_hf": InternVLConverter,
     "glm4v": GlmConverter,
+    "deepseek_vl": DeepSeekVLConverter,
     "deepseek_vl2": DeepSeekVLConverter,
 }
 CANONICAL = ("qwen2_vl", "qwen2_5_vl")

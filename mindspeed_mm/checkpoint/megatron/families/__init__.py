@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_mm.checkpoint.megatron.families.deepseek_vl2 import DEEPSEEK_VL2
+from mindspeed_mm.checkpoint.megatron.families.deepseek_vl import DEEPSEEK_VL
 from mindspeed_mm.checkpoint.megatron.families.glm4v import GLM_4V
 from mindspeed_mm.checkpoint.megatron.families.internvl import INTERNVL
 from mindspeed_mm.checkpoint.megatron.families.qwen2_5_omni import QWEN2_5_OMNI
@@ -12,7 +12,7 @@ from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily
 from mindspeed_mm.core.errors import ModelFolderError
 
 __all__ = [
-    "DEEPSEEK_VL2",
+    "DEEPSEEK_VL",
     "FAMILIES",
     "GLM_4V",
     "INTERNVL",
@@ -23,7 +23,7 @@ __all__ = [
     "family_of",
 ]
 
-FAMILIES = (QWEN2_VL, QWEN2_5_VL, QWEN2_5_OMNI, QWEN3_VL, INTERNVL, GLM_4V, DEEPSEEK_VL2)
+FAMILIES = (QWEN2_VL, QWEN2_5_VL, QWEN2_5_OMNI, QWEN3_VL, INTERNVL, GLM_4V, DEEPSEEK_VL)
 
 
 def family_of(config: Config) -> MegatronFamily:

@@ -1,9 +1,13 @@
-"""DeepSeek-VL2: latent attention and routed experts behind a picture encoder that every tensor rank holds whole.
+"""DeepSeek-VL2, with latent attention and routed experts, and the first DeepSeek-VL, over Llama. Every rank holds their
+picture encoders whole.
 
-Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/deepseekvl2.py`.
+Names of VL2: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/deepseekvl2.py`. It has no first DeepSeek-VL: those
+names are ours, in its manner.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from mindspeed_mm.checkpoint.keymap import Concat, KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
@@ -12,7 +16,10 @@ from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     end_rules,
     gated_mlp_cuts,
     gated_mlp_rules,
+    has_tied_head,
     norm_rules,
+    text_cuts,
+    text_rules,
 )
 from mindspeed_mm.checkpoint.megatron.family import (
     EMBEDDING,
@@ -48,14 +55,43 @@ _LATENT = {
 """Hub → Megatron, in the attention."""
 
 
+_SIGLIP = replace(
+    VISION,
+    layers=f"{_ENCODER}encoder.layers.",
+    first=(f"{_ENCODER}embeddings.",),
+    last=(f"{_ENCODER}post_layernorm.", f"{_ENCODER}head.", _PROJECTOR),
+    everywhere=(),
+)
+
+
 def _describe(config: Config, canonical: bool) -> MegatronModel:
     """Canonical is not known here: the flag changes nothing."""
+    return _vl2(config) if config["model_type"] == "deepseek_vl_v2" else _vl(config)
+
+
+def _vl(config: Config) -> MegatronModel:
+    text = config["text_config"]
+    return MegatronModel(
+        towers=(TEXT, _SIGLIP),
+        depths={"text": text["num_hidden_layers"], "vision": config["vision_config"]["num_hidden_layers"]},
+        rules=[
+            *text_rules(text, "model.language_model.", "lm_head"),
+            KeyRule("model.vision_model.{rest*}", f"{_ENCODER}{{rest*}}"),
+            KeyRule("model.aligner.{rest*}", f"{_PROJECTOR}{{rest*}}"),
+        ],
+        cuts=text_cuts(text),
+        tied_head=has_tied_head(config),
+        vocabulary=text["vocab_size"],
+    )
+
+
+def _vl2(config: Config) -> MegatronModel:
     text, vision = config["language_config"], config["vision_config"]
     heads = text["num_attention_heads"]
     return MegatronModel(
         towers=(TEXT, VISION),
         depths={"text": text["num_hidden_layers"], "vision": vision["layers"]},
-        rules=[*_text_rules(text), *_vision_rules()],
+        rules=[*_vl2_text_rules(text), *_vl2_vision_rules()],
         cuts={
             EMBEDDING: TensorCut(0, padded=True),
             HEAD: TensorCut(0, padded=True),
@@ -72,7 +108,7 @@ def _describe(config: Config, canonical: bool) -> MegatronModel:
     )
 
 
-def _text_rules(text: Config) -> list[KeyRule]:
+def _vl2_text_rules(text: Config) -> list[KeyRule]:
     hub = "language.model.layers.{n}.self_attn."
     queries, latent = ("q_a_proj" if text.get("q_lora_rank") else "q_proj"), "kv_a_proj_with_mqa"
     return [
@@ -105,7 +141,7 @@ def _latent_sizes(text: Config) -> tuple[int, int]:
     return queries, text["kv_lora_rank"] + text["qk_rope_head_dim"]
 
 
-def _vision_rules() -> list[KeyRule]:
+def _vl2_vision_rules() -> list[KeyRule]:
     return [
         KeyRule("vision.{rest*}", f"{_ENCODER}{{rest*}}"),
         KeyRule("projector.{rest*}", f"{_PROJECTOR}{{rest*}}"),
@@ -113,4 +149,4 @@ def _vision_rules() -> list[KeyRule]:
     ]
 
 
-DEEPSEEK_VL2 = MegatronFamily("DeepSeek-VL2", ("deepseek_vl_v2",), _describe)
+DEEPSEEK_VL = MegatronFamily("DeepSeek-VL", ("deepseek_vl_v2", "deepseek_vl"), _describe)
