@@ -17,6 +17,8 @@ EXAMPLES = """
 Examples:
   mm convert models/Qwen3-0.6B models/Qwen3-0.6B-dcp --to dcp
   mm convert models/Qwen3-0.6B-dcp exported/Qwen3-0.6B --to hf --model models/Qwen3-0.6B
+  mm convert models/Qwen2.5-VL-7B-Instruct qwen-tp2-pp2 --to megatron --tp 2 --pp 2
+  mm convert qwen-tp2-pp2 exported/Qwen2.5-VL --to hf --model models/Qwen2.5-VL-7B-Instruct
 
 mm-convert has a converter for each family, with every flag: also hf2mg and mg2hf, to and from Megatron.
 """
@@ -31,6 +33,10 @@ PATH = click.Path(path_type=Path)
     type=click.Choice(["hf", "dcp", "megatron", "diffusers", "original"]),
     help="Layout of TARGET; default: dcp of a Hugging Face folder, hf of a checkpoint.",
 )
+@click.option("--tp", type=click.IntRange(min=1), help="To megatron: ranks that divide each layer.")
+@click.option("--pp", type=click.IntRange(min=1), help="To megatron: pipeline stages, layers divided evenly.")
+@click.option("--vpp", type=click.IntRange(min=1), help="To megatron: virtual chunks on each stage.")
+@click.option("--ep", type=click.IntRange(min=1), help="To megatron: ranks that divide the experts.")
 @click.option("--model", "model_folder", type=PATH, help="Folder with config.json and tokenizer, for a checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier conversion wrote to TARGET.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Read everything back and compare.")
@@ -39,6 +45,10 @@ def command(
     source: Path,
     target: Path,
     to: Layout | None,
+    tp: int | None,
+    pp: int | None,
+    vpp: int | None,
+    ep: int | None,
     model_folder: Path | None,
     overwrite: bool,
     verify: bool,
@@ -46,12 +56,15 @@ def command(
 ) -> None:
     """Convert a checkpoint to another layout.
 
-    SOURCE is recognised: a Hugging Face folder, a distributed checkpoint or a run. TARGET appears when it is complete,
-    with a manifest of every tensor's checksum.
+    SOURCE is recognised: a Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder or a
+    generator's weights. TARGET appears when it is complete, with a manifest of every tensor's checksum.
     """
     from mindspeed_mm.tasks.convert import convert  # torch: not for --help
 
-    kind, done = convert.run(source, target, to, model_folder=model_folder, overwrite=overwrite, verify=verify)
+    division = convert.Division(tp or 1, pp or 1, vpp or 1, ep or 1) if any((tp, pp, vpp, ep)) else None
+    kind, done = convert.run(
+        source, target, to, division=division, model_folder=model_folder, overwrite=overwrite, verify=verify
+    )
     if as_json:
         click.echo(json.dumps({"source_kind": kind, **dataclasses.asdict(done)}, default=str))
         return

@@ -21,6 +21,7 @@ from mindspeed_mm.core.errors import ConfigError, ExitCode, Problem, UsageError
 from mindspeed_mm.core.suggest import did_you_mean
 
 _FSDP = "mindspeed_mm.checkpoint.fsdp"
+_MEGATRON = "mindspeed_mm.checkpoint.ptd.converters"
 _FAMILIES = "mindspeed_mm.tasks.convert.family_converters"
 CONVERTERS: dict[str, tuple[str, str]] = {
     "GenericDCPConverter": (f"{_FSDP}.generic_dcp_converter", "Any model that transformers knows ↔ DCP."),
@@ -28,6 +29,16 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "Qwen35Converter": (_FAMILIES, "Qwen3.5 ↔ DCP, adapters of it, and merging them."),
     "Mistral3Converter": (_FAMILIES, "Mistral 3 ↔ DCP, adapters of it, and merging them."),
     "ExpertMergeDcpConverter": (_FAMILIES, "Experts stored one by one on the hub, stacked in DCP."),
+    "Qwen2VLConverter": (_MEGATRON, "Qwen2-VL ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
+    "Qwen2_5_VLConverter": (_MEGATRON, "Qwen2.5-VL ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
+    "Qwen2_5_OmniConverter": (_MEGATRON, "Qwen2.5-Omni's thinker ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
+    "Qwen3VLMegatronConverter": (
+        _MEGATRON,
+        "Qwen3-VL, dense and MoE ↔ Megatron-style checkpoint (hf2mg, mg2hf).",
+    ),
+    "InternVLConverter": (_MEGATRON, "InternVL 2.5 and 3 ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
+    "GlmConverter": (_MEGATRON, "GLM-4.1V ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
+    "DeepSeekVLConverter": (_MEGATRON, "DeepSeek-VL2 ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
 }
 """Name → (module, help line)."""
 PLANNED = ("Qwen3TTSConverter",)

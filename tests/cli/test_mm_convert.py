@@ -168,14 +168,29 @@ def test_mm_convert_recognises_the_source_both_ways(tmp_path: Path, capsys: pyte
     assert all(torch.equal(found[key], tensors[key]) and found[key].dtype == tensors[key].dtype for key in tensors)
 
 
-def test_mm_convert_says_what_is_missing_or_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mm_convert_says_what_is_missing_or_does_not_go_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain_folder(tmp_path / "hf")
-    assert mm.run(["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "original"]) == 2
-    assert "to 'original' is planned" in capsys.readouterr().err
-    assert mm.run(["convert", str(tmp_path / "hf"), str(tmp_path / "dcp")]) == 0
-    assert mm.run(["convert", str(tmp_path / "dcp"), str(tmp_path / "out")]) == 2
+    source, out = str(tmp_path / "hf"), str(tmp_path / "out")
+    assert mm.run(["convert", source, out, "--to", "hf"]) == 2
+    assert "nothing to convert from a folder of kind 'hf' to 'hf'" in capsys.readouterr().err
+    assert mm.run(["convert", source, out, "--tp", "2"]) == 2
+    assert "Add --to megatron." in capsys.readouterr().err
+    assert mm.run(["convert", source, out, "--to", "megatron"]) == 4
+    assert mm.run(["convert", source, str(tmp_path / "dcp")]) == 0
+    assert mm.run(["convert", str(tmp_path / "dcp"), out]) == 2
     assert "--model FOLDER" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_mm_convert_divides_a_model_and_joins_it_again(tmp_path: Path) -> None:
+    source, divided, back = make_tiny_qwen3_vl(tmp_path / "hf"), tmp_path / "mm", tmp_path / "back"
+    assert mm.run(["convert", str(source), str(divided), "--to", "megatron", "--tp", "2"]) == 0
+    assert sorted(path.name for path in (divided / "release").glob("mp_rank_*")) == ["mp_rank_00", "mp_rank_01"]
+    assert mm.run(["convert", str(divided), str(back), "--to", "hf", "--model", str(source)]) == 0
+    one, two = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_experts_one_by_one_are_stacked_and_come_back(tmp_path: Path) -> None:

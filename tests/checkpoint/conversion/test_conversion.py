@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -125,6 +126,31 @@ def test_what_the_disk_changed_is_noticed_and_nothing_is_left(
         with pytest.raises(CheckpointError, match="does not read back as it was written"):
             convert(Conversion([source], [ledger], {"model.safetensors": file}, {}), tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_disk_that_fills_up_leaves_nothing_and_says_so(source: Path, tmp_path: Path) -> None:
+    class Full(SafetensorsFile):
+        def write(self, path: Path, note: object) -> None:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with open_weights(source) as stored:
+        ledger = SourceLedger(stored, source)
+        conversion = Conversion([source], [ledger], {"model.safetensors": Full(dict(ledger.tensors))}, {})
+        with pytest.raises(MachineError, match="the disk is full: 80 bytes are needed"):
+            convert(conversion, tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_files_that_are_closed_meanwhile_are_opened_again(tmp_path: Path) -> None:
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    for number in range(3):
+        save_file({f"t{number}": torch.full((2,), float(number))}, tmp_path / names[number])
+    index = {f"t{number}": name for number, name in enumerate(names)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with open_weights(tmp_path, most_open=1) as stored:
+        read = [stored[f"t{number}"].read() for number in (0, 2, 1, 0)]
+    assert [tensor.tolist() for tensor in read] == [[0.0, 0.0], [2.0, 2.0], [1.0, 1.0], [0.0, 0.0]]
 
 
 def test_a_cast_and_a_join_are_written_as_they_read(source: Path, tmp_path: Path) -> None:
