@@ -23,6 +23,8 @@ from mindspeed_mm.core.suggest import did_you_mean
 _FSDP = "mindspeed_mm.checkpoint.fsdp"
 _MEGATRON = "mindspeed_mm.checkpoint.ptd.converters"
 _FAMILIES = "mindspeed_mm.tasks.convert.family_converters"
+_ORIGINAL = "mindspeed_mm.checkpoint.original"
+_GENERATORS = f"{_ORIGINAL}.converters"
 CONVERTERS: dict[str, tuple[str, str]] = {
     "GenericDCPConverter": (f"{_FSDP}.generic_dcp_converter", "Any model that transformers knows ↔ DCP."),
     "Qwen3VLConverter": (_FAMILIES, "Qwen3-VL ↔ DCP, adapters of it, and merging them."),
@@ -39,13 +41,20 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "InternVLConverter": (_MEGATRON, "InternVL 2.5 and 3 ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
     "GlmConverter": (_MEGATRON, "GLM-4.1V ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
     "DeepSeekVLConverter": (_MEGATRON, "DeepSeek-VL2 ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
+    "WanConverter": (_GENERATORS, "Wan 2.1 and 2.2: diffusers, the authors' names, MindSpeed-MM's names."),
+    "VACEConverter": (_GENERATORS, "VACE, Wan's control variant: the same layouts."),
+    "CogVideoConverter": (_GENERATORS, "CogVideoX 1.0 and 1.5: the same layouts."),
+    "HunyuanVideoConverter": (_GENERATORS, "HunyuanVideo and HunyuanVideo 1.5: the same layouts."),
+    "GeneratorConverter": (_GENERATORS, "Any of these, FLUX and LTX: diffusers' folder ↔ the authors' names."),
+    "LuminaConverter": (f"{_ORIGINAL}.lumina", "Lumina-mGPT: Hugging Face folder ↔ MindSpeed-MM's folder."),
 }
 """Name → (module, help line)."""
-PLANNED = ("Qwen3TTSConverter",)
+PLANNED = ("Qwen3TTSConverter", "OpenSoraPlanConverter", "BagelConverter", "StepVideoConverter")
 """Converters of models that are not built here yet."""
 
 USAGE = """\
-Usage: mm-convert CONVERTER SUBCOMMAND [--flag value]... [--config file.yaml] [--print_config] [--plugin PACKAGE]
+Usage: mm-convert CONVERTER [--version t2v] SUBCOMMAND [--flag value]... [--config file.yaml] [--print_config]
+                  [--plugin PACKAGE]
 
 Convert checkpoints between layouts. The output folder appears when it is complete and was read back.
 """
@@ -55,6 +64,8 @@ Examples:
   mm-convert GenericDCPConverter dcp_to_hf --load_dir run --save_dir exported --model_assets_dir models/Qwen3-0.6B
   mm-convert GenericDCPConverter hf_to_dcp --print_config > convert.yaml
   mm-convert GenericDCPConverter hf_to_dcp --config convert.yaml
+  mm-convert WanConverter hf_to_mm --cfg.source_path models/Wan/transformer --cfg.target_path models/Wan-mm
+  mm-convert CogVideoConverter --version t2v source_to_mm --cfg.source_path models/SAT --cfg.target_path models/mm
 
 hf2mg and mg2hf are other names of hf_to_mm (Hugging Face to Megatron) and mm_to_hf (Megatron to Hugging Face).
 A converter of your own: a subclass of mindspeed_mm.checkpoint.common.converter.Converter in a package that
@@ -86,6 +97,7 @@ def run(words: list[str]) -> int:
         print(_overview())
         return ExitCode.OK
     converter = _converter(words[0])
+    built_with, words = _constructor_words(converter, words)
     if len(words) == 1:
         print(_converter_help(converter))
         return ExitCode.OK if wants_help else ExitCode.USAGE
@@ -93,10 +105,24 @@ def run(words: list[str]) -> int:
     if wants_help:
         print(_subcommand_help(converter, name, method))
         return ExitCode.OK
-    return _call(converter, name, method, words[2:])
+    return _call(converter(**built_with), name, method, words[2:])
 
 
-def _call(converter: type[Any], name: str, method: Callable[..., Any], words: list[str]) -> int:
+def _constructor_words(converter: type[Any], words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Flags before the subcommand say how the converter is built: `CogVideoConverter --version t2v source_to_mm`."""
+    end = 1
+    while end < len(words) and words[end].startswith("--"):
+        end += 1 if "=" in words[end] else 2
+    own = words[1:end]
+    if not own:
+        return {}, words
+    build = converter.__init__
+    fields = {} if build is object.__init__ else _flags(build)
+    given = _parse_flags(own, fields, f"mm-convert {converter.__name__}")
+    return _validated(build, given), [words[0], *words[end:]]
+
+
+def _call(converter: Any, name: str, method: Callable[..., Any], words: list[str]) -> int:
     printing = any(word.partition("=")[0] == "--print_config" for word in words)
     words = [word for word in words if word.partition("=")[0] != "--print_config"]
     files, words = _taken("--config", words)
@@ -104,11 +130,11 @@ def _call(converter: type[Any], name: str, method: Callable[..., Any], words: li
     given: dict[str, Any] = {}
     for file in files:
         _merge(given, _read_yaml(Path(file)))
-    _merge(given, _parse_flags(words, fields, f"mm-convert {converter.__name__} {name}"))
+    _merge(given, _parse_flags(words, fields, f"mm-convert {type(converter).__name__} {name}"))
     if printing:
         print(_as_yaml(fields, given), end="")
         return ExitCode.OK
-    done = method(converter(), **_validated(method, given))
+    done = method(converter, **_validated(method, given))
     if done is not None and hasattr(done, "folder"):
         print(
             f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB, "

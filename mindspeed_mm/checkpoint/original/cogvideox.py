@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyRule, ReorderParts, Split
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, Tensors, count, fused, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, fused, modules
 
 _OUTSIDE = {
     "time_embed.0": "time_embedding.linear_1",
@@ -70,7 +70,7 @@ def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
     is_1_5 = len(patches) == 2  # a linear layer over patches that also span frames
     patch, patch_t = 2, 2
     per_patch = patch * patch * (patch_t if is_1_5 else 1)
-    learned = tensors.get("patch_embed.pos_embedding")
+    is_rotary = dim != 30 * 64
     config: dict[str, Any] = {
         "num_attention_heads": dim // head_dim,
         "attention_head_dim": head_dim,
@@ -81,9 +81,9 @@ def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": count(tensors, "transformer_blocks."),
         "patch_size": patch,
         "patch_size_t": patch_t if is_1_5 else None,
-        # The 2B alone has sine and cosine positions.
-        "use_rotary_positional_embeddings": dim != 30 * 64,
-        "use_learned_positional_embeddings": learned is not None,
+        # The 2B alone has sine and cosine positions; its authors' file holds them, diffusers computes them.
+        "use_rotary_positional_embeddings": is_rotary,
+        "use_learned_positional_embeddings": is_rotary and "patch_embed.pos_embedding" in tensors,
         "ofs_embed_dim": None,
     }
     if "ofs_embedding.linear_1.weight" in tensors:
@@ -101,7 +101,7 @@ def _version(tensors: Tensors) -> str:
 
 
 _BUFFERS = "is computed anew from the configuration"
-COGVIDEOX = Generator(
+COGVIDEOX = GeneratorLayouts(
     name="CogVideoX",
     class_name="CogVideoXTransformer3DModel",
     marks={

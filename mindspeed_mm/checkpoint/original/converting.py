@@ -16,12 +16,12 @@ from safetensors import safe_open
 from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile
 from mindspeed_mm.checkpoint.conversion.ledger import Ledger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
-from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, stored_keys
 from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, divided_files, find_step
 from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, count, from_diffusers
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, count, from_diffusers
 from mindspeed_mm.checkpoint.original.lora import LoraScaling, alphas_of, merge_lora
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, layout_of, megatron_family
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, open_generator
@@ -30,7 +30,7 @@ from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem,
 from mindspeed_mm.core.json_file import read_json_object
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
-Files = dict[str, OutputFile]
+Files = Mapping[str, OutputFile]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class GeneratorTarget:
     hf_dir: Path | None = None
     """A diffusers folder of the same model, whose config.json is taken; None: the source's, or what shapes tell."""
     max_shard_bytes: int = MAX_SHARD_BYTES
+    task: str | None = None
+    """`t2v` or `i2v`, where keys and shapes do not tell it."""
 
 
 @dataclass(frozen=True)
@@ -134,19 +136,22 @@ def plan_conversion(
     elif wanted.naming is Naming.ORIGINAL:
         files = _original_files(hub, weights, wanted, texts)
     else:
-        files = _weight_files(hub, DIFFUSERS_STEM, wanted.max_shard_bytes, texts)
-        texts["config.json"] = _json(diffusers_config(hub, weights, wanted.hf_dir))
+        files = _weight_files(hub, wanted.max_shard_bytes, texts)
+        texts["config.json"] = _json(diffusers_config(hub, weights, wanted))
     sources = [weights.path, *([adapter.ledger.where] if adapter else [])]
     return Conversion(sources, ledgers, files, layout, repeated, weights.left_out, texts=texts)
 
 
-def diffusers_config(hub: Mapping[str, LazyTensor], weights: GeneratorWeights, hf_dir: Path | None) -> dict[str, Any]:
-    """The transformer's config.json: that of `hf_dir`, or of a source that is diffusers', or what the shapes tell.
+def diffusers_config(
+    hub: Mapping[str, LazyTensor], weights: GeneratorWeights, wanted: GeneratorTarget
+) -> dict[str, Any]:
+    """The transformer's config.json: that of `wanted.hf_dir`, of a source that is diffusers', or what shapes tell.
 
     Raises:
         ModelFolderError: A number in it is not that of the weights; both are named.
     """
-    told = weights.family.config(hub, weights.config)
+    hf_dir = wanted.hf_dir
+    told = weights.family.config(hub, {**weights.config, "task": wanted.task})
     if hf_dir is None and weights.naming is not Naming.DIFFUSERS:
         return {"_class_name": weights.family.class_name, **told}
     if hf_dir is None:
@@ -164,7 +169,7 @@ def diffusers_config(hub: Mapping[str, LazyTensor], weights: GeneratorWeights, h
 
 
 def _mm_files(
-    hub: Mapping[str, LazyTensor], family: Generator, wanted: GeneratorTarget, texts: dict[str, str]
+    hub: Mapping[str, LazyTensor], family: GeneratorLayouts, wanted: GeneratorTarget, texts: dict[str, str]
 ) -> tuple[Files, set[str]]:
     """The ranks' files, and the stored keys that several ranks hold whole."""
     whole = from_diffusers(hub, family, Naming.MM)
@@ -188,25 +193,22 @@ def _original_files(
     family = weights.family
     tensors = from_diffusers(hub, family, Naming.ORIGINAL)
     if family.original_config is not None:
-        config = diffusers_config(hub, weights, wanted.hf_dir)
+        config = diffusers_config(hub, weights, wanted)
         texts["config.json"] = _json(family.original_config(hub, config))
     texts.update(family.original_texts)
     if family.original_file is None:
-        return _weight_files(tensors, DIFFUSERS_STEM, wanted.max_shard_bytes, texts)
+        return _weight_files(tensors, wanted.max_shard_bytes, texts)
     if family.original_file.endswith(".pt"):
         return {family.original_file: PtFile({"module": tensors})}
     return {family.original_file: SafetensorsFile(tensors)}
 
 
-def _weight_files(tensors: Mapping[str, LazyTensor], stem: str, max_shard_bytes: int, texts: dict[str, str]) -> Files:
-    sizes = {key: tensor.size_bytes for key, tensor in tensors.items()}
-    shards = plan_shards(sizes, max_shard_bytes, stem)
-    if len(shards) > 1:
-        index = {key: name for name, keys in shards.items() for key in keys}
-        texts[f"{stem}.safetensors.index.json"] = _json(
-            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        )
-    return {name: SafetensorsFile({key: tensors[key] for key in keys}) for name, keys in shards.items()}
+def _weight_files(
+    tensors: Mapping[str, LazyTensor], max_shard_bytes: int, texts: dict[str, str]
+) -> Mapping[str, OutputFile]:
+    files, index = safetensors_files(tensors, max_shard_bytes, DIFFUSERS_STEM)
+    texts.update(index)
+    return files
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mindspeed_mm.checkpoint.original.cogvideox import COGVIDEOX
 from mindspeed_mm.checkpoint.original.flux import FLUX, FLUX_2
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, without_wrappers
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, without_wrappers
 from mindspeed_mm.checkpoint.original.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_1_5
 from mindspeed_mm.checkpoint.original.ltx import LTX, LTX_2
 from mindspeed_mm.checkpoint.original.wan import VACE, WAN
@@ -16,7 +16,7 @@ GENERATORS = (VACE, WAN, HUNYUAN_VIDEO_1_5, HUNYUAN_VIDEO, COGVIDEOX, LTX_2, LTX
 """A family stands before those whose marks it has too."""
 
 
-def recognise_generator(keys: Iterable[str]) -> tuple[Generator, Naming] | None:
+def recognise_generator(keys: Iterable[str]) -> tuple[GeneratorLayouts, Naming] | None:
     """Whose weights these are, and under whose names; None: of no family here.
 
     Args:
@@ -30,7 +30,7 @@ def recognise_generator(keys: Iterable[str]) -> tuple[Generator, Naming] | None:
     return None
 
 
-def generator_of(keys: Iterable[str], where: str) -> tuple[Generator, Naming]:
+def generator_of(keys: Iterable[str], where: str) -> tuple[GeneratorLayouts, Naming]:
     """As `recognise_generator`.
 
     Raises:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyRule, ReorderParts
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, Tensors, count, fused, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, fused, modules
 
 _DOUBLE, _NEW_DOUBLE = "double_blocks.{n}.", "transformer_blocks.{n}."
 _SINGLE, _NEW_SINGLE = "single_blocks.{n}.", "single_transformer_blocks.{n}."
@@ -110,7 +110,7 @@ def _version(tensors: Tensors) -> str:
     return "FLUX.1 dev" if has_guidance else "FLUX.1 schnell"
 
 
-FLUX = Generator(
+FLUX = GeneratorLayouts(
     name="FLUX.1",
     class_name="FluxTransformer2DModel",
     marks={
@@ -137,7 +137,7 @@ FLUX = Generator(
     original_file="flux1.safetensors",
 )
 
-FLUX_2 = Generator(
+FLUX_2 = GeneratorLayouts(
     name="FLUX.2",
     class_name="Flux2Transformer2DModel",
     marks={

@@ -31,7 +31,7 @@ class Naming(StrEnum):
 
 
 @dataclass(frozen=True)
-class Generator:
+class GeneratorLayouts:
     """A family, one class of diffusers."""
 
     name: str
@@ -43,7 +43,8 @@ class Generator:
     original: tuple[KeyRule, ...]
     """The authors' name → diffusers' name. Every rule has a way back."""
     config: Callable[[Tensors, Mapping[str, Any]], dict[str, Any]] = field(repr=False)
-    """(tensors by diffusers' names, the source's config.json) → diffusers' config.json, without the class's name."""
+    """(tensors by diffusers' names, the source's config.json, with `task` where a person said it) → diffusers'
+    config.json, without the class's name."""
     version: Callable[[Tensors], str] = field(repr=False)
     """Which model of the family these tensors are, by diffusers' names, as far as keys and shapes tell."""
     mm: tuple[KeyRule, ...] = ()
@@ -80,7 +81,7 @@ class Generator:
         return next((why for start, why in self.left_out.items() if name.startswith(start)), None)
 
 
-def to_diffusers(tensors: Tensors, family: Generator, naming: Naming) -> dict[str, LazyTensor]:
+def to_diffusers(tensors: Tensors, family: GeneratorLayouts, naming: Naming) -> dict[str, LazyTensor]:
     """The tensors under diffusers' names.
 
     Args:
@@ -99,7 +100,7 @@ def to_diffusers(tensors: Tensors, family: Generator, naming: Naming) -> dict[st
     return _applied(family.rules(naming), stripped, family)
 
 
-def from_diffusers(tensors: Tensors, family: Generator, naming: Naming) -> dict[str, LazyTensor]:
+def from_diffusers(tensors: Tensors, family: GeneratorLayouts, naming: Naming) -> dict[str, LazyTensor]:
     """Tensors with diffusers' names under a layout's.
 
     Raises:
@@ -160,7 +161,7 @@ def count(tensors: Tensors, start: str) -> int:
     return len({key.removeprefix(start).partition(".")[0] for key in tensors if key.startswith(start)})
 
 
-def _applied(rules: KeyMap, tensors: Tensors, family: Generator) -> dict[str, LazyTensor]:
+def _applied(rules: KeyMap, tensors: Tensors, family: GeneratorLayouts) -> dict[str, LazyTensor]:
     steps: list[RuleMatch] = rules.steps(tensors)
     made = {key: tensor for step in steps for key, tensor in step.targets.items()}
     try:

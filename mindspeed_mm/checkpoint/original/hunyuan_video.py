@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyRule, ReorderParts
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, Tensors, count, fused, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, fused, modules
 
 _SWAPPED = (ReorderParts(0, (1, 0)),)
 """The authors' last modulation gives shift and scale, diffusers' scale and shift."""
@@ -116,22 +116,23 @@ def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
         "guidance_embeds": has_guidance,
         "text_embed_dim": tensors["context_embedder.proj_in.weight"].shape[1],
         "pooled_projection_dim": tensors["time_text_embed.text_embedder.linear_1.weight"].shape[1],
-        "image_condition_type": _condition(tensors),
+        "image_condition_type": _condition(tensors, given.get("task")),
     }
 
 
-def _condition(tensors: Tensors) -> str | None:
-    """How a picture comes in: beside the latents and a mask of them (33 channels), or in place of the first frame."""
+def _condition(tensors: Tensors, task: str | None) -> str | None:
+    """How a picture comes in: beside the latents with a mask (33 channels), or in place of the first frame. Keys and
+    shapes of the second are those of the model that takes no picture."""
     if tensors["x_embedder.proj.weight"].shape[1] > 16:
         return "latent_concat"
-    return None if "time_text_embed.guidance_embedder.linear_1.weight" in tensors else "token_replace"
+    return "token_replace" if task == "i2v" else None
 
 
 def _version(tensors: Tensors) -> str:
-    return f"HunyuanVideo {'T2V' if _condition(tensors) is None else 'I2V'}"
+    return f"HunyuanVideo {'I2V' if _condition(tensors, None) else 'T2V, or I2V that replaces the first frame'}"
 
 
-HUNYUAN_VIDEO = Generator(
+HUNYUAN_VIDEO = GeneratorLayouts(
     name="HunyuanVideo",
     class_name="HunyuanVideoTransformer3DModel",
     marks={
@@ -202,7 +203,7 @@ def _config_of_1_5(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-HUNYUAN_VIDEO_1_5 = Generator(
+HUNYUAN_VIDEO_1_5 = GeneratorLayouts(
     name="HunyuanVideo 1.5",
     class_name="HunyuanVideo15Transformer3DModel",
     marks={

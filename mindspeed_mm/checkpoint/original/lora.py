@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, from_diffusers, to_diffusers, without_wrappers
+from mindspeed_mm.checkpoint.original.generator import (
+    GeneratorLayouts,
+    Naming,
+    from_diffusers,
+    to_diffusers,
+    without_wrappers,
+)
 from mindspeed_mm.core.errors import ModelFolderError, Problem, UsageError
 
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
@@ -52,7 +58,10 @@ class LoraScaling:
 
 
 def merge_lora(
-    base: Mapping[str, LazyTensor], family: Generator, lora: Mapping[str, LazyTensor], alphas: Mapping[str, float]
+    base: Mapping[str, LazyTensor],
+    family: GeneratorLayouts,
+    lora: Mapping[str, LazyTensor],
+    alphas: Mapping[str, float],
 ) -> dict[str, LazyTensor]:
     """The base's tensors with an adapter merged.
 
@@ -105,7 +114,7 @@ def bare_module(name: str) -> str:
     return without_wrappers(name)
 
 
-def _naming_of(modules: Mapping[str, object], base: Mapping[str, LazyTensor], family: Generator) -> Naming:
+def _naming_of(modules: Mapping[str, object], base: Mapping[str, LazyTensor], family: GeneratorLayouts) -> Naming:
     best: tuple[int, Naming, list[str]] | None = None
     for naming in Naming:
         if naming is Naming.MM and not family.mm:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, Tensors, count, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, modules
 
 _HEADS = 32
 """Of every released size; the width of a head is what differs."""
@@ -89,7 +89,7 @@ def _config_of_2(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-LTX = Generator(
+LTX = GeneratorLayouts(
     name="LTX-Video",
     class_name="LTXVideoTransformer3DModel",
     marks={
@@ -111,7 +111,7 @@ LTX = Generator(
     left_out=_OTHER_PARTS,
 )
 
-LTX_2 = Generator(
+LTX_2 = GeneratorLayouts(
     name="LTX-2",
     class_name="LTX2VideoTransformer3DModel",
     marks={

@@ -14,7 +14,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Sliced
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily, MegatronModel, PipelineTower
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, parse_stages
-from mindspeed_mm.checkpoint.original.generator import Generator
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts
 from mindspeed_mm.core.errors import UsageError
 
 
@@ -107,7 +107,7 @@ DIVISIONS: dict[str, MMDivision] = {
 """By the family's name."""
 
 
-def megatron_family(family: Generator) -> MegatronFamily:
+def megatron_family(family: GeneratorLayouts) -> MegatronFamily:
     """A family as the readers and writers of `mp_rank_*` folders want it; its config has `model_type`, the family's
     name, and `num_layers`."""
     division = DIVISIONS[family.name]
@@ -120,7 +120,7 @@ def megatron_family(family: Generator) -> MegatronFamily:
     return MegatronFamily(family.name, (family.name,), describe)
 
 
-def layout_of(family: Generator, depth: int, tp: int, pp_layers: object) -> MegatronLayout:
+def layout_of(family: GeneratorLayouts, depth: int, tp: int, pp_layers: object) -> MegatronLayout:
     """The division that a person asks for.
 
     Args:

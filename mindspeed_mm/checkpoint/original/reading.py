@@ -16,7 +16,7 @@ from mindspeed_mm.checkpoint.megatron.folder import find_step, whole_tensors
 from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE, MegatronLayout
 from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.original.families import generator_of
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, to_diffusers
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, to_diffusers
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, megatron_family
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.safetensors_header import read_header
@@ -34,7 +34,7 @@ class GeneratorWeights:
 
     path: Path
     """The folder or file that holds them."""
-    family: Generator
+    family: GeneratorLayouts
     naming: Naming
     stored: Mapping[str, LazyTensor]
     """By the names in the files; of MindSpeed-MM's folders, the whole tensors."""

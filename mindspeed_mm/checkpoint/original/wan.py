@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyRule
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, Tensors, count, modules
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, modules
 
 _HEAD_DIM = 128
 """Of every released size."""
@@ -165,7 +165,7 @@ def _version(tensors: Tensors) -> str:
     return f"Wan {'2.1' if is_2_1 else '2.2'} {task}"
 
 
-WAN = Generator(
+WAN = GeneratorLayouts(
     name="Wan",
     class_name="WanTransformer3DModel",
     marks={
@@ -180,7 +180,7 @@ WAN = Generator(
     version=_version,
 )
 
-VACE = Generator(
+VACE = GeneratorLayouts(
     name="VACE",
     class_name="WanVACETransformer3DModel",
     marks={

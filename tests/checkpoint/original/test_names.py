@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.original.families import GENERATORS, recognise_generator
-from mindspeed_mm.checkpoint.original.generator import Generator, Naming, from_diffusers, to_diffusers
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, from_diffusers, to_diffusers
 from mindspeed_mm.core.errors import ModelFolderError
 from tests.helpers.generator_weights import TRANSFORMERS, lazy, narrow_weights, outline, read, same
 
@@ -29,7 +29,7 @@ OF_DIFFUSERS: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
 """What diffusers itself reads the authors' single files with."""
 
 
-def family(case: str) -> Generator:
+def family(case: str) -> GeneratorLayouts:
     """Of a case."""
     return next(found for found in GENERATORS if found.name == case.removesuffix(" I2V"))
 

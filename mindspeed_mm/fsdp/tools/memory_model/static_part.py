@@ -24,7 +24,7 @@ FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
-class HeldParameter:
+class Held:
     """One parameter as the first rank holds it."""
 
     name: str
@@ -51,7 +51,7 @@ class HeldUnit:
 
     names: tuple[str, ...]
     """Of its modules."""
-    parameters: tuple[HeldParameter, ...]
+    parameters: tuple[Held, ...]
     shards: int
 
 
@@ -112,7 +112,7 @@ class _Cuts:
         for name, rule in (plan.tensor.rules if plan.tensor is not None else {}).items():
             self._rules |= with_adapters(model, name, rule, in_sequence=False)
 
-    def held(self, name: str, parameter: nn.Parameter, shards: int) -> HeldParameter:
+    def held(self, name: str, parameter: nn.Parameter, shards: int) -> Held:
         """One parameter of a unit that is cut over `shards` ranks; 0: not at all."""
         computed = self._computed(name, tuple(parameter.shape) or (1,))
         module = name.rpartition(".")[0]
@@ -127,7 +127,7 @@ class _Cuts:
         rows, rest = shape[dim], math.prod(shape) // max(shape[dim], 1)
         part = -(-rows // max(shards, 1))
         whole = part * max(shards, 1) * rest
-        return HeldParameter(name, tuple(shape), computed, part * rest, whole, parameter.dtype, parameter.requires_grad)
+        return Held(name, tuple(shape), computed, part * rest, whole, parameter.dtype, parameter.requires_grad)
 
     def _computed(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What a tensor-parallel rank computes with."""
@@ -145,9 +145,7 @@ _COMPUTED_DIMS = CUT_DIMS | {Style.WIDE_NORM: 0, Style.HEAD_NUMBERS: 0}
 """The dimension of which a rank uses a part, whether it holds the rest or not."""
 
 
-def static_part(
-    units: Collection[HeldUnit], state_bytes: Callable[[HeldParameter], int], *, averages: bool
-) -> StaticPart:
+def static_part(units: Collection[HeldUnit], state_bytes: Callable[[Held], int], *, averages: bool) -> StaticPart:
     """Bytes of what these units keep.
 
     Args:
@@ -166,6 +164,6 @@ def static_part(
     )
 
 
-def trained_of(units: Collection[HeldUnit]) -> list[HeldParameter]:
+def trained_of(units: Collection[HeldUnit]) -> list[Held]:
     """The trained parameters."""
     return [parameter for unit in units for parameter in unit.parameters if parameter.is_trained]

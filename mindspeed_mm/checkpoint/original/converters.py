@@ -1,0 +1,147 @@
+"""The documents' converters of generators: commands of `mm-convert`."""
+
+from __future__ import annotations
+
+import sys
+from typing import ClassVar, Literal
+
+from mindspeed_mm.checkpoint.common.config import ConvertGeneratorConfig
+from mindspeed_mm.checkpoint.common.converter import Converter
+from mindspeed_mm.checkpoint.conversion.run import Converted
+from mindspeed_mm.checkpoint.original.converting import Adapter, GeneratorTarget, convert_generator
+from mindspeed_mm.checkpoint.original.families import GENERATORS
+from mindspeed_mm.checkpoint.original.generator import Naming
+from mindspeed_mm.checkpoint.original.lora import LoraScaling
+from mindspeed_mm.checkpoint.original.reading import GeneratorWeights
+from mindspeed_mm.core.errors import UsageError
+
+_COMMANDS_FOR = {
+    Naming.DIFFUSERS: "hf_to_mm or hf_to_source",
+    Naming.ORIGINAL: "source_to_mm or source_to_hf",
+    Naming.MM: "mm_to_hf or resplit",
+}
+
+
+class OriginalCommands:
+    """The subcommands between diffusers' folders and the authors' files."""
+
+    families: ClassVar[tuple[str, ...]]
+    """Names of the families that a converter takes."""
+
+    def __init__(self, version: Literal["t2v", "i2v"] | None = None) -> None:
+        self._version = version
+
+    def source_to_hf(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write the authors' own weights as a diffusers folder."""
+        return self._convert(cfg, Naming.ORIGINAL, Naming.DIFFUSERS)
+
+    def hf_to_source(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write a diffusers folder under the authors' own names."""
+        return self._convert(cfg, Naming.DIFFUSERS, Naming.ORIGINAL)
+
+    def _convert(
+        self, cfg: ConvertGeneratorConfig, source: Naming, target: Naming, adapter: Adapter | None = None
+    ) -> Converted:
+        parallel = cfg.target_parallel_config
+        if parallel.ep_size != 1:
+            raise UsageError("this model has no experts", key="cfg.target_parallel_config.ep_size", way_out="Set 1.")
+        if adapter is None and cfg.lora_path is not None:
+            raise UsageError("is not used here", key="cfg.lora_path", way_out="Use merge_lora_to_base.")
+        return convert_generator(
+            cfg.source_path,
+            cfg.target_path,
+            GeneratorTarget(target, parallel.tp_size, parallel.pp_layers, cfg.hf_dir, task=self._version),
+            adapter=adapter,
+            keep_backup=cfg.keep_backup,
+            check=lambda weights: self._check(weights, source),
+            stream=sys.stderr,
+        )
+
+    def _check(self, weights: GeneratorWeights, expected: Naming) -> None:
+        name, where = weights.family.name, str(weights.path)
+        if name not in self.families:
+            raise UsageError(
+                f"holds {name}, and {type(self).__name__} takes {' and '.join(self.families)}", where=where
+            )
+        if weights.naming is not expected:
+            raise UsageError(
+                f"holds {name} under {weights.naming} names, and {expected} names are expected here",
+                where=where,
+                way_out=f"Use {_COMMANDS_FOR[weights.naming]}.",
+            )
+        found = weights.family.version(weights.under_diffusers_names())
+        if self._version is not None and self._version.upper() not in found.upper():
+            raise UsageError(f"is {self._version}, and the weights are {found}", where=where, key="version")
+
+
+class MMCommands(OriginalCommands):
+    """And those of MindSpeed-MM's own names."""
+
+    def hf_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Rename a diffusers folder to MindSpeed-MM's names and divide it among ranks."""
+        return self._convert(cfg, Naming.DIFFUSERS, Naming.MM)
+
+    def source_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Rename the authors' own weights to MindSpeed-MM's names and divide them among ranks."""
+        return self._convert(cfg, Naming.ORIGINAL, Naming.MM)
+
+    def mm_to_hf(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Join MindSpeed-MM's weights to a diffusers folder."""
+        return self._convert(cfg, Naming.MM, Naming.DIFFUSERS)
+
+    def resplit(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Divide MindSpeed-MM's weights anew."""
+        return self._convert(cfg, Naming.MM, Naming.MM)
+
+    def merge_lora_to_base(
+        self, cfg: ConvertGeneratorConfig, lora_alpha: float | None = None, lora_rank: int | None = None
+    ) -> Converted:
+        """Merge a LoRA into MindSpeed-MM's weights, and divide the result.
+
+        Args:
+            cfg: `source_path` is the base, `lora_path` the adapter.
+            lora_alpha: Where the adapter does not say it itself.
+            lora_rank: Compared with the adapter's.
+        """
+        if cfg.lora_path is None:
+            raise UsageError("is not given", key="cfg.lora_path", way_out="Name the adapter's file or folder.")
+        return self._convert(cfg, Naming.MM, Naming.MM, Adapter(cfg.lora_path, LoraScaling(lora_alpha, lora_rank)))
+
+
+class WanConverter(MMCommands, Converter):
+    """Wan 2.1 and 2.2: diffusers, the authors' names, MindSpeed-MM's names."""
+
+    families = ("Wan",)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class VACEConverter(MMCommands, Converter):
+    """VACE, Wan's control variant: diffusers, the authors' names, MindSpeed-MM's names."""
+
+    families = ("VACE",)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class GeneratorConverter(OriginalCommands, Converter):
+    """Any generator here, FLUX and LTX too: diffusers' folder, the authors' names."""
+
+    families = tuple(family.name for family in GENERATORS)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class CogVideoConverter(MMCommands, Converter):
+    """CogVideoX 1.0 and 1.5: diffusers, the authors' names, MindSpeed-MM's names."""
+
+    families = ("CogVideoX",)
+
+
+class HunyuanVideoConverter(MMCommands, Converter):
+    """HunyuanVideo and HunyuanVideo 1.5: diffusers, the authors' names, MindSpeed-MM's names."""
+
+    families = ("HunyuanVideo", "HunyuanVideo 1.5")

@@ -1,0 +1,72 @@
+"""Lumina-mGPT: MindSpeed-MM's folder of one rank holds the Hugging Face folder's names as they are."""
+
+from __future__ import annotations
+
+import sys
+
+from mindspeed_mm.checkpoint.common.config import ConvertGeneratorConfig
+from mindspeed_mm.checkpoint.common.converter import Converter
+from mindspeed_mm.checkpoint.conversion.files import PtFile
+from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
+from mindspeed_mm.checkpoint.hf_folder import asset_files, safetensors_files
+from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, find_step
+from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE
+from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+
+_RANK = "mp_rank_00"
+
+
+class LuminaConverter(Converter):
+    """Lumina-mGPT (Chameleon in transformers): Hugging Face folder ↔ MindSpeed-MM's folder."""
+
+    def hf_to_mm(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write a Hugging Face folder as MindSpeed-MM's folder of one rank."""
+        _refuse_division(cfg)
+        with open_weights(cfg.source_path) as stored:
+            ledger = Ledger(stored, cfg.source_path)
+            files = {f"{RELEASE}/{_RANK}/{WEIGHTS_FILE}": _pt_file(ledger)}
+            conversion = Conversion([cfg.source_path], [ledger], files, {"kind": "mm"}, texts={TRACKER: RELEASE})
+            return _run(conversion, cfg)
+
+    def mm_to_hf(self, cfg: ConvertGeneratorConfig) -> Converted:
+        """Write MindSpeed-MM's folder as a Hugging Face folder; `hf_dir` gives configuration and tokenizer."""
+        if cfg.hf_dir is None:
+            raise UsageError("is needed", key="--cfg.hf_dir", way_out="Name the folder of the original model.")
+        step = find_step(cfg.source_path)
+        ranks = sorted(path.name for path in step.glob("mp_rank_*/"))
+        if ranks != [_RANK]:
+            raise CheckpointError(f"holds {', '.join(ranks)}, and {_RANK} alone is expected", where=str(step))
+        (content,) = read_pt_files([step / _RANK / WEIGHTS_FILE])
+        ledger = Ledger(content.tensors.get("model", {}), step)
+        if any(cfg.hf_dir.glob("*.safetensors")):
+            _check_same_names(ledger, cfg)
+        files, texts = safetensors_files(ledger.tensors)
+        copies = {path.name: path for path in asset_files(cfg.hf_dir)}
+        return _run(Conversion([step, cfg.hf_dir], [ledger], files, {"kind": "hf"}, copies=copies, texts=texts), cfg)
+
+
+def _pt_file(ledger: Ledger) -> PtFile:
+    return PtFile({"model": ledger.tensors}, {"checkpoint_version": CHECKPOINT_VERSION})
+
+
+def _check_same_names(ledger: Ledger, cfg: ConvertGeneratorConfig) -> None:
+    assert cfg.hf_dir is not None
+    wanted = find_entries(cfg.hf_dir).keys()
+    problems = [Problem("is missing", key=key) for key in wanted - ledger.tensors.keys()]
+    problems += [Problem("is none of the model's", key=key) for key in ledger.tensors.keys() - wanted]
+    if problems:
+        raise ModelFolderError(f"{cfg.source_path}: the names are not those of {cfg.hf_dir}", problems=problems[:10])
+
+
+def _refuse_division(cfg: ConvertGeneratorConfig) -> None:
+    parallel = cfg.target_parallel_config
+    if parallel.tp_size > 1 or parallel.ep_size > 1 or sum(len(chunk) for chunk in parallel.pp_layers or []) > 1:
+        raise UsageError("MindSpeed-MM does not divide Lumina-mGPT", key="--cfg.target_parallel_config")
+
+
+def _run(conversion: Conversion, cfg: ConvertGeneratorConfig) -> Converted:
+    in_place = cfg.target_path.resolve() == cfg.source_path.resolve()
+    return convert(conversion, cfg.target_path, in_place=in_place, keep_backup=cfg.keep_backup, stream=sys.stderr)

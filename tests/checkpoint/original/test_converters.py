@@ -1,0 +1,154 @@
+"""The documents' converters of generators, by their commands, and the scripts of the examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_mm.cli.mm_convert import CONVERTERS, run
+from mindspeed_mm.core.errors import MMError, ModelFolderError, UsageError
+from mindspeed_mm.tasks.convert import convert
+from tests.helpers.conversion_scripts import run_script
+from tests.helpers.generator_weights import same, small_model
+
+
+def weights(folder: Path, stem: str = "diffusion_pytorch_model") -> dict[str, torch.Tensor]:
+    """Read with safetensors alone."""
+    return load_file(folder / f"{stem}.safetensors")
+
+
+@pytest.mark.parametrize(("name", "case"), [("wan2.1", "Wan"), ("vace", "VACE")])
+def test_scripts_from_diffusers_and_back(name: str, case: str, tmp_path: Path) -> None:
+    small_model(case).save_pretrained(tmp_path / "transformer")
+    done = run_script(name, tmp_path / "transformer", tmp_path / "out", scratch=tmp_path / "scratch")
+    assert done == ["hf_to_mm", "mm_to_hf", "hf_to_source"]
+    same(weights(tmp_path / "out/hf"), weights(tmp_path / "transformer"))
+    assert "blocks.0.self_attn.q.weight" in weights(tmp_path / "out/original")
+    assert json.loads((tmp_path / "out/original/config.json").read_text())["num_layers"] == 4
+
+
+def test_the_script_of_wan_2_2_converts_both_transformers_in_stages(tmp_path: Path) -> None:
+    for folder in ("transformer", "transformer_2"):
+        small_model("Wan").save_pretrained(tmp_path / "pipeline" / folder)
+    place = tmp_path / "out"
+    done = run_script("wan2.2", tmp_path / "pipeline", place, scratch=tmp_path / "scratch", PP_LAYERS="[1,3]")
+    assert done == ["hf_to_mm", "mm_to_hf", "hf_to_source"] * 2
+    assert (place / "mm/transformer_2/release/mp_rank_00_001/model_optim_rng.pt").is_file()
+    same(weights(place / "hf/transformer_2"), weights(tmp_path / "pipeline/transformer_2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "file", "environment"),
+    [
+        ("hunyuanvideo", "HunyuanVideo", "mp_rank_00_model_states.pt", {"TP": "2"}),
+        ("cogvideox", "CogVideoX", "", {"TP": "2", "PP_LAYERS": "[3,1]"}),
+        ("hunyuanvideo_1.5", "HunyuanVideo 1.5", "", {}),
+        ("ltx2", "LTX-2", "ltx-2.safetensors", {}),
+        ("flux", "FLUX.1", "flux1.safetensors", {}),
+    ],
+)
+def test_scripts_from_the_authors_files(
+    name: str, case: str, file: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    small_model(case).save_pretrained(tmp_path / "hub")
+    source, out = tmp_path / "source", tmp_path / "out"
+    run(["GeneratorConverter", "hf_to_source", f"--cfg.source_path={tmp_path / 'hub'}", f"--cfg.target_path={source}"])
+    run_script(name, source / file, out, scratch=tmp_path / "scratch", **environment)
+    same(weights(out / "hf"), weights(tmp_path / "hub"))
+    if "TP" in environment:
+        assert len(list(out.glob("mm/release/mp_rank_*"))) == (2 if name == "hunyuanvideo" else 4)
+
+
+def test_an_i2v_with_the_keys_of_t2v_is_what_the_person_says(tmp_path: Path) -> None:
+    small_model("HunyuanVideo").save_pretrained(tmp_path / "hub")
+    flags = "--cfg.source_path", str(tmp_path / "source"), "--cfg.target_path"
+    run(["GeneratorConverter", "hf_to_source", f"--cfg.source_path={tmp_path / 'hub'}", *flags[2:], flags[1]])
+    run(["HunyuanVideoConverter", "--version", "i2v", "source_to_hf", *flags, str(tmp_path / "i2v")])
+    run(["HunyuanVideoConverter", "source_to_hf", *flags, str(tmp_path / "t2v")])
+    told = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("i2v", "t2v")]
+    assert [config["image_condition_type"] for config in told] == ["token_replace", None]
+
+
+def test_the_script_of_lumina(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    save_file(
+        {"model.embed_tokens.weight": torch.randn(4, 3), "lm_head.weight": torch.randn(4, 3)}, hub / "model.safetensors"
+    )
+    (hub / "config.json").write_text('{"model_type": "chameleon"}')
+    run_script("lumina", hub, tmp_path / "out", scratch=tmp_path / "scratch")
+    content = torch.load(tmp_path / "out/mm/release/mp_rank_00/model_optim_rng.pt", weights_only=True)
+    same(content["model"], weights(hub, "model"))
+    same(weights(tmp_path / "out/hf", "model"), weights(hub, "model"))
+    assert (tmp_path / "out/hf/config.json").is_file()
+
+
+def test_a_lora_is_merged_by_command(tmp_path: Path) -> None:
+    small_model("Wan").save_pretrained(tmp_path / "hub")
+    base = "--cfg.source_path", str(tmp_path / "mm"), "--cfg.target_path", str(tmp_path / "merged")
+    run(["WanConverter", "hf2mg", f"--cfg.source_path={tmp_path / 'hub'}", f"--cfg.target_path={tmp_path / 'mm'}"])
+    lora = tmp_path / "lora.safetensors"
+    down, up = torch.randn(2, 16), torch.randn(16, 2)
+    name = "blocks.2.self_attn.proj_k"  # MindSpeed-MM's own name
+    save_file({f"{name}.lora_A.default.weight": down, f"{name}.lora_B.default.weight": up}, lora)
+    words = ["WanConverter", "merge_lora_to_base", *base, "--cfg.lora_path", str(lora), "--lora_alpha", "16"]
+    run([*words, "--lora_rank", "2"])
+    before = weights(tmp_path / "hub")["blocks.2.attn1.to_k.weight"].double()
+    held = torch.load(tmp_path / "merged/release/mp_rank_00/model_optim_rng.pt", weights_only=True)["model"]
+    by_hand = before + 8 * up.double() @ down.double()
+    torch.testing.assert_close(held[f"{name}.weight"].double(), by_hand, rtol=1e-6, atol=1e-5)
+    with pytest.raises(UsageError, match=r"is 8, and the adapter.s blocks\.2\.self_attn\.proj_k has rank 2"):
+        run([*words[:-2], "--lora_alpha", "16", "--lora_rank", "8"])
+
+
+def test_a_wrong_converter_subcommand_or_version_names_the_right_one(tmp_path: Path) -> None:
+    small_model("CogVideoX").save_pretrained(tmp_path / "hub")
+    flags = [f"--cfg.source_path={tmp_path / 'hub'}", f"--cfg.target_path={tmp_path / 'out'}"]
+    for words, message in (
+        (["WanConverter", "hf_to_mm"], "holds CogVideoX, and WanConverter takes Wan"),
+        (["CogVideoConverter", "source_to_mm"], "Use hf_to_mm or hf_to_source"),
+        (["CogVideoConverter", "--version", "i2v", "hf_to_mm"], "is i2v, and the weights are CogVideoX 1.0 T2V"),
+        (["CogVideoConverter", "--version", "x2v", "hf_to_mm"], "--version"),
+        (["WanConverter", "--version", "t2v", "hf_to_mm"], "unknown flag '--version'"),
+        (["CogVideoConverter", "mm_to_hf", "--cfg.target_parallel_config.ep_size=2"], "has no experts"),
+        (["OpenSoraPlanConverter", "hf_to_mm"], "is planned"),
+    ):
+        with pytest.raises(MMError, match=message):
+            run([*words, *flags])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_rank_is_refused(tmp_path: Path) -> None:
+    small_model("Wan").save_pretrained(tmp_path / "hub")
+    run(["WanConverter", "hf_to_mm", f"--cfg.source_path={tmp_path / 'hub'}", f"--cfg.target_path={tmp_path / 'mm'}"])
+    file = tmp_path / "mm/release/mp_rank_00/model_optim_rng.pt"
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(MMError, match="broken"):
+        run(["WanConverter", "mm_to_hf", f"--cfg.source_path={tmp_path / 'mm'}", f"--cfg.target_path={tmp_path / 'x'}"])
+
+
+def test_every_converter_of_the_documents_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["--help"])
+    told = capsys.readouterr().out
+    planned = ("OpenSoraPlanConverter", "BagelConverter", "StepVideoConverter")
+    built = ("WanConverter", "VACEConverter", "CogVideoConverter", "HunyuanVideoConverter", "LuminaConverter")
+    assert all(name in CONVERTERS for name in built)
+    assert all(name in told for name in (*built, *planned))
+
+
+def test_the_weights_of_no_family_are_refused(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFolderError, match="none of VACE, Wan"):
+        run(["GeneratorConverter", "source_to_hf", f"--cfg.source_path={tmp_path}", f"--cfg.target_path={tmp_path}/x"])
+
+
+def test_mm_convert_recognises_the_weights_and_the_layout(tmp_path: Path) -> None:
+    small_model("LTX-Video").save_pretrained(tmp_path / "hub")
+    assert convert.run(tmp_path / "hub", tmp_path / "original", "original")[0] == "generator"
+    file = tmp_path / "original/ltx-video.safetensors"
+    assert convert.run(file, tmp_path / "back", "diffusers")[0] == "generator"
+    same(weights(tmp_path / "back"), weights(tmp_path / "hub"))
