@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import can_shard_bytes
-from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, Ledger
+from mindspeed_mm.fsdp.tools.memory_model.ledger import GRADIENTS, Label, MemoryLedger
 from mindspeed_mm.fsdp.tools.memory_model.prediction import MemoryPrediction
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.memory.forecast import forecast
@@ -195,7 +195,7 @@ def test_peak_of_the_fullest_rank_under_every_plan(family: str, plan: str, root:
 
 
 def test_ledger_by_hand() -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     ledger.begin("forward")
     first = ledger.take(Label("a"), 10)
     second = ledger.take(Label("b", "m"), 5)

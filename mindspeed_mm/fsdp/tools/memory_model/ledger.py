@@ -23,7 +23,7 @@ CATEGORIES = (ACTIVATIONS, RECOMPUTED, TEMPORARY, GRADIENTS, GATHERED, REDUCTION
 """What a ledger of a device may hold; `HOST` beside them is memory that lies elsewhere and counts for nothing."""
 
 
-class Ledger:
+class MemoryLedger:
     """Entries of bytes that come and go in order."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from mindspeed_mm.fsdp.optimizer.streaming import MOST_BYTES
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.fsdp.tools.memory_model.static_part import Held
+from mindspeed_mm.fsdp.tools.memory_model.static_part import HeldParameter
 
 FP32_BYTES = 4
 _INT8_BLOCK = 256
@@ -15,7 +15,7 @@ _INT8_LEAST = 4096
 """Smaller parameters keep fp32 moments."""
 
 
-def state_bytes(parameter: Held, training: TrainingArguments, matrices: Collection[str]) -> int:
+def state_bytes(parameter: HeldParameter, training: TrainingArguments, matrices: Collection[str]) -> int:
     """The optimizer's state of a parameter, on whichever side it lies.
 
     Args:
@@ -31,7 +31,7 @@ def state_bytes(parameter: Held, training: TrainingArguments, matrices: Collecti
     return moments * parameter.bytes
 
 
-def step_bytes(trained: Iterable[Held], training: TrainingArguments, device_type: str) -> int:
+def step_bytes(trained: Iterable[HeldParameter], training: TrainingArguments, device_type: str) -> int:
     """What the optimizer's step takes on the device for itself, all of it freed again."""
     held = list(trained)
     numel = sum(parameter.numel for parameter in held)

@@ -30,14 +30,14 @@ from mindspeed_mm.fsdp.tools.memory_model.ledger import (
     RECOMPUTED,
     TEMPORARY,
     Label,
-    Ledger,
+    MemoryLedger,
 )
 from mindspeed_mm.fsdp.tools.memory_model.offload import SimulatedOffload
 from mindspeed_mm.fsdp.tools.memory_model.optimizer_part import state_bytes, step_bytes
 from mindspeed_mm.fsdp.tools.memory_model.pipeline import SimulatedPipeline
 from mindspeed_mm.fsdp.tools.memory_model.simulation import Simulation, pattern_of, watch_modules
 from mindspeed_mm.fsdp.tools.memory_model.static_part import (
-    Held,
+    HeldParameter,
     HeldUnit,
     StaticPart,
     held_units,
@@ -184,7 +184,7 @@ class _Rank:
 
     def __init__(self, units: Sequence[HeldUnit]) -> None:
         self.units = units
-        self.ledger = Ledger()
+        self.ledger = MemoryLedger()
         self.gathering: Gathering | None = None
         self.kept: dict[str, int] = {}
 
@@ -371,7 +371,7 @@ class _Step:
         self.approximations.append(NOTE)
         kept = linear_activations(self._model, batch, self._compute or torch.float32)
         for rank in self._ranks:
-            rank.ledger, rank.kept = Ledger(), kept
+            rank.ledger, rank.kept = MemoryLedger(), kept
             gradients = sum(parameter.bytes for parameter in trained_of(rank.units))
             for phase, sizes in (("forward", kept), ("backward", {"": gradients})):
                 rank.ledger.begin(phase)
@@ -422,7 +422,7 @@ class _Gradient:
             self._simulation.ledger.resize(entry, round(size * self._part))
 
 
-def _part(held: Held, simulated: nn.Parameter) -> float:
+def _part(held: HeldParameter, simulated: nn.Parameter) -> float:
     """Share of a simulated parameter that this rank computes with: experts are simulated whole."""
     whole = simulated.numel()
     own = 1

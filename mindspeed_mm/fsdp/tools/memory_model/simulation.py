@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from mindspeed_mm.fsdp.tools.memory_model.ledger import ACTIVATIONS, BATCH, RECOMPUTED, TEMPORARY, Label, Ledger
+from mindspeed_mm.fsdp.tools.memory_model.ledger import ACTIVATIONS, BATCH, RECOMPUTED, TEMPORARY, Label, MemoryLedger
 
 _REAL_NUMEL = 1 << 20
 """What is larger is never computed for real."""
@@ -33,7 +33,7 @@ class Simulation(TorchDispatchMode):
         ledger: The books.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: MemoryLedger) -> None:
         super().__init__()
         self.ledger = ledger
         self.modules: list[str] = []
@@ -106,7 +106,7 @@ class Simulation(TorchDispatchMode):
                     self.ignore(buffer)
 
     @contextmanager
-    def writing(self, ledger: Ledger) -> Iterator[None]:
+    def writing(self, ledger: MemoryLedger) -> Iterator[None]:
         """What is taken inside stands in these books."""
         before, self.ledger = self.ledger, ledger
         try:

@@ -24,7 +24,7 @@ FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """One parameter as the first rank holds it."""
 
     name: str
@@ -51,7 +51,7 @@ class HeldUnit:
 
     names: tuple[str, ...]
     """Of its modules."""
-    parameters: tuple[Held, ...]
+    parameters: tuple[HeldParameter, ...]
     shards: int
 
 
@@ -112,7 +112,7 @@ class _Cuts:
         for name, rule in (plan.tensor.rules if plan.tensor is not None else {}).items():
             self._rules |= with_adapters(model, name, rule, in_sequence=False)
 
-    def held(self, name: str, parameter: nn.Parameter, shards: int) -> Held:
+    def held(self, name: str, parameter: nn.Parameter, shards: int) -> HeldParameter:
         """One parameter of a unit that is cut over `shards` ranks; 0: not at all."""
         computed = self._computed(name, tuple(parameter.shape) or (1,))
         module = name.rpartition(".")[0]
@@ -127,7 +127,7 @@ class _Cuts:
         rows, rest = shape[dim], math.prod(shape) // max(shape[dim], 1)
         part = -(-rows // max(shards, 1))
         whole = part * max(shards, 1) * rest
-        return Held(name, tuple(shape), computed, part * rest, whole, parameter.dtype, parameter.requires_grad)
+        return HeldParameter(name, tuple(shape), computed, part * rest, whole, parameter.dtype, parameter.requires_grad)
 
     def _computed(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What a tensor-parallel rank computes with."""
@@ -145,7 +145,9 @@ _COMPUTED_DIMS = CUT_DIMS | {Style.WIDE_NORM: 0, Style.HEAD_NUMBERS: 0}
 """The dimension of which a rank uses a part, whether it holds the rest or not."""
 
 
-def static_part(units: Collection[HeldUnit], state_bytes: Callable[[Held], int], *, averages: bool) -> StaticPart:
+def static_part(
+    units: Collection[HeldUnit], state_bytes: Callable[[HeldParameter], int], *, averages: bool
+) -> StaticPart:
     """Bytes of what these units keep.
 
     Args:
@@ -164,6 +166,6 @@ def static_part(units: Collection[HeldUnit], state_bytes: Callable[[Held], int],
     )
 
 
-def trained_of(units: Collection[HeldUnit]) -> list[Held]:
+def trained_of(units: Collection[HeldUnit]) -> list[HeldParameter]:
     """The trained parameters."""
     return [parameter for unit in units for parameter in unit.parameters if parameter.is_trained]
