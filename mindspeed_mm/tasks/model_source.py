@@ -50,8 +50,8 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     """The model folder that `path` names.
 
     Args:
-        path: A Hugging Face folder, one in diffusers' layout, a run folder, or one `iter_*` folder of a run. A
-            checkpoint is exported once, into `exported/` inside the run, and taken from there afterwards; of a run it
+        path: A Hugging Face folder, one in diffusers' or Megatron's layout, a run folder, or one `iter_*` folder of a
+            run. A checkpoint is exported once, into `exported/` inside the run, and taken from there afterwards; of a run it
             is the newest good one. Of a generator that is the transformer alone, or the adapters: encoders are taken
             from where the run took them. Adapters of a language model are merged.
         weights: Of a run, the average of the weights or the weights as they were trained; None: the average when there
@@ -65,9 +65,7 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     if kind == "hf":
         return ModelSource(path)
     if kind == "megatron":
-        raise ModelFolderError(
-            "is a Megatron checkpoint", where=str(path), way_out="Convert it to a Hugging Face folder first."
-        )
+        return ModelSource(_with_configuration(path))
     if kind == "adapters":
         raise ModelFolderError(
             "holds adapters and no model",
@@ -84,6 +82,17 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     if (exported / DIFFUSERS_WEIGHTS).is_file():
         return ModelSource(base, run, lora=exported)
     return ModelSource(base, run, transformer=exported / part)
+
+
+def _with_configuration(folder: Path) -> Path:
+    """A folder in Megatron's layout, if configuration and tokenizer lie in it, as `mm convert` puts them there."""
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(
+            "holds weights in Megatron's layout, and no config.json",
+            where=str(folder),
+            way_out=f"Write it as a model folder: mm convert {folder} OUT --to hf --model MODEL.",
+        )
+    return folder
 
 
 def with_adapters(source: ModelSource, lora: Path | None) -> ModelSource:

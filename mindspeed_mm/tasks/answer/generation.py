@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
@@ -109,7 +111,7 @@ def load_generator(folder: Path, lora: Path | None = None, view: RowsView | None
     """The model of a Hugging Face folder on this process's device, in the type that its weights are stored in.
 
     Args:
-        folder: With weights, configuration and processor.
+        folder: With weights, configuration and processor; the weights may be in Megatron's layout.
         lora: Adapters to put beside the weights, as PEFT has them.
         view: How rows were shown to the model; None: as the folder says.
 
@@ -129,7 +131,9 @@ def load_model(folder: Path) -> Any:
     Raises:
         ModelFolderError: Weights or configuration are missing or broken.
     """
-    find_entries(folder)  # says what is wrong with weight files in words
+    divided = is_megatron_folder(folder)
+    if not divided:
+        find_entries(folder)  # says what is wrong with weight files in words
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # seconds
 
     try:
@@ -137,15 +141,33 @@ def load_model(folder: Path) -> Any:
         takes_pictures = type(config) in AutoModelForImageTextToText._model_mapping
         auto_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
         with quiet("transformers"):
-            model, report = auto_class.from_pretrained(
-                folder, dtype="auto", local_files_only=True, output_loading_info=True
-            )
+            if divided:
+                model, report = _joined_model(auto_class._model_mapping[type(config)], config, folder)
+            else:
+                model, report = auto_class.from_pretrained(
+                    folder, dtype="auto", local_files_only=True, output_loading_info=True
+                )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
     check_all_loaded(report, folder)
     fit_experts(model, model.dtype)
     return model
+
+
+def _joined_model(model_class: Any, config: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of a folder in Megatron's layout, and what transformers says of its loading."""
+    from transformers import GenerationConfig  # seconds
+
+    with open_stored(folder, config.to_dict()) as stored:
+        weights = {key: tensor.read() for key, tensor in stored.items()}
+    dtype = next(iter(weights.values())).dtype
+    model, report = model_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model, report
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -6,15 +6,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_mm.checkpoint.common.config import CommonModelConfig
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES
+from mindspeed_mm.checkpoint.megatron.families import family_of
+from mindspeed_mm.checkpoint.ptd.conversions import Writing, megatron_to_hf
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.artifacts import free_bytes
-from mindspeed_mm.core.errors import MachineError
+from mindspeed_mm.core.errors import MachineError, ModelFolderError
 from mindspeed_mm.core.folder_writing import atomic_folder, check_target
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors, Weights
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.tasks.export.contents import ContentKind, folders_read, open_contents
 from mindspeed_mm.tasks.export.model_card import write_model_card
-from mindspeed_mm.tasks.export.source import resolve_source
+from mindspeed_mm.tasks.export.source import NAME_MODEL, resolve_source
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def run(
     A run that trained adapters gives a folder of adapters; a generator's run a whole folder in diffusers' layout.
 
     Args:
-        source: A run folder (its newest good checkpoint), or one checkpoint.
+        source: A run folder (its newest good checkpoint), one checkpoint, or a folder in Megatron's layout.
         target: The folder to write.
         step: Which of the run's checkpoints.
         weights: `ema` writes the average of the weights, `model` the weights as they were trained; None the average
@@ -72,6 +77,8 @@ def run(
         MachineError: The target cannot be written.
     """
     check_target(target, overwrite=overwrite)  # before the checkpoint is read, which may take long
+    if source.is_dir() and is_megatron_folder(source):
+        return _export_megatron(source, target, model_folder or source, overwrite=overwrite)
     found = resolve_source(source, step, model_folder)
     reader = DcpTensors(found.checkpoint, weights)
     with (
@@ -102,3 +109,18 @@ def run(
         reader.weights,
         contents.kind,
     )
+
+
+def _export_megatron(source: Path, target: Path, model_folder: Path, *, overwrite: bool) -> Exported:
+    """Join a checkpoint in Megatron's layout; configuration and tokenizer come from the model folder."""
+    config = read_json_object(model_folder / "config.json", ModelFolderError, way_out=NAME_MODEL)
+    written = megatron_to_hf(
+        family_of(config),
+        source,
+        model_folder,
+        target,
+        None,
+        facts=CommonModelConfig(),
+        writing=Writing(overwrite=overwrite),
+    )
+    return Exported(target, source, None, written.tensors, written.size_bytes, ())

@@ -1,0 +1,58 @@
+"""A folder in Megatron's layout answers, is measured and is exported as the model folder that it was made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.runs import mm
+from tests.helpers.tiny_run import make_tiny_run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and beside it `divided` among two tensor ranks and two stages."""
+    from mindspeed_mm.cli.mm_convert import run
+
+    folder = tmp_path_factory.mktemp("megatron")
+    make_tiny_run(folder)
+    words = ["Qwen3VLMegatronConverter", "hf_to_mm", "--cfg.mm_dir", folder / "divided"]
+    words += ["--cfg.hf_config.hf_dir", folder / "model", "--cfg.parallel_config.tp_size", 2]
+    words += ["--cfg.parallel_config.llm_pp_layers", "[1,1]", "--cfg.parallel_config.vit_pp_layers", "[2,0]"]
+    assert run([str(word) for word in words]) == 0
+    return folder
+
+
+def test_it_is_exported_to_the_bit(made: Path, tmp_path: Path) -> None:
+    said = mm("export", made / "divided", tmp_path / "out")
+    assert said.code == 0, said.err
+    before, after = (load_file(folder / "model.safetensors") for folder in (made / "model", tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_it_answers_as_the_model_folder(made: Path) -> None:
+    words = ("--prompt", "What is it like?", "--image", made / "images" / "0_0.png", "--max-new-tokens", 8)
+    answers = [mm("infer", made / name, *words) for name in ("model", "divided")]
+    assert [said.code for said in answers] == [0, 0], answers[1].err
+    assert answers[0].out.replace(str(made / "model"), "") == answers[1].out.replace(str(made / "divided"), "")
+
+
+def test_its_loss_is_that_of_the_model_folder(made: Path, tmp_path: Path) -> None:
+    from mindspeed_mm.core.json_file import read_json_object
+
+    results = []
+    for name in ("model", "divided"):
+        said = mm("evaluate", made / name, made / "rows.jsonl", "--loss", "--out", tmp_path / name)
+        assert said.code == 0, said.err
+        results.append(read_json_object(tmp_path / name / "results.json", ValueError))
+    assert results[0]["loss"] == results[1]["loss"]
+
+
+def test_without_a_configuration_the_way_is_named(made: Path) -> None:
+    said = mm("infer", made / "divided" / "release", "--prompt", "x")
+    assert said.code != 0
+    assert "mm convert" in said.err
