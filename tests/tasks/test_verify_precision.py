@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker
 from mindspeed_mm.tasks.verify.precision import keeping_double
 
 
@@ -31,3 +33,14 @@ def test_what_is_no_fp64_is_left_alone() -> None:
         assert torch.zeros(2, dtype=torch.int64).to(torch.float32).dtype == torch.float32
         assert torch.zeros(2, dtype=torch.float64).to(torch.bfloat16).dtype == torch.bfloat16
     assert torch.zeros(2, dtype=torch.float64).float().dtype == torch.float32
+
+
+def test_batches_are_made_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feature extractor of sound rounds its filters to fp32 and multiplies them by sound in fp32."""
+    filters = torch.zeros(2, dtype=torch.float64)
+    monkeypatch.setattr(
+        BatchMaker, "__getitem__", lambda self, _: (filters.float().dtype, filters.to(torch.float32).dtype)
+    )
+    with keeping_double():
+        assert BatchMaker.__new__(BatchMaker)[0] == (torch.float32, torch.float32)
+        assert filters.float().dtype == torch.float64

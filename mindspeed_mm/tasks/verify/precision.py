@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from mindspeed_mm.fsdp.data.dataloader.fetch import BatchMaker
 from mindspeed_mm.tasks.verify.faults import swapped
 
 _TAKE_A_DTYPE: tuple[tuple[Any, str], ...] = (
@@ -18,23 +20,39 @@ _TAKE_A_DTYPE: tuple[tuple[Any, str], ...] = (
 )  # fmt: skip
 """Functions of torch (2.11 to 2.13) that models round with. A `TorchFunctionMode` would see all of them, but not in the
 backward pass, where layers are computed again: the autograd engine leaves it."""
+_rounds: ContextVar[bool] = ContextVar("rounds", default=False)
+"""Whether torch is left alone for the moment."""
 
 
 @contextmanager
 def keeping_double() -> Iterator[None]:
     """While inside, what asks torch for fp32 of an fp64 tensor gets fp64: `x.float()`, `x.to(torch.float32)`,
-    `softmax(x, dtype=torch.float32)`."""
+    `softmax(x, dtype=torch.float32)`. Batches are made as always: feature extractors round their filters to fp32 and
+    multiply them by sound in fp32."""
     with ExitStack() as stack:
+        stack.enter_context(swapped(BatchMaker, "__getitem__", _rounding(BatchMaker.__getitem__)))
         stack.enter_context(swapped(torch.Tensor, "float", _float_of(torch.Tensor.float)))
         for owner, name in _TAKE_A_DTYPE:
             stack.enter_context(swapped(owner, name, _keeping(getattr(owner, name))))
         yield
 
 
+def _rounding(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def own(*args: Any) -> Any:
+        before = _rounds.set(True)
+        try:
+            return plain(*args)
+        finally:
+            _rounds.reset(before)
+
+    return own
+
+
 def _float_of(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @wraps(plain)
     def own(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor if tensor.dtype is torch.float64 else plain(tensor, *args, **kwargs)
+        return tensor if tensor.dtype is torch.float64 and not _rounds.get() else plain(tensor, *args, **kwargs)
 
     return own
 
@@ -42,7 +60,7 @@ def _float_of(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def own(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float64:
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float64 and not _rounds.get():
             args = tuple(_kept(value) for value in args)
             kwargs = {name: _kept(value) for name, value in kwargs.items()}
         return plain(tensor, *args, **kwargs)
