@@ -253,9 +253,6 @@ class HeldTensor(LazyTensor):
         return self._tensor
 
 
-Held = HeldTensor
-
-
 class Cast(LazyTensor):
     """The same numbers in another dtype."""
 

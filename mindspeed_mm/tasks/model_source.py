@@ -51,9 +51,9 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
 
     Args:
         path: A Hugging Face folder, one in diffusers' or Megatron's layout, a run folder, or one `iter_*` folder of a
-            run. A checkpoint is exported once, into `exported/` inside the run, and taken from there afterwards; of a run it
-            is the newest good one. Of a generator that is the transformer alone, or the adapters: encoders are taken
-            from where the run took them. Adapters of a language model are merged.
+            run. A checkpoint is exported once, into `exported/` inside the run, and taken from there afterwards; of a
+            run it is the newest good one. Of a generator that is the transformer alone, or the adapters: encoders are
+            taken from where the run took them. Adapters of a language model are merged.
         weights: Of a run, the average of the weights or the weights as they were trained; None: the average when there
             is one.
 

@@ -81,9 +81,6 @@ class SourceLedger:
             raise ModelFolderError(f"{self.where}: the conversion does not fit what is stored here", problems=shown)
 
 
-Ledger = SourceLedger
-
-
 def _complaint(tensor: CountedTensor, may_repeat: bool, is_left_out: bool) -> str | None:
     taken, size = tensor.elements_read, math.prod(tensor.shape)
     if is_left_out:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from safetensors import safe_open
 
 from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile
-from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, stored_keys
@@ -59,7 +59,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class _OpenedAdapter:
-    ledger: Ledger
+    ledger: SourceLedger
     alphas: dict[str, float]
 
 
@@ -121,7 +121,7 @@ def plan_conversion(
         UsageError: The division is none of this model's.
     """
     family = weights.family
-    ledgers = [Ledger(weights.stored, weights.path)]
+    ledgers = [SourceLedger(weights.stored, weights.path)]
     hub = weights.under_diffusers_names(ledgers[0].tensors)
     repeated: set[str] = set()
     if adapter is not None:
@@ -235,9 +235,9 @@ def _open_adapter(adapter: Adapter) -> Iterator[_OpenedAdapter]:
 
 def _with_alphas(
     tensors: dict[str, LazyTensor], metadata: Mapping[str, str], path: Path, said: LoraScaling
-) -> tuple[Ledger, dict[str, float]]:
+) -> tuple[SourceLedger, dict[str, float]]:
     alphas = alphas_of(tensors, metadata, path, said)
-    return Ledger(tensors, path), alphas
+    return SourceLedger(tensors, path), alphas
 
 
 def _mm_adapter(path: Path) -> dict[str, LazyTensor]:

@@ -7,7 +7,7 @@ import sys
 from mindspeed_mm.checkpoint.common.config import ConvertGeneratorConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.files import PtFile
-from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
 from mindspeed_mm.checkpoint.hf_folder import asset_files, safetensors_files
 from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, find_step
@@ -26,7 +26,7 @@ class LuminaConverter(Converter):
         """Write a Hugging Face folder as MindSpeed-MM's folder of one rank."""
         _refuse_division(cfg)
         with open_weights(cfg.source_path) as stored:
-            ledger = Ledger(stored, cfg.source_path)
+            ledger = SourceLedger(stored, cfg.source_path)
             files = {f"{RELEASE}/{_RANK}/{WEIGHTS_FILE}": _pt_file(ledger)}
             conversion = Conversion([cfg.source_path], [ledger], files, {"kind": "mm"}, texts={TRACKER: RELEASE})
             return _run(conversion, cfg)
@@ -40,7 +40,7 @@ class LuminaConverter(Converter):
         if ranks != [_RANK]:
             raise CheckpointError(f"holds {', '.join(ranks)}, and {_RANK} alone is expected", where=str(step))
         (content,) = read_pt_files([step / _RANK / WEIGHTS_FILE])
-        ledger = Ledger(content.tensors.get("model", {}), step)
+        ledger = SourceLedger(content.tensors.get("model", {}), step)
         if any(cfg.hf_dir.glob("*.safetensors")):
             _check_same_names(ledger, cfg)
         files, texts = safetensors_files(ledger.tensors)
@@ -48,11 +48,11 @@ class LuminaConverter(Converter):
         return _run(Conversion([step, cfg.hf_dir], [ledger], files, {"kind": "hf"}, copies=copies, texts=texts), cfg)
 
 
-def _pt_file(ledger: Ledger) -> PtFile:
+def _pt_file(ledger: SourceLedger) -> PtFile:
     return PtFile({"model": ledger.tensors}, {"checkpoint_version": CHECKPOINT_VERSION})
 
 
-def _check_same_names(ledger: Ledger, cfg: ConvertGeneratorConfig) -> None:
+def _check_same_names(ledger: SourceLedger, cfg: ConvertGeneratorConfig) -> None:
     assert cfg.hf_dir is not None
     wanted = find_entries(cfg.hf_dir).keys()
     problems = [Problem("is missing", key=key) for key in wanted - ledger.tensors.keys()]

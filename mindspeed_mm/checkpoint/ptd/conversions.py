@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
 from mindspeed_mm.checkpoint.conversion.files import PtFile
-from mindspeed_mm.checkpoint.conversion.ledger import Ledger
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
 from mindspeed_mm.checkpoint.hf_folder import asset_files, safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
@@ -86,7 +86,7 @@ def hf_to_megatron(
     layout = layout_of(said, model.depths, canonical=canonical)
     layout.check(model.depths, model.experts)
     with open_weights(hf_dir) as stored:
-        ledger = Ledger(stored, hf_dir)
+        ledger = SourceLedger(stored, hf_dir)
         left_out = {key: "is no part of this layout" for key in stored if key.startswith(model.not_carried)}
         whole = megatron_tensors(ledger.tensors, model)
         if vision_only:
@@ -218,7 +218,7 @@ def adapters_to_megatron(
     layout = _adapter_layout(said, naming)
     model = _adapter_model(family, layout, naming)
     with open_weights(hf_dir) as stored:
-        ledger = Ledger(stored, hf_dir)
+        ledger = SourceLedger(stored, hf_dir)
         shards = divide(megatron_tensors(ledger.tensors, model), model, layout)
         files = {f"{layout.folder_name(rank)}/{WEIGHTS_FILE}": content for rank, content in shards.items()}
         adapter_config = hf_dir / ADAPTER_CONFIG

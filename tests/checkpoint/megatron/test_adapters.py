@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_mm.checkpoint.keymap import check_used_once
-from mindspeed_mm.checkpoint.lazy_tensor import Held
+from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor
 from mindspeed_mm.checkpoint.megatron.adapters import adapter_model
 from mindspeed_mm.checkpoint.megatron.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from mindspeed_mm.checkpoint.megatron.family import MegatronFamily
@@ -41,7 +41,7 @@ def adapter() -> dict[str, torch.Tensor]:
 def test_adapters_are_cut_where_their_projections_are(adapter: dict[str, torch.Tensor]) -> None:
     model = adapter_model(QWEN2_5_VL, {"text": 3, "vision": 2})
     layout = MegatronLayout(LAYERS, tp=2, canonical=True)
-    steps = model.key_map.steps({key: Held(tensor) for key, tensor in adapter.items()})
+    steps = model.key_map.steps({key: HeldTensor(tensor) for key, tensor in adapter.items()})
     whole = {key: tensor for step in steps for key, tensor in step.targets.items()}
     check_used_once(steps, adapter, whole)
     shards = divide(whole, model, layout)
@@ -74,7 +74,7 @@ def test_adapters_are_cut_where_their_projections_are(adapter: dict[str, torch.T
 def test_adapters_come_back_to_the_bit(family: MegatronFamily, tp: int, adapter: dict[str, torch.Tensor]) -> None:
     model = adapter_model(family, {"text": 3, "vision": 2})
     layout = MegatronLayout(LAYERS, tp=tp, canonical=True)
-    steps = model.key_map.steps({key: Held(tensor) for key, tensor in adapter.items()})
+    steps = model.key_map.steps({key: HeldTensor(tensor) for key, tensor in adapter.items()})
     whole = {key: tensor for step in steps for key, tensor in step.targets.items()}
     back = model.key_map.inverse.steps(join(divide(whole, model, layout), model, layout))
     found = {key: tensor for step in back for key, tensor in step.targets.items()}
@@ -89,5 +89,5 @@ def test_an_adapter_under_the_hubs_own_names_has_no_prefix(adapter: dict[str, to
         key.removeprefix("base_model.model.").replace("model.language_model.", "model.").replace("model.vis", "vis")
         for key in adapter
     }
-    steps = model.key_map.steps({key: Held(torch.zeros(2, 2)) for key in old})
+    steps = model.key_map.steps({key: HeldTensor(torch.zeros(2, 2)) for key in old})
     check_used_once(steps, old, {key for step in steps for key in step.targets})

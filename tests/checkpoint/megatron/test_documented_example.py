@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_mm.checkpoint.lazy_tensor import Held, LazyTensor
+from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor
 from mindspeed_mm.checkpoint.megatron.families.qwen2_vl import QWEN2_VL
 from mindspeed_mm.checkpoint.megatron.folder import files_of
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, MegatronRank, parse_stages
@@ -54,7 +54,7 @@ def hub(config: dict) -> dict[str, LazyTensor]:
         elif match[2] == "0":
             count = 28 if match[1].startswith("model") else 32
             deep |= {f"{match[1]}{n}.{match[3]}": shape for n in range(count)}
-    return {key: Held(torch.full(shape, float(value))) for value, (key, shape) in enumerate(deep.items())}
+    return {key: HeldTensor(torch.full(shape, float(value))) for value, (key, shape) in enumerate(deep.items())}
 
 
 def layout_of(pictures: list, words: list) -> MegatronLayout:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mindspeed_mm.checkpoint.keymap import check_used_once
-from mindspeed_mm.checkpoint.lazy_tensor import Held, LazyTensor
+from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor
 from mindspeed_mm.checkpoint.megatron.families import FAMILIES, family_of
 from mindspeed_mm.checkpoint.megatron.family import MegatronModel
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, Stages
@@ -60,9 +60,9 @@ def tower_stages(text: Stages, depth: int, spread: bool) -> Stages:
     return tuple(tuple(counts[i : i + stages]) for i in range(0, len(counts), stages))
 
 
-def written(tensor: LazyTensor) -> Held:
+def written(tensor: LazyTensor) -> HeldTensor:
     """As if a file held it."""
-    return Held(tensor.read().clone())
+    return HeldTensor(tensor.read().clone())
 
 
 def pass_through(layouts: Iterator[MegatronLayout], model: MegatronModel, folder: Path) -> None:

@@ -179,7 +179,7 @@ def predict_memory(
     return max(predictions, key=lambda prediction: prediction.peak)
 
 
-class _Rank:
+class _SimulatedRank:
     """The books of one rank of a pipeline, or of the only kind of rank that there is."""
 
     def __init__(self, units: Sequence[HeldUnit]) -> None:
@@ -212,7 +212,7 @@ class _Step:
         self.approximations: list[str] = []
         self._arguments, self._model, self._plan = arguments, model, plan
         self._is_host = device_type == "cpu"
-        self._ranks = [_Rank(of_rank) for of_rank in units]
+        self._ranks = [_SimulatedRank(of_rank) for of_rank in units]
         self._simulation = Simulation(self._ranks[0].ledger)
         self._compute, self._reduce = plan.precision.compute, plan.precision.reduce
         every = [unit for rank in self._ranks for unit in rank.units]
@@ -329,7 +329,7 @@ class _Step:
                         )
                         self._run_stages(rank, stage_rank, batch, loss)
 
-    def _run_plainly(self, rank: _Rank, batch: Mapping[str, Any], loss: Loss) -> None:
+    def _run_plainly(self, rank: _SimulatedRank, batch: Mapping[str, Any], loss: Loss) -> None:
         """All micro-batches that differ in memory: the first of several, and the last."""
         gathering = rank.gathering
         assert gathering is not None
@@ -345,7 +345,9 @@ class _Step:
             gathering.finish()
             del own, value
 
-    def _run_stages(self, rank: _Rank, stages: SimulatedPipeline, batch: Mapping[str, Any], loss: Loss) -> None:
+    def _run_stages(
+        self, rank: _SimulatedRank, stages: SimulatedPipeline, batch: Mapping[str, Any], loss: Loss
+    ) -> None:
         """All micro-batches that are under way together, with gradients summed over ranks at the end."""
         gathering, settings = rank.gathering, self._plan.parallel.section.pp_plan
         assert gathering is not None
