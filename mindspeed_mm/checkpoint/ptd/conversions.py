@@ -330,14 +330,21 @@ def _copy_of_tied_head(
 
 
 def _check_keys(made: Mapping[str, LazyTensor], hf_dir: Path, mm_dir: Path) -> None:
-    """The keys of the model's own folder, all of them and no others."""
-    wanted = set(find_entries(hf_dir))
-    missing, surplus = sorted(wanted - made.keys()), sorted(made.keys() - wanted)
+    """The keys of the model's own folder, all of them and no others, each in its shape there."""
+    wanted = find_entries(hf_dir)
+    missing, surplus = sorted(wanted.keys() - made.keys()), sorted(made.keys() - wanted.keys())
     problems = [Problem("is in the model's folder and not in the checkpoint", key=key) for key in missing[:_SHOWN]]
     problems += [Problem("is in the checkpoint and not in the model's folder", key=key) for key in surplus[:_SHOWN]]
+    shared = sorted(wanted.keys() & made.keys())
+    reshaped = [key for key in shared if tuple(made[key].shape) != tuple(wanted[key].shape)]
+    problems += [
+        Problem(f"has shape {tuple(made[key].shape)}, in the model's folder {tuple(wanted[key].shape)}", key=key)
+        for key in reshaped[:_SHOWN]
+    ]
     if problems:
         raise CheckpointError(
-            f"{mm_dir} does not give the keys of {hf_dir}: {len(missing)} missing, {len(surplus)} surplus",
+            f"{mm_dir} does not give the tensors of {hf_dir}: {len(missing)} missing, {len(surplus)} surplus, "
+            f"{len(reshaped)} of another shape",
             problems=problems,
         )
 
