@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Hashable
 from math import prod
 from typing import Any, Literal, cast, get_args
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -193,8 +192,8 @@ def _build_mesh(sizes: ParallelSizes, axes: tuple[Axis, ...], device_type: str) 
     return job_mesh(device_type, tuple(getattr(sizes, axis) for axis in axes), axes)
 
 
-_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, DeviceMesh]] = WeakKeyDictionary()
-"""Of each job: what `job_mesh` has made."""
+_meshes: dict[Hashable, DeviceMesh] = {}
+"""What `job_mesh` has made in this job."""
 
 
 def job_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -202,8 +201,12 @@ def job_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -
     job: a second run in a process that stays in its group has the groups of the first. Each group of gloo's keeps
     threads that wake up a hundred times a second, and DTensor remembers a mesh for all that are equal to it, so that
     the groups of an earlier run cannot be left either."""
-    made = _meshes.setdefault(dist.group.WORLD, {})
-    key = (device_type, shape, names)
-    if key not in made:
-        made[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return made[key]
+    key = (id(dist.group.WORLD), device_type, shape, names)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _meshes[key]
+
+
+def forget_meshes() -> None:
+    """Let go of the meshes, before the job's group is left: they keep their groups, and so the job's, alive."""
+    _meshes.clear()

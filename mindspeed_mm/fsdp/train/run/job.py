@@ -19,7 +19,12 @@ from mindspeed_mm.fsdp.distributed.job.launch import (
     shutdown_distributed,
 )
 from mindspeed_mm.fsdp.distributed.job.watchdog import Watchdog
-from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState, destroy_parallel_state, init_parallel_state
+from mindspeed_mm.fsdp.distributed.parallel_state import (
+    ParallelState,
+    destroy_parallel_state,
+    forget_meshes,
+    init_parallel_state,
+)
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
@@ -159,6 +164,7 @@ def leave(joined_already: bool, *, wait: bool) -> None:
     """
     destroy_parallel_state()
     if not joined_already:
+        forget_meshes()
         shutdown_distributed(wait=wait)
 
 
