@@ -28,9 +28,11 @@ def recognise(path: Path) -> FolderKind:
         return "dcp"
     if is_megatron_folder(path):
         return "megatron"
-    if layout.list_iterations(path) or (path / layout.TRACKER).exists() or (path / "run.json").exists():
+    is_model = (path / "config.json").exists() or (path / "model_index.json").exists()
+    has_tracker = (path / layout.TRACKER).exists() and not (is_model and any(path.glob("*.safetensors")))
+    if layout.list_iterations(path) or has_tracker or (path / "run.json").exists():
         return "run"
-    if (path / "config.json").exists() or (path / "model_index.json").exists():
+    if is_model:
         return "hf"
     if any((path / name).exists() for name in _ADAPTERS):
         return "adapters"

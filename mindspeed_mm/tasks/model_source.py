@@ -9,7 +9,7 @@ from pathlib import Path
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.artifacts import RunFolder, sha256_file
-from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import remove_written
 from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
@@ -128,7 +128,12 @@ def _noted_adapter(run: Path | None) -> Path | None:
 def _exported(source: Path, run: Path, weights: Weights | None, *, whole: bool) -> Path:
     """What was trained, as a folder named after the checkpoint's step and content; written when it is not there yet."""
     checkpoint = open_checkpoint(source, Ranks(), "size").path
-    mark = next(path for name in (layout.MANIFEST, layout.METADATA) if (path := checkpoint / name).exists())
+    marks = [path for name in (layout.MANIFEST, layout.METADATA) if (path := checkpoint / name).exists()]
+    if not marks:
+        raise CheckpointError(
+            f"has no {layout.METADATA}", where=str(checkpoint), way_out="Name a model folder, or a run that has saved."
+        )
+    mark = marks[0]
     which = f"-{weights}" if weights else ""
     target = run / EXPORTED / f"{checkpoint.name}-{sha256_file(mark)[:12]}{which}"
     if not target.is_dir():

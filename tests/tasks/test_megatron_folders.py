@@ -32,6 +32,10 @@ def test_it_is_exported_to_the_bit(made: Path, tmp_path: Path) -> None:
     before, after = (load_file(folder / "model.safetensors") for folder in (made / "model", tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not {"latest_checkpointed_iteration.txt", "layout.json"} & {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    assert mm("check", made / "run.yaml", f"training.load={tmp_path / 'out'}").code == 0
 
 
 def test_it_answers_as_the_model_folder(made: Path) -> None:

@@ -97,7 +97,14 @@ def _divided(
     assets = source if kind == "hf" else _model_of(source, model_folder)
     config = _config(assets)
     family = family_of(config)
-    layers = even_layers(family.model(config).depths, division.pp, division.vpp)["text"]
+    depths = family.model(config).depths
+    if division.pp * division.vpp > depths["text"]:
+        raise UsageError(
+            f"{division.pp} stages × {division.vpp} chunks are more than the language model's {depths['text']} layers",
+            key="--pp",
+            way_out="Take fewer; mm-convert takes the layers of each place, and some may have none.",
+        )
+    layers = even_layers(depths, division.pp, division.vpp)["text"]
     said = ParallelConfig(llm_pp_layers=[list(chunk) for chunk in layers], tp_size=division.tp, ep_size=division.ep)
     if kind == "hf":
         return hf_to_megatron(family, source, target, said, facts=CommonModelConfig(), writing=writing)

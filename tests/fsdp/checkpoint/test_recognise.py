@@ -23,6 +23,7 @@ from mindspeed_mm.core.errors import CheckpointError
         (["iter_0000010/MANIFEST.json", "config.yaml"], "run"),
         (["latest_checkpointed_iteration.txt", "release/.metadata"], "run"),
         (["run.json"], "run"),
+        (["latest_checkpointed_iteration.txt", "config.json", "model.safetensors"], "hf"),
         (["run.json", "config.json", "iter_0000010/.metadata"], "run"),
         (["mp_rank_00/model_optim_rng.pt"], "megatron"),
         (["latest_checkpointed_iteration.txt", "release/mp_rank_00_000/model_optim_rng.pt"], "megatron"),
