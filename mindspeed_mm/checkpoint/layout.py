@@ -24,6 +24,8 @@ DRAFT_SUFFIX, FORMER_SUFFIX = ".draft", ".former"
 _PREFIX = ".mindspeed-mm-"
 """Nothing of a user's begins so: what bears such a name may be taken away."""
 _FOLDER = re.compile(r"iter_(\d{7,})")
+_STEP = re.compile(r"[0-9]{1,18}")
+"""A step as a tracker says it; more digits are no step of anybody's."""
 _LEFT = re.compile(re.escape(_PREFIX) + r"(iter_\d{7,})\.(?:draft|former)")
 
 
@@ -57,7 +59,7 @@ def read_tracker(save: Path) -> str | None:
         text = (save / TRACKER).read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return text if text == RELEASE or text.isdecimal() else None
+    return text if text == RELEASE or _STEP.fullmatch(text) else None
 
 
 def write_tracker(save: Path, iteration: int) -> None:

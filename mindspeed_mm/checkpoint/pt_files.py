@@ -1,4 +1,4 @@
-"""The one door to files that `torch.save` wrote: tensors and plain containers come in, nothing in them is run.
+"""The one door to files that `torch.save` writes: tensors and plain containers come in, nothing in them is run.
 
 Such a file is a pickle. It is read by torch's restricted unpickler, which builds tensors, numbers, text and containers
 and refuses whatever else it asks for; a refused file is scanned, so that the message names what it asked for.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,36 @@ def load_weights(path: Path) -> Any:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
     except Exception as error:  # foreign bytes: torch's readers raise whatever they stumble over
         raise _refusal(path, error) from error
+
+
+def save_weights(content: Any, path: Path) -> None:
+    """Write a file as `torch.save` does.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be written.
+    """
+    with os_errors_told(path), path.open("wb") as file:
+        torch.save(content, file)
+
+
+@contextmanager
+def os_errors_told(path: Path) -> Iterator[None]:
+    """Raise the operating system's error. torch's archive writer hides it behind "unexpected pos 704 vs 598"."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = _os_error(error)
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """The operating system's error that an exception arose from or while handling."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
 
 
 def find_unsafe_globals(path: Path) -> list[str]:

@@ -133,6 +133,8 @@ def _entry(key: str, value: Any, file: Path) -> TensorEntry:
         raise _damaged(file, f"the header's entry of '{key}' is incomplete") from error
     if not plausible:
         raise _damaged(file, f"the header's entry of '{key}' has a negative or non-integer size")
+    if not isinstance(dtype, str):
+        raise _damaged(file, f"the header's entry of '{key}' has the type {dtype!r}, which is no name")
     if dtype not in DTYPES:
         raise ModelFolderError(
             f"'{key}' is stored as {dtype}, which cannot be trained",

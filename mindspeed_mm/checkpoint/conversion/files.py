@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor, Stored
-from mindspeed_mm.checkpoint.pt_files import load_weights
+from mindspeed_mm.checkpoint.pt_files import load_weights, save_weights
 from mindspeed_mm.checkpoint.safetensors_header import DTYPES, read_header
 
 
@@ -130,7 +130,7 @@ class PtFile(OutputFile):
                 tensor = lazy.read().clone(memory_format=torch.contiguous_format)
                 place[key] = tensor
                 note(_joined(name, key), tensor)
-        torch.save(content, path)
+        save_weights(content, path)
 
     @contextmanager
     def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102

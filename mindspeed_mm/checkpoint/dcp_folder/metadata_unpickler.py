@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from mindspeed_mm.checkpoint.dcp_folder.index_check import checked_index
 from mindspeed_mm.checkpoint.layout import METADATA
 from mindspeed_mm.core.errors import CheckpointError
 
@@ -58,12 +59,13 @@ def read_metadata(folder: Path) -> Metadata:
     """The index of a distributed checkpoint: names, shapes and places of its tensors.
 
     Raises:
-        CheckpointError: The file is missing, broken, or asks for anything beyond plain metadata.
+        CheckpointError: The file is missing, broken, asks for anything beyond plain metadata, or does not place every
+            tensor whole in the checkpoint.
     """
     path = folder / METADATA
     try:
         with path.open("rb") as file:
-            metadata = _checked(_MetadataUnpickler(file).load(), path)
+            metadata = checked_index(_MetadataUnpickler(file).load(), path)
     except FileNotFoundError:
         raise CheckpointError(f"has no {METADATA}: the save was interrupted", where=str(folder)) from None
     except _Refused as error:
@@ -75,16 +77,6 @@ def read_metadata(folder: Path) -> Metadata:
     except BROKEN as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"is broken: {type(error).__name__}: {reason}", where=str(path)) from error
-    return metadata
-
-
-def _checked(metadata: Any, path: Path) -> Metadata:
-    """The index, if it is one, and its data lies in the checkpoint's own folder."""
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"holds a {type(metadata).__name__}, not the index of a checkpoint", where=str(path))
-    for place in {info.relative_path for info in (metadata.storage_data or {}).values()}:
-        if Path(place).name != place:
-            raise CheckpointError(f"points to '{place}', outside the checkpoint", where=str(path))
     return metadata
 
 

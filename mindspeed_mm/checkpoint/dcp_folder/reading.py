@@ -18,6 +18,7 @@ from mindspeed_mm.core.errors import CheckpointError
 MODEL = "model"
 _OTHER_SECTIONS = ("optimizer", "ema", "extra_state", "rng_state", "lr_scheduler")
 _KEPT = 2
+_SHOWN = 40
 
 
 class DcpReader:
@@ -94,11 +95,17 @@ def find_step(folder: Path) -> Path:
     """The folder that holds `.metadata`: the one given, or the step in it that the tracker names, or the newest.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is none, or the tracker names something else.
     """
     if (folder / layout.METADATA).is_file():
         return folder
     named = layout.read_tracker(folder)
+    if named is None and (said := _tracker_text(folder)):
+        raise CheckpointError(
+            f"names {said[:_SHOWN]!r}, which is no step",
+            where=str(folder / layout.TRACKER),
+            way_out=f"Name the folder with {layout.METADATA} itself, or write '{layout.RELEASE}' or a step's number.",
+        )
     steps = [layout.checkpoint_folder(folder, number) for number in reversed(layout.list_iterations(folder))]
     if named is not None:
         told = folder / named if named == layout.RELEASE else layout.checkpoint_folder(folder, int(named))
@@ -112,3 +119,9 @@ def find_step(folder: Path) -> Path:
         where=str(folder),
         way_out=f"Name the folder with {layout.TRACKER}, its {layout.RELEASE}/ or an iter_*/.",
     )
+
+
+def _tracker_text(folder: Path) -> str:
+    """What the tracker holds, be it a step or not; nothing where there is none."""
+    tracker = folder / layout.TRACKER
+    return tracker.read_text(errors="replace").strip() if tracker.is_file() else ""

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import BROKEN, MetadataReader
+from mindspeed_mm.checkpoint.pt_files import os_errors_told
 from mindspeed_mm.core.errors import CheckpointError, MMError
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -26,18 +27,12 @@ Tree = dict[str, dict[str, torch.Tensor]]
 
 
 class _TruthfulFileSystem(FileSystem):
-    """Raises the operating system's error. torch's archive writer hides it behind "unexpected pos 704 vs 598"."""
+    """Raises the operating system's error."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-        except RuntimeError as error:
-            cause = _os_error(error)
-            if cause is None:
-                raise
-            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        with os_errors_told(Path(path)), super().create_stream(path, mode) as stream:
+            yield stream
 
 
 class _NamingFileSystem(FileSystem):
@@ -63,14 +58,6 @@ def _why_unreadable(error: Exception) -> str:
         return "is refused: it is damaged, or holds more than tensors"
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"is damaged: {type(error).__name__}: {text}"
-
-
-def _os_error(error: BaseException) -> OSError | None:
-    """The operating system's error that an exception arose from or while handling."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, OSError):
-        seen = seen.__cause__ or seen.__context__
-    return seen
 
 
 def write_tree(tree: Tree, folder: Path, ranks: Ranks) -> None:

@@ -6,6 +6,8 @@ import errno
 import hashlib
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, convert
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, Concatenated, LazyTensor, Sliced
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, UsageError
 
 TENSORS = {
@@ -140,6 +143,47 @@ def test_a_disk_that_fills_up_leaves_nothing_and_says_so(source: Path, tmp_path:
         with pytest.raises(MachineError, match="the disk is full: 80 bytes are needed"):
             convert(conversion, tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "release"])
+def test_a_file_that_may_not_grow_further_is_told_as_a_full_disk(name: str, tmp_path: Path) -> None:
+    """In a process of its own, whose files may have 64 KiB; the system's answer is that of a quota or a full disk."""
+    program = f"""
+import resource, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from mindspeed_mm.checkpoint.conversion.files import PtFile, SafetensorsFile
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
+from mindspeed_mm.checkpoint.conversion.run import Conversion, convert
+from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.cli.main import guarded
+source = Path("source")
+source.mkdir()
+save_file({{"w": torch.zeros(1 << 16)}}, source / "model.safetensors")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+def work():
+    with open_weights(source) as stored:
+        ledger = SourceLedger(stored, source)
+        made = dict(ledger.tensors)
+        file = {{"pt": PtFile({{"model": made}}), "release": DcpFolder(made)}}.get(
+            {name!r}.rpartition(".")[2], SafetensorsFile(made)
+        )
+        convert(Conversion([source], [ledger], {{{name!r}: file}}, {{}}), Path("target"))
+sys.exit(guarded(work, with_traceback=False))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, "the disk is full: 262,144 bytes are needed" in done.stderr) == (3, True), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_header_whose_type_is_no_name_is_one_clear_error(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ModelFolderError, match=r"'w' has the type \['F32'\], which is no name"):
+        read_header(tmp_path / "model.safetensors")
 
 
 def test_files_that_are_closed_meanwhile_are_opened_again(tmp_path: Path) -> None:
