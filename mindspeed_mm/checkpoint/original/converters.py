@@ -9,6 +9,7 @@ from mindspeed_mm.checkpoint.common.config import ConvertGeneratorConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.run import Converted
 from mindspeed_mm.checkpoint.original.converting import Adapter, GeneratorTarget, convert_generator
+from mindspeed_mm.checkpoint.original.diffusers_model import told_version
 from mindspeed_mm.checkpoint.original.families import GENERATORS
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.lora import LoraScaling
@@ -69,8 +70,10 @@ class OriginalCommands:
                 where=where,
                 way_out=f"Use {_COMMANDS_FOR[weights.naming]}.",
             )
-        found = weights.family.version(weights.under_diffusers_names())
-        if self._version is not None and self._version.upper() not in found.upper():
+        if self._version is None:
+            return
+        found = told_version(weights.under_diffusers_names(), weights.family)
+        if self._version.upper() not in found.upper():
             raise UsageError(f"is {self._version}, and the weights are {found}", where=where, key="version")
 
 

@@ -21,13 +21,13 @@ from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, stored_keys
 from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, divided_files, find_step
 from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
+from mindspeed_mm.checkpoint.original.diffusers_model import fitting_config, told_version
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, count, from_diffusers
 from mindspeed_mm.checkpoint.original.lora import LoraScaling, alphas_of, merge_lora
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, layout_of, megatron_family
-from mindspeed_mm.checkpoint.original.reading import GeneratorWeights, open_generator
+from mindspeed_mm.checkpoint.original.reading import CONFIG_FILE, GeneratorWeights, open_generator
 from mindspeed_mm.checkpoint.safetensors_header import read_header
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.errors import CheckpointError, UsageError
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 Files = Mapping[str, OutputFile]
@@ -90,7 +90,7 @@ def convert_generator(
         stream: Where progress is shown.
 
     Raises:
-        ModelFolderError: The weights are of no family here, or names are missing or surplus.
+        ModelFolderError: The weights are of no family here, or names and shapes are not those of the model.
         CheckpointError: A file is damaged, or what was written does not read back.
         UsageError: The division is none of this model's, or the target is none that may be written.
         MachineError: There is not enough room.
@@ -117,55 +117,31 @@ def plan_conversion(
     """What is written from what. Nothing is read.
 
     Raises:
-        ModelFolderError: Names are missing or surplus.
+        ModelFolderError: Names are missing or surplus, or shapes are not those of the model.
         UsageError: The division is none of this model's.
     """
     family = weights.family
     ledgers = [SourceLedger(weights.stored, weights.path)]
     hub = weights.under_diffusers_names(ledgers[0].tensors)
+    config = fitting_config(hub, weights, wanted.hf_dir, wanted.task)
     repeated: set[str] = set()
     if adapter is not None:
         ledgers.append(adapter.ledger)
         hub = merge_lora(hub, family, adapter.ledger.tensors, adapter.alphas)
         repeated |= set(adapter.ledger.tensors)  # a fused layer's A is read for each of its parts
-    layout = {"kind": str(wanted.naming), "family": family.name, "version": family.version(hub)}
+    layout = {"kind": str(wanted.naming), "family": family.name, "version": told_version(hub, family)}
     texts: dict[str, str] = {}
     if wanted.naming is Naming.MM:
         files, more = _mm_files(hub, family, wanted, texts)
+        texts[f"{RELEASE}/{CONFIG_FILE}"] = _json(config)
         repeated |= more
     elif wanted.naming is Naming.ORIGINAL:
-        files = _original_files(hub, weights, wanted, texts)
+        files = _original_files(hub, family, config, wanted, texts)
     else:
         files = _weight_files(hub, wanted.max_shard_bytes, texts)
-        texts["config.json"] = _json(diffusers_config(hub, weights, wanted))
+        texts[CONFIG_FILE] = _json(config)
     sources = [weights.path, *([adapter.ledger.where] if adapter else [])]
     return Conversion(sources, ledgers, files, layout, repeated, weights.left_out, texts=texts)
-
-
-def diffusers_config(
-    hub: Mapping[str, LazyTensor], weights: GeneratorWeights, wanted: GeneratorTarget
-) -> dict[str, Any]:
-    """The transformer's config.json: that of `wanted.hf_dir`, of a source that is diffusers', or what shapes tell.
-
-    Raises:
-        ModelFolderError: A number in it is not that of the weights; both are named.
-    """
-    hf_dir = wanted.hf_dir
-    told = weights.family.config(hub, {**weights.config, "task": wanted.task})
-    if hf_dir is None and weights.naming is not Naming.DIFFUSERS:
-        return {"_class_name": weights.family.class_name, **told}
-    if hf_dir is None:
-        return dict(weights.config) or {"_class_name": weights.family.class_name, **told}
-    folder = hf_dir / "transformer" if (hf_dir / "transformer").is_dir() else hf_dir
-    config = read_json_object(folder / "config.json", ModelFolderError)
-    different = [
-        Problem(f"is {config[key]}, and the weights have {value}", str(folder / "config.json"), key)
-        for key, value in told.items()
-        if type(value) is int and type(config.get(key)) is int and config[key] != value and "head" not in key
-    ]
-    if different:
-        raise ModelFolderError("the configuration is of another model", problems=different)
-    return config
 
 
 def _mm_files(
@@ -188,13 +164,15 @@ def _mm_files(
 
 
 def _original_files(
-    hub: Mapping[str, LazyTensor], weights: GeneratorWeights, wanted: GeneratorTarget, texts: dict[str, str]
+    hub: Mapping[str, LazyTensor],
+    family: GeneratorLayouts,
+    config: Mapping[str, Any],
+    wanted: GeneratorTarget,
+    texts: dict[str, str],
 ) -> Files:
-    family = weights.family
     tensors = from_diffusers(hub, family, Naming.ORIGINAL)
     if family.original_config is not None:
-        config = diffusers_config(hub, weights, wanted)
-        texts["config.json"] = _json(family.original_config(hub, config))
+        texts[CONFIG_FILE] = _json(family.original_config(hub, config))
     texts.update(family.original_texts)
     if family.original_file is None:
         return _weight_files(tensors, wanted.max_shard_bytes, texts)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, Split, check_used_once
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import ModelFolderError
 
 Tensors = Mapping[str, LazyTensor]
 
@@ -109,27 +109,6 @@ def from_diffusers(tensors: Tensors, family: GeneratorLayouts, naming: Naming) -
     prefix = family.original_prefix if naming is Naming.ORIGINAL else ""
     made = _applied(family.rules(naming).inverse, tensors, family)
     return {prefix + key: tensor for key, tensor in made.items()}
-
-
-def check_fits(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare with what a model wants.
-
-    Args:
-        tensors: By diffusers' names.
-        shapes: The model's tensors.
-
-    Raises:
-        ModelFolderError: Naming keys that are missing, surplus or of another shape.
-    """
-    problems = [Problem("is missing", key=key) for key in shapes if key not in tensors]
-    problems += [Problem("is none of the model's", key=key) for key in tensors if key not in shapes]
-    problems += [
-        Problem(f"has shape {tensors[key].shape}, the model wants {shape}", key=key)
-        for key, shape in shapes.items()
-        if key in tensors and tensors[key].shape != shape
-    ]
-    if problems:
-        raise ModelFolderError("the weights do not fit the model that config.json describes", problems=problems[:10])
 
 
 def without_wrappers(key: str) -> str:

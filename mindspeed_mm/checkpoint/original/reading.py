@@ -23,6 +23,7 @@ from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 
+CONFIG_FILE = "config.json"
 _PT_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 _SECTIONS = ("module", "model", "state_dict")
 """What the authors' `.pt` files put the weights under."""
@@ -39,7 +40,7 @@ class GeneratorWeights:
     stored: Mapping[str, LazyTensor]
     """By the names in the files; of MindSpeed-MM's folders, the whole tensors."""
     config: Mapping[str, Any]
-    """The config.json beside them, {} where there is none."""
+    """The config.json beside them, {} where there is none: diffusers' own, but the authors' beside their names."""
     layout: MegatronLayout | None = None
     """How MindSpeed-MM's folder is divided."""
 
@@ -101,7 +102,7 @@ def _recognised(
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
+    file = folder / CONFIG_FILE
     return read_json_object(file, ModelFolderError) if file.is_file() else {}
 
 
@@ -145,7 +146,7 @@ def _mm_weights(path: Path) -> GeneratorWeights:
         )
     config = {"model_type": family.name, "num_layers": _depth(contents, DIVISIONS[family.name].layers)}
     whole, _, layout = whole_tensors(step, megatron_family(family), config)
-    return GeneratorWeights(path, family, naming, whole, {}, layout)
+    return GeneratorWeights(path, family, naming, whole, _config_of(step), layout)
 
 
 def _depth(contents: Sequence[PtContent], layers: str) -> int:

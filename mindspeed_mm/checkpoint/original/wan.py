@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, modules
+from mindspeed_mm.core.errors import ModelFolderError
 
 _HEAD_DIM = 128
 """Of every released size."""
@@ -93,7 +94,7 @@ _VACE_PATCHES = {"vace_patch_embedding": "vace_patch_embedding"}
 def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
     out_rows, dim = tensors["proj_out.weight"].shape
     patches = tensors["patch_embedding.weight"].shape
-    heads = int(given.get("num_heads", max(1, dim // _HEAD_DIM)))
+    heads = int(given["num_heads"] if "num_heads" in given else _released_heads(dim))
     config: dict[str, Any] = {
         "patch_size": list(patches[2:]),
         "num_attention_heads": heads,
@@ -114,6 +115,16 @@ def _config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:
     if positions is not None:
         config["pos_embed_seq_len"] = positions.shape[1]
     return config
+
+
+def _released_heads(dim: int) -> int:
+    """Shapes do not tell the heads; every released size has them alike."""
+    if dim % _HEAD_DIM:
+        raise ModelFolderError(
+            f"the weights are {dim} wide, which is no released size, and do not tell how many heads they have",
+            way_out="Name a diffusers folder of the same model, whose config.json tells it: cfg.hf_dir or --model.",
+        )
+    return dim // _HEAD_DIM
 
 
 def _vace_config(tensors: Tensors, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def test_a_configuration_of_another_model_is_refused_with_both_values(folders: d
 def test_a_key_too_many_is_named_and_nothing_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
+    shutil.copy(folders["Wan"] / "config.json", source)
     save_file(weights(folders["Wan"]) | {"extra.weight": torch.ones(1)}, source / "diffusion_pytorch_model.safetensors")
     with pytest.raises(ModelFolderError, match=r"extra\.weight"):
         convert_generator(source, tmp_path / "out", ORIGINAL)

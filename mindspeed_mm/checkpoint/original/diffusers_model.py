@@ -1,0 +1,194 @@
+"""The model that a generator's weights are for: its config.json, and whether keys and shapes are that model's."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors
+from mindspeed_mm.checkpoint.original.reading import GeneratorWeights
+from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
+
+_SHOWN = 10
+_IN_BLOCK = re.compile(r"(?P<stack>.*?blocks)\.(?P<number>\d+)\.(?P<name>.+)")
+
+
+@dataclass(frozen=True)
+class _GivenConfig:
+    """A config.json of diffusers, and where it was read."""
+
+    content: dict[str, Any]
+    where: str
+
+
+def fitting_config(
+    hub: Tensors, weights: GeneratorWeights, hf_dir: Path | None = None, task: str | None = None
+) -> dict[str, Any]:
+    """The transformer's config.json: that of `hf_dir`, of a source that has diffusers', or what shapes tell. The
+    weights are compared with the model that it describes: keys and shapes.
+
+    Args:
+        hub: The tensors by diffusers' names.
+        weights: The source.
+        hf_dir: A diffusers folder of the same model.
+        task: `t2v` or `i2v`, where keys and shapes do not tell it.
+
+    Raises:
+        ModelFolderError: Keys are missing, surplus or of another shape, or the configuration is of another model.
+    """
+    family, given = weights.family, _given_config(weights, hf_dir)
+    if given is None:
+        with _keys_needed(family):
+            told = family.config(hub, {**weights.config, "task": task})
+        config = {"_class_name": family.class_name, **told}
+        _check(hub, family, config, [])
+        return config
+    _check(hub, family, given.content, _differences(hub, family, given, task))
+    return given.content
+
+
+def told_version(hub: Tensors, family: GeneratorLayouts) -> str:
+    """Which model of the family these tensors are.
+
+    Raises:
+        ModelFolderError: Those that tell it are missing.
+    """
+    with _keys_needed(family):
+        return family.version(hub)
+
+
+def check_fits(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+    """Compare with what a model wants.
+
+    Args:
+        tensors: By diffusers' names.
+        shapes: The model's tensors.
+
+    Returns:
+        Keys that are missing, surplus or of another shape.
+    """
+    problems = [Problem("is missing", key=key) for key in shapes if key not in tensors]
+    problems += [Problem("is none of the model's", key=key) for key in tensors if key not in shapes]
+    problems += [
+        Problem(f"has shape {list(tensors[key].shape)}, the model wants {list(shape)}", key=key)
+        for key, shape in shapes.items()
+        if key in tensors and tensors[key].shape != shape
+    ]
+    return problems
+
+
+def check_blocks(tensors: Tensors) -> list[Problem]:
+    """Compare the blocks of each stack with its second one, as far as that goes without the model: the first may hold
+    more than the others.
+
+    Args:
+        tensors: By diffusers' names.
+
+    Returns:
+        Blocks and keys that are missing, and shapes that differ.
+    """
+    stacks: dict[str, dict[int, dict[str, tuple[int, ...]]]] = defaultdict(lambda: defaultdict(dict))
+    for key, tensor in tensors.items():
+        if match := _IN_BLOCK.fullmatch(key):
+            stacks[match["stack"]][int(match["number"])][match["name"]] = tensor.shape
+    problems = []
+    for stack, blocks in stacks.items():
+        wanted = blocks.get(1, blocks[min(blocks)])
+        for number in range(max(blocks) + 1):
+            found = blocks.get(number, {})
+            shapes = wanted if number else {**found, **wanted}
+            problems += _block_problems(f"{stack}.{number}.", found, shapes)
+    return problems
+
+
+def _block_problems(at: str, found: Mapping[str, object], wanted: Mapping[str, object]) -> list[Problem]:
+    problems = [Problem("is missing, and other blocks have it", key=at + name) for name in wanted if name not in found]
+    problems += [Problem("is in this block alone", key=at + name) for name in found if name not in wanted]
+    problems += [
+        Problem(f"has shape {found[name]}, in other blocks {shape}", key=at + name)
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    return problems
+
+
+def _given_config(weights: GeneratorWeights, hf_dir: Path | None) -> _GivenConfig | None:
+    """What is said about the model; the authors' own config.json has other names, and is no such thing."""
+    if hf_dir is not None:
+        folder = hf_dir / "transformer" if (hf_dir / "transformer").is_dir() else hf_dir
+        file = folder / "config.json"
+        return _GivenConfig(read_json_object(file, ModelFolderError), str(file))
+    if weights.naming is Naming.ORIGINAL or not weights.config:
+        return None
+    return _GivenConfig(dict(weights.config), str(weights.path))
+
+
+def _differences(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, task: str | None) -> list[Problem]:
+    """Numbers of the configuration that are not those of the weights, where these tell them."""
+    config = given.content
+    try:
+        with _keys_needed(family):
+            told = family.config(hub, {"num_heads": config.get("num_attention_heads", 1), "task": task})
+    except ModelFolderError:
+        return []  # what is missing is told by the comparison with the model
+    return [
+        Problem(f"is {config[key]}, and the weights have {value}", given.where, key)
+        for key, value in told.items()
+        if type(value) is int and type(config.get(key)) is int and config[key] != value and "head" not in key
+    ]
+
+
+def _check(hub: Tensors, family: GeneratorLayouts, config: Mapping[str, Any], differences: list[Problem]) -> None:
+    shapes = _model_shapes(family, config)
+    problems = check_blocks(hub) if shapes is None else check_fits(hub, shapes)
+    if shapes is None or problems:
+        problems = differences + problems
+    if not problems:
+        return
+    more = [Problem(f"and {len(problems) - _SHOWN:,} more")] if len(problems) > _SHOWN else []
+    class_name = config.get("_class_name", family.class_name)
+    raise ModelFolderError(
+        f"the weights do not fit the model of their configuration, {class_name}", problems=problems[:_SHOWN] + more
+    )
+
+
+def _model_shapes(family: GeneratorLayouts, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """Of the model's parameters and persistent buffers, without memory; None where diffusers, or its class of that
+    name, is not there."""
+    class_name = str(config.get("_class_name", family.class_name))
+    prepare_for_transformers()
+    try:
+        import diffusers  # an extra, and seconds to import
+    except ImportError:
+        return None
+    model_class: Any = getattr(diffusers, class_name, None)
+    if diffusers.ModelMixin not in getattr(model_class, "__mro__", ()):
+        return None
+    try:
+        with torch.device("meta"):
+            model = model_class.from_config(dict(config))
+    except (ValueError, TypeError, KeyError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise ModelFolderError(
+            f"diffusers cannot build {class_name} from it: {error}", where="config.json of the model"
+        ) from error
+    return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+
+
+@contextmanager
+def _keys_needed(family: GeneratorLayouts) -> Iterator[None]:
+    """A family's facts are read from certain tensors, which may be missing or have too few dimensions."""
+    try:
+        yield
+    except KeyError as error:
+        raise ModelFolderError(f"is missing, and every {family.name} has it", key=str(error.args[0])) from error
+    except (ValueError, TypeError, IndexError, ArithmeticError) as error:
+        raise ModelFolderError(f"the shapes are not those of {family.name}: {error}") from error
