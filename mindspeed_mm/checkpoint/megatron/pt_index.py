@@ -18,7 +18,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ _DTYPE_OF_STORAGE = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
 }
+_ELEMENT_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+_MOST_ENTRIES = 2_000_000
+"""Of all tables in a file together. A table may stand in many places: their number can grow like a power."""
 _HARMLESS = ("torch", "numpy", "argparse", "collections", "pathlib", "signal", "_codecs", "enum", "types", "functools")
 """Modules whose names may stand in a checkpoint; those of Megatron and its kin are added in `_is_expected`."""
 _HARMLESS_BUILTINS = {"set", "frozenset", "slice", "complex", "bytearray", "range", "list", "dict", "tuple", "getattr"}
@@ -100,7 +103,7 @@ def read_index(path: str) -> dict[str, Any]:
 
     Returns:
         `tensors`: for each top-level key whose value holds tensors, dotted name → [dtype, shape, strides, first byte in
-        the file, number of elements into the storage]; `values`: top-level numbers and text.
+        the file, number of elements into the storage, bytes of the storage]; `values`: top-level numbers and text.
 
     Raises:
         PermissionError: The file names something that weights do not need; its message is the name.
@@ -124,47 +127,80 @@ def read_index(path: str) -> dict[str, Any]:
 
 
 def _index_of(archive: zipfile.ZipFile, raw: Any) -> dict[str, Any]:
-    (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")] or [""]
+    names = archive.namelist()
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has two members called {twice}")
+    (pickled,) = [name for name in names if name.endswith("/data.pkl")] or [""]
     folder = pickled.removesuffix("/data.pkl")
+    if f"{folder}/byteorder" in names and archive.read(f"{folder}/byteorder") != b"little":
+        raise ValueError("its numbers are not little-endian")
     with archive.open(pickled) as stream:
         content = _IndexUnpickler(stream, encoding="utf-8").load()
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, not a table")
-    starts: dict[str, int] = {}
+    storages: dict[str, tuple[int, int]] = {}
 
-    def start_of(storage: str) -> int:
-        if storage not in starts:
-            starts[storage] = _first_byte(archive.getinfo(f"{folder}/data/{storage}"), raw)
-        return starts[storage]
+    def place_of(storage: str) -> tuple[int, int]:
+        if storage not in storages:
+            member = archive.getinfo(f"{folder}/data/{storage}")
+            storages[storage] = _first_byte(member, raw), member.file_size
+        return storages[storage]
 
+    tables = _Tables()
     tensors = {
-        str(key): {name: _entry(made, start_of) for name, made in _tensors_in(value, "")}
+        _text(key): {name: _entry(name, made, place_of) for name, made in tables.tensors_in(value, "")}
         for key, value in content.items()
     }
-    values = {str(key): value for key, value in content.items() if isinstance(value, (int, float, str, bool))}
+    values = {_text(key): value for key, value in content.items() if isinstance(value, (int, float, str, bool))}
     return {"tensors": {key: found for key, found in tensors.items() if found}, "values": values}
 
 
-def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, _Made]]:
-    if isinstance(value, _Made) and value.maker.name.startswith("_rebuild_"):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _tensors_in(inner, f"{name}.{key}" if name else str(key))
+class _Tables:
+    """Finds tensors in tables of tables, and counts what it sees."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def tensors_in(self, value: Any, name: str) -> Iterator[tuple[str, _Made]]:
+        self.seen += 1
+        if self.seen > _MOST_ENTRIES:
+            raise ValueError(f"its tables have more than {_MOST_ENTRIES:,} entries")
+        if isinstance(value, _Made) and value.maker.name.startswith("_rebuild_"):
+            yield name, value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                yield from self.tensors_in(inner, f"{name}.{_text(key)}" if name else _text(key))
 
 
-def _entry(made: _Made, start_of: Any) -> list[Any]:
+def _text(key: Any) -> str:
+    """A table's key. Those of tensors are text and numbers; the text of anything else may have any length."""
+    return str(key) if isinstance(key, (str, int)) else type(key).__name__
+
+
+def _entry(name: str, made: _Made, place_of: Callable[[str], tuple[int, int]]) -> list[Any]:
     arguments = made.arguments
     while made.maker.name.startswith("_rebuild_parameter"):
         made = arguments[0]
         arguments = made.arguments
     if made.maker.name not in {"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor"}:
         raise ValueError(f"holds a tensor of a kind that is not read: {made.maker.name}")
-    (_, storage_class, storage, _, _), offset, shape, strides = arguments[:4]
+    (_, storage_class, storage, _, count), offset, shape, strides = arguments[:4]
     kind = storage_class.__name__ if isinstance(storage_class, type) else str(storage_class)
-    dtype = arguments[6] if made.maker.name == "_rebuild_tensor_v3" else None
-    name = _DTYPE_OF_STORAGE.get(kind, kind) if dtype is None else getattr(dtype, "__name__", str(dtype))
-    return [name, list(shape), list(strides), start_of(str(storage)), int(offset)]
+    third = made.maker.name == "_rebuild_tensor_v3"
+    dtype = arguments[6] if third else None
+    metadata = arguments[7 if third else 6 :]
+    if any(metadata):
+        raise ValueError(f"{name} is stored as a view that is not read (negated or conjugated)")
+    if not all(type(number) is int for number in (count, offset, *shape, *strides)):
+        raise ValueError(f"{name} has a shape, stride or offset that is no whole number")
+    dtype_name = _DTYPE_OF_STORAGE.get(kind, kind) if dtype is None else getattr(dtype, "__name__", str(dtype))
+    first_byte, size = place_of(str(storage))
+    # A storage without a type counts bytes.
+    element = _ELEMENT_BYTES.get(_DTYPE_OF_STORAGE.get(kind, ""), 1)
+    if count * element != size:
+        raise ValueError(f"{name} names {count * element} bytes, and data/{storage} holds {size}")
+    return [dtype_name, list(shape), list(strides), first_byte, offset, size]
 
 
 def _first_byte(entry: zipfile.ZipInfo, raw: Any) -> int:
@@ -186,12 +222,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     for path in sys.argv[1:]:
         try:
-            found = read_index(path)
+            answer = json.dumps(read_index(path))
         except PermissionError as error:
-            found = {"refused": str(error)}
+            answer = json.dumps({"refused": str(error)})
         except (ValueError, OSError, MemoryError, RecursionError) as error:
-            found = {"broken": str(error) or type(error).__name__}
-        print(json.dumps(found), flush=True)
+            answer = json.dumps({"broken": str(error) or type(error).__name__})
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":

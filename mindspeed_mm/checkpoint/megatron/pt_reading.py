@@ -39,6 +39,7 @@ class _Entry:
     strides: tuple[int, ...]
     first_byte: int
     offset: int
+    storage_bytes: int
 
     @property
     def span_bytes(self) -> int:
@@ -89,15 +90,22 @@ class _MappedFile:
         self.path, self.size = path, path.stat().st_size
 
     def stored(
-        self, name: str, dtype_name: str, shape: list[int], strides: list[int], first_byte: int, offset: int
+        self,
+        name: str,
+        dtype_name: str,
+        shape: list[int],
+        strides: list[int],
+        first_byte: int,
+        offset: int,
+        storage_bytes: int,
     ) -> Stored:
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"has an unknown type, {dtype_name}", where=str(self.path), key=name)
-        entry = _Entry(dtype, tuple(shape), tuple(strides), first_byte, offset)
+        entry = _Entry(dtype, tuple(shape), tuple(strides), first_byte, offset, storage_bytes)
         sane = len(shape) == len(strides) and min([0, *shape, *strides, offset, first_byte]) == 0
-        if not sane or first_byte + entry.span_bytes > self.size:
-            raise CheckpointError("lies outside its file", where=str(self.path), key=name, way_out=_BROKEN)
+        if not sane or entry.span_bytes > storage_bytes or first_byte + storage_bytes > self.size:
+            raise CheckpointError("lies outside its storage", where=str(self.path), key=name, way_out=_BROKEN)
         return Stored(name, entry.shape, dtype, lambda: _MappedTensor(self, entry))
 
     @cached_property
