@@ -36,6 +36,8 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
 )
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 
+_MOST_DIGITS = 18
+
 Column = list[LazyTensor]
 """The tensors of one pattern: one, or as many as a collected placeholder has values."""
 
@@ -443,7 +445,12 @@ def check_used_once(steps: Iterable[RuleMatch], sources: Iterable[str], targets:
 
 def natural_order(key: str) -> list[tuple[int, str]]:
     """Sort key that puts `layers.2` before `layers.10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in key.split(".")]
+    return [(int(part), "") if is_number(part) else (-1, part) for part in key.split(".")]
+
+
+def is_number(part: str) -> bool:
+    """Whether a part of a key is a number as programs write it: ASCII digits, and not thousands of them."""
+    return part.isascii() and part.isdecimal() and len(part) <= _MOST_DIGITS
 
 
 def _listed(what: str, keys: Sequence[str], most: int = 5) -> list[Problem]:

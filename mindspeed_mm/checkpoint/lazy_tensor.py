@@ -82,6 +82,7 @@ class Concatenated(LazyTensor):
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         _check_same([_without(part.shape, dim) for part in parts], "concatenate")
+        _check_same_dtype(parts, "concatenate")
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
         super().__init__(shape, parts[0].dtype, parts)
@@ -104,6 +105,7 @@ class Stacked(LazyTensor):
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         _check_same([part.shape for part in parts], "stack")
+        _check_same_dtype(parts, "stack")
         super().__init__((*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:]), parts[0].dtype, parts)
         self.dim = dim
 
@@ -197,25 +199,53 @@ class Agreeing(LazyTensor):
     Args:
         parts: The copies.
         names: What each is called in an error.
+
+    Raises:
+        CheckpointError: The copies differ in shape or dtype.
     """
 
     def __init__(self, parts: Sequence[LazyTensor], names: Sequence[str]) -> None:
-        _check_same([part.shape for part in parts], "compare")
-        super().__init__(parts[0].shape, parts[0].dtype, parts)
+        first = parts[0]
+        for part, name in zip(parts, names, strict=True):
+            if (part.shape, part.dtype) != (first.shape, first.dtype):
+                raise CheckpointError(
+                    f"is {_outline(part)}, and {names[0]} is {_outline(first)}; they should be copies of one tensor",
+                    where=name,
+                    way_out=_DAMAGED,
+                )
+        super().__init__(first.shape, first.dtype, parts)
         self.names = tuple(names)
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        # Compared as stored: rounded to `out`'s dtype, different numbers may be equal.
+        held = out if out.dtype == self.dtype else torch.empty(out.shape, dtype=self.dtype, device=out.device)
         first, *others = self.parts
-        first.copy_to(out, region)
-        other = torch.empty_like(out, memory_format=torch.contiguous_format)
+        first.copy_to(held, region)
+        other = torch.empty_like(held, memory_format=torch.contiguous_format)
         for part, name in zip(others, self.names[1:], strict=True):
             part.copy_to(other, region)
-            if not out.is_meta and not torch.equal(other, out):
+            if not out.is_meta and not _same_numbers(other, held):
                 raise CheckpointError(
-                    f"differs from {self.names[0]}; they should be copies of one tensor",
-                    where=name,
-                    way_out="The checkpoint is damaged, or was saved while its ranks had drifted apart.",
+                    f"differs from {self.names[0]}; they should be copies of one tensor", where=name, way_out=_DAMAGED
                 )
+        if held is not out:
+            out.copy_(held)
+
+
+_DAMAGED = "The checkpoint is damaged, or was saved while its ranks had drifted apart."
+
+
+def _same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, or the same bytes: a NaN is not equal to itself."""
+    return torch.equal(a, b) or torch.equal(_bytes_of(a), _bytes_of(b))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _outline(tensor: LazyTensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}"
 
 
 class Computed(LazyTensor):
@@ -290,6 +320,19 @@ def stored_keys(tensor: LazyTensor) -> Iterator[str]:
 def _check_same(shapes: Sequence[tuple[int, ...]], what: str) -> None:
     if len(set(shapes)) != 1:
         raise ValueError(f"cannot {what} tensors of shapes {sorted(set(shapes))}")
+
+
+def _check_same_dtype(parts: Sequence[LazyTensor], what: str) -> None:
+    """A cast would be silent: the number that one part holds may not be one of the other's dtype."""
+    other = next((part for part in parts if part.dtype != parts[0].dtype), None)
+    if other is not None:
+        both = " and ".join(f"{part.dtype}{_key_of(part)}" for part in (parts[0], other))
+        raise ValueError(f"cannot {what} tensors of different types, {both}")
+
+
+def _key_of(tensor: LazyTensor) -> str:
+    key = next(stored_keys(tensor), None)
+    return f" ({key})" if key else ""
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -46,11 +46,12 @@ class Group:
         return {pattern: [tensors[key] for key in keys] for pattern, keys in self.keys.items()}
 
 
-def conversion_rules(model: PreTrainedModel) -> list[Any]:
-    """transformers' rules for this model's classes. Ask before sharding: it changes the classes' names."""
+def conversion_rules(model: PreTrainedModel, *, legacy: bool = True) -> list[Any]:
+    """transformers' rules for this model's classes, and those for very old folders. Ask before sharding: it changes the
+    classes' names."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # heavy
 
-    return get_model_conversion_mapping(model)
+    return get_model_conversion_mapping(model, add_legacy=legacy)
 
 
 def loading_steps(

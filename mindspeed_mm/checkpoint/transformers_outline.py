@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.checkpoint.keymap import check_used_once, natural_order
-from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor
+from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, Zeros
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules, loading_steps, saving_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.core.json_file import read_json_object
@@ -57,7 +57,7 @@ class TransformersOutline:
             loaded = model_class.config_class.from_pretrained(folder)
             with torch.device("meta"):
                 return cls(folder, model_class(loaded))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise ModelFolderError(
                 f"transformers cannot build {names[0]} from it: {error}", where=str(folder / "config.json")
             ) from error
@@ -107,6 +107,12 @@ class TransformersOutline:
         made = {key: tensor for step in steps for key, tensor in step.targets.items()}
         check_used_once(steps, held, made)
         return {key: made[key] for key in sorted(made, key=natural_order)}
+
+    def hub_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Key → shape of a folder as transformers writes it now, of a model that was not loaded from another."""
+        own = {name: Zeros(shape, torch.float32) for name, shape in self.shapes.items() if name not in self.ties}
+        steps = saving_steps(self.model, own, conversion_rules(self.model, legacy=False))
+        return {key: tensor.shape for step in steps for key, tensor in step.targets.items()}
 
     def _check(self, made: Mapping[str, LazyTensor]) -> None:
         problems = [

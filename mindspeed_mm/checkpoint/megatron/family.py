@@ -8,14 +8,14 @@ Dividing and joining them is the same for all families (`sharding.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import ModelFolderError, Problem
 
 Config = Mapping[str, Any]
 """A model's config.json."""
@@ -67,6 +67,8 @@ class MegatronModel:
     """Rows of the embedding, without padding; None: as many as are stored."""
     experts: int = 0
     """Routed experts in each layer, which expert parallelism divides."""
+    parts_of_layers: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """Beginnings of names in a layer → the layers that have them, where not all have."""
     not_carried: tuple[str, ...] = ()
     """Beginnings of the hub's names that this layout has no place for: parts of a larger model."""
 
@@ -95,9 +97,10 @@ class MegatronModel:
         return [(_pattern(text), cut) for text, cut in self.cuts.items()]
 
 
+FINAL_NORM = "text_decoder.decoder.final_layernorm.weight"
 EMBEDDING = "text_decoder.embedding.word_embeddings.weight"
 HEAD = "text_decoder.output_layer.weight"
-EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>\d+)(?P<after>\..*)")
+EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<number>[^.]+)(?P<after>\..*)")
 """A tensor of one routed expert; experts are numbered from 0 on every rank."""
 
 
@@ -124,12 +127,43 @@ class MegatronFamily:
                 key="model_type",
                 way_out="Choose the converter of this model.",
             )
+        if problems := list(_wrong_numbers(config)):
+            raise ModelFolderError("config.json describes no model", problems=problems)
         try:
             return self.describe(config, canonical)
         except KeyError as error:
             raise ModelFolderError(
                 f"is missing in config.json; {self.name} needs it", key=str(error.args[0])
             ) from error
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise ModelFolderError(f"config.json describes no {self.name}: {error}") from error
+
+
+_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config", "vision_config", "audio_config")
+_COUNTS = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size", "head_dim"),
+    *("intermediate_size", "moe_intermediate_size", "depth", "layers", "num_heads", "embed_dim", "d_model"),
+    *("encoder_layers", "encoder_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+)
+_COUNTS_OR_NONE = ("num_experts", "num_local_experts", "n_routed_experts", "first_k_dense_replace")
+
+
+def _wrong_numbers(config: Config, at: str = "") -> Iterator[Problem]:
+    """What has to be a number and is none, or a section and is none."""
+    for keys, least in ((_COUNTS, 1), (_COUNTS_OR_NONE, 0)):
+        for key in keys:
+            value = config.get(key)
+            if value is not None and (type(value) is not int or value < least):
+                yield Problem(f"{value!r} is no whole number of at least {least}", "config.json", f"{at}{key}")
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if type(heads) is int and type(groups) is int and groups > 0 and heads % groups:
+        yield Problem(f"{groups} does not divide {heads} heads", "config.json", f"{at}num_key_value_heads")
+    for key in _SECTIONS:
+        section = config.get(key)
+        if isinstance(section, Mapping):
+            yield from _wrong_numbers(section, f"{at}{key}.")
+        elif section is not None or (key in config and key == "vision_config"):
+            yield Problem(f"{section!r} is no section", "config.json", f"{at}{key}")
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice, product, starmap
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mm.checkpoint.keymap import check_used_once, natural_order
+from mindspeed_mm.checkpoint.keymap import check_used_once, is_number, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.layout import (
@@ -28,6 +29,8 @@ from mindspeed_mm.core.json_file import read_json_object
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
+_SHOWN = 100
+_POWERS = tuple(2**n for n in range(13))
 
 
 def pt_files(folder: Path) -> list[Path]:
@@ -45,14 +48,14 @@ def find_step(folder: Path) -> Path:
         return folder
     tracker = folder / TRACKER
     named = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
-    if named.isdecimal():
+    if is_number(named):
         named = f"iter_{int(named):07d}"
     steps = [path.name for path in sorted(folder.glob("*/")) if any(path.glob("mp_rank_*"))]
     if named in steps:
         return folder / named
     if named:
         raise CheckpointError(
-            f"names '{named}', and there is no such step with mp_rank_* folders",
+            f"names '{named[:_SHOWN]}', and there is no such step with mp_rank_* folders",
             where=str(tracker),
             way_out=f"Name a step itself: {', '.join(steps)}." if steps else "Copy the whole folder again.",
         )
@@ -181,7 +184,7 @@ def megatron_tensors(hub: Mapping[str, LazyTensor], model: MegatronModel) -> dic
     steps = model.key_map.steps(carried)
     whole = {key: tensor for step in steps for key, tensor in step.targets.items()}
     check_used_once(steps, carried, whole)
-    if model.tied_head and HEAD in whole:
+    if model.tied_head and {HEAD, EMBEDDING} <= whole.keys():
         whole[EMBEDDING] = Agreeing([whole[EMBEDDING], whole.pop(HEAD)], ["the embedding", "the head tied to it"])
     return whole
 
@@ -229,10 +232,24 @@ def _layout_of(
             for chunk in range(chunks)
         )
     ep = 1 + max(rank.ep for rank in contents)
-    layout = MegatronLayout(layers, tp=1 + max(rank.tp for rank in contents), ep=ep)
+    tp = 1 + max(rank.tp for rank in contents)
+    layout = MegatronLayout(layers, tp=tp, ep=ep, vocabulary_multiple=_vocabulary_multiple(contents, model, tp))
     if wanted is None:
         return layout
     return replace(layout, tp_of_tower=wanted.tp_of_tower)
+
+
+def _vocabulary_multiple(contents: Mapping[MegatronRank, PtContent], model: MegatronModel, tp: int) -> int:
+    """The smallest power of two that explains how far the vocabulary was filled up; 1 where none does."""
+    found = (
+        stored[EMBEDDING] for content in contents.values() for stored in content.tensors.values() if EMBEDDING in stored
+    )
+    embedding = next(found, None)
+    if embedding is None or not embedding.shape or model.vocabulary is None:
+        return 1
+    rows = embedding.shape[0] * tp
+    explained = (power for power in _POWERS if -(-model.vocabulary // (power * tp)) * power * tp == rows)
+    return next(explained, 1)
 
 
 def _count_layers(contents: Mapping[MegatronRank, PtContent], stage: int, chunk: str, layers: str) -> int:
@@ -257,8 +274,19 @@ def refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Pa
 
 def _shards(step: Path, contents: Mapping[MegatronRank, PtContent], layout: MegatronLayout) -> Shards:
     """By rank and chunk, without what Megatron's kernels keep for themselves."""
-    if missing := [layout.folder_name(rank) for rank in layout.ranks if rank not in contents]:
-        raise CheckpointError(f"{missing[0]} is missing", where=str(step), way_out="Copy the whole folder again.")
+    # No more than one can be missing before it is seen: a damaged layout.json may name millions of ranks.
+    possible = product(range(layout.tp), range(layout.stages), range(layout.ep))
+    wanted = set(starmap(MegatronRank, islice(possible, len(contents) + 1)))
+    if missing := sorted(wanted - contents.keys()):
+        raise CheckpointError(
+            f"{layout.folder_name(missing[0])} is missing", where=str(step), way_out="Copy the whole folder again."
+        )
+    if surplus := sorted(contents.keys() - wanted):
+        raise CheckpointError(
+            f"is of none of the {len(wanted)} ranks that the checkpoint is divided among",
+            where=str(contents[surplus[0]].path.parent),
+            way_out="Take it away, or copy the whole folder again.",
+        )
     shards: Shards = {}
     for rank, content in contents.items():
         shards[rank] = {}

@@ -155,17 +155,20 @@ class MegatronLayout:
             CheckpointError: Something is missing or of another type.
         """
         try:
+            layers = {t: parse_stages(values[flag], flag) for t, flag in FLAG_OF_TOWER.items() if values.get(flag)}
+            if "text" not in layers and "vision" not in layers:
+                raise UsageError("is missing", key="llm_pp_layers")
             return cls(
-                layers={t: parse_stages(values[flag], flag) for t, flag in FLAG_OF_TOWER.items() if values.get(flag)},
-                tp=int(values["tp_size"]),
-                ep=int(values["ep_size"]),
-                tp_of_tower={tower: int(values[flag]) for tower, flag in _TP_FLAG.items() if flag in values},
-                vocabulary_multiple=int(values["vocabulary_multiple"]),
-                canonical=bool(values["canonical"]),
+                layers=layers,
+                tp=_size(values, "tp_size"),
+                ep=_size(values, "ep_size"),
+                tp_of_tower={tower: _size(values, flag) for tower, flag in _TP_FLAG.items() if flag in values},
+                vocabulary_multiple=_size(values, "vocabulary_multiple"),
+                canonical=_flag(values, "canonical"),
             )
-        except (KeyError, TypeError, ValueError, UsageError) as error:
+        except UsageError as error:
             raise CheckpointError(
-                f"is not the division of a checkpoint: {type(error).__name__}: {error}",
+                f"is not the division of a checkpoint: {error}",
                 where=where,
                 way_out="Copy the file again, or delete it: the folder's files show the division too.",
             ) from error
@@ -203,6 +206,20 @@ class MegatronLayout:
 
 
 _TP_FLAG = {"vision": "vit_tp_size", "audio": "audio_tp_size"}
+
+
+def _size(values: Mapping[str, Any], key: str) -> int:
+    value = values.get(key)
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{value!r} is no whole number above 0" if key in values else "is missing", key=key)
+    return value
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key)
+    if not isinstance(value, bool):
+        raise UsageError(f"{value!r} is neither true nor false" if key in values else "is missing", key=key)
+    return value
 
 
 def parse_stages(value: Any, flag: str) -> Stages:

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from mindspeed_mm.checkpoint.keymap import natural_order
+from mindspeed_mm.checkpoint.keymap import is_number, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, EXPERT, HEAD, MegatronModel, PipelineTower
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, MegatronRank, Place
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem
 
+_SHOWN = 20
 Tensors = Mapping[str, LazyTensor]
 Shards = dict[MegatronRank, dict[str, dict[str, LazyTensor]]]
 """Rank → `model`, or `model0`, `model1` … → name as that rank has it → tensor."""
@@ -32,7 +34,7 @@ def divide(whole: Tensors, model: MegatronModel, layout: MegatronLayout) -> Shar
     chunks = [layout.model_key(chunk) for chunk in range(layout.chunks)]
     shards: Shards = {rank: {chunk: {} for chunk in chunks} for rank in layout.ranks}
     tensors = dict(whole)
-    if model.tied_head and layout.stages > 1:
+    if model.tied_head and layout.stages > 1 and EMBEDDING in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     for name in sorted(tensors, key=natural_order):
         for rank, chunk, local, tensor in _pieces(name, tensors[name], model, layout):
@@ -50,7 +52,7 @@ def _pieces(
         pieces = (
             [cut.piece(tensor, rank, size, layout.vocabulary_multiple) for rank in range(size)] if cut else [tensor]
         )
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         raise ModelFolderError(f"cannot be divided by tensor parallelism of {size}: {error}", key=name) from error
     expert_ranks, local_expert = _expert_ranks(name, model, layout)
     for place, local in _places(local_expert, tower, layout):
@@ -63,7 +65,12 @@ def _places(name: str, tower: PipelineTower, layout: MegatronLayout) -> list[tup
     """Where a tensor stands, and its name there: layers are numbered from 0 at every place."""
     if name.startswith(tower.layers):
         number, _, rest = name.removeprefix(tower.layers).partition(".")
-        place, local = layout.place_of_layer(tower.name, int(number))
+        if not is_number(number):
+            raise ModelFolderError(f"its layer, '{number[:_SHOWN]}', is no number", key=name[: 5 * _SHOWN])
+        try:
+            place, local = layout.place_of_layer(tower.name, int(number))
+        except IndexError as error:
+            raise ModelFolderError(f"the {tower.name} tower has no layer {number}", key=name) from error
         return [(place, f"{tower.layers}{local}.{rest}")]
     if name.startswith(tower.first):
         return [(layout.first_place(tower.name), name)]
@@ -77,6 +84,8 @@ def _expert_ranks(name: str, model: MegatronModel, layout: MegatronLayout) -> tu
     found = EXPERT.fullmatch(name)
     if found is None or layout.ep == 1:
         return list(range(layout.ep)), name
+    if not is_number(found["number"]) or int(found["number"]) >= model.experts:
+        raise ModelFolderError(f"config.json has {model.experts} experts, counted from 0", key=name)
     rank, local = divmod(int(found["number"]), model.experts // layout.ep)
     return [rank], f"{found['before']}{local}{found['after']}"
 
@@ -107,7 +116,7 @@ def join(shards: Shards, model: MegatronModel, layout: MegatronLayout) -> dict[s
                 where = f"{layout.folder_name(rank)}  {key}.{local}"
                 pieces.setdefault(name, []).append(_Piece(rank, where, tensor))
     whole = {name: _joined(name, pieces[name], model, layout) for name in sorted(pieces, key=natural_order)}
-    if model.tied_head and HEAD in whole:
+    if model.tied_head and {HEAD, EMBEDDING} <= whole.keys():
         head = whole.pop(HEAD)
         whole[EMBEDDING] = Agreeing([whole[EMBEDDING], head], [EMBEDDING, HEAD])
     return whole
@@ -125,29 +134,82 @@ def _whole_name(local: str, place: Place, rank: MegatronRank, model: MegatronMod
     name = local
     if local.startswith(tower.layers):
         number, _, rest = local.removeprefix(tower.layers).partition(".")
-        name = f"{tower.layers}{int(number) + layout.first_layer(tower.name, place)}.{rest}"
-    if (found := EXPERT.fullmatch(name)) and layout.ep > 1:
-        expert = int(found["number"]) + rank.ep * (model.experts // layout.ep)
-        name = f"{found['before']}{expert}{found['after']}"
+        held = layout.layers[tower.name][place.chunk][place.stage]
+        layer = _number_below(number, held, f"{local}: it is layer", f"layers here, {held}", layout.folder_name(rank))
+        name = f"{tower.layers}{layer + layout.first_layer(tower.name, place)}.{rest}"
+    if (found := EXPERT.fullmatch(name)) and model.experts:
+        held = model.experts // layout.ep
+        local_expert = _number_below(
+            found["number"], held, f"{local}: it is expert", f"experts here, {held}", layout.folder_name(rank)
+        )
+        name = f"{found['before']}{local_expert + rank.ep * held}{found['after']}"
     return name
 
 
+def _number_below(text: str, most: int, what: str, of_what: str, where: str) -> int:
+    """A number in a name, as it is written: `01` would be a second name of 1."""
+    if not is_number(text) or str(int(text)) != text:
+        raise CheckpointError(f"{what} '{text[:_SHOWN]}', which is no number", where=where)
+    if int(text) >= most:
+        raise CheckpointError(f"{what} {text}, counted from 0, and there are no more {of_what}", where=where)
+    return int(text)
+
+
 def _joined(name: str, pieces: list[_Piece], model: MegatronModel, layout: MegatronLayout) -> LazyTensor:
+    _check_present(name, pieces, layout)
+    _check_dtypes(name, pieces)
     tower, cut = model.tower_of(name), model.cut_of(name)
     size = layout.tp_size(tower.name) if cut else 1
     of_rank: list[list[_Piece]] = [[piece for piece in pieces if piece.rank.tp % size == tp] for tp in range(size)]
-    present = {piece.rank.tp for piece in pieces}
-    if missing := sorted(set(range(layout.tp)) - present):
-        raise CheckpointError(
-            f"{name} is missing on tensor rank {missing[0]}, and there on rank {min(present)}",
-            where=pieces[0].where.partition(" ")[0],
-            way_out="Copy the whole folder again.",
-        )
+    agreed = [_agreed(copies) for copies in of_rank]
+    if cut is None:
+        return agreed[0]
     try:
-        agreed = [_agreed(copies) for copies in of_rank]
-        return cut.whole(agreed, model.vocabulary) if cut else agreed[0]
+        for piece in agreed:
+            if len(piece.shape) <= cut.dim:
+                raise ValueError(f"a piece of shape {list(piece.shape)} has no dim {cut.dim} that is cut")
+        whole = cut.whole(agreed, model.vocabulary)
+        _check_lengths(agreed, whole, cut, layout.vocabulary_multiple)
     except ValueError as error:
         raise CheckpointError("cannot be joined", problems=[Problem(str(error), pieces[0].where)]) from error
+    return whole
+
+
+def _check_present(name: str, pieces: list[_Piece], layout: MegatronLayout) -> None:
+    """Every tensor rank holds a piece, or the whole; so does every expert rank, except of an expert."""
+    present = {(piece.rank.tp, piece.rank.ep) for piece in pieces}
+    expert_ranks = {ep for _, ep in present} if EXPERT.fullmatch(name) else set(range(layout.ep))
+    missing = sorted({(tp, ep) for tp in range(layout.tp) for ep in expert_ranks} - present)
+    if missing:
+        (tp, ep), there = missing[0], pieces[0]
+        kind, lost, found = ("tensor", tp, there.rank.tp) if tp != there.rank.tp else ("expert", ep, there.rank.ep)
+        raise CheckpointError(
+            f"{name} is missing on {kind} rank {lost}, and there on rank {found}",
+            where=there.where.partition(" ")[0],
+            way_out="Copy the whole folder again.",
+        )
+
+
+def _check_dtypes(name: str, pieces: list[_Piece]) -> None:
+    first = pieces[0]
+    for piece in pieces:
+        if piece.tensor.dtype != first.tensor.dtype:
+            raise CheckpointError(
+                f"is {piece.tensor.dtype}, and {first.tensor.dtype} at {first.where}; they are pieces of one tensor",
+                where=piece.where,
+                way_out="Save the checkpoint again with one type for all ranks.",
+            )
+
+
+def _check_lengths(pieces: list[LazyTensor], whole: LazyTensor, cut: TensorCut, multiple: int) -> None:
+    """Each piece is as long as dividing the whole makes it: others would sum up too."""
+    for rank, piece in enumerate(pieces):
+        expected = cut.piece(whole, rank, len(pieces), multiple).shape
+        if piece.shape != expected:
+            raise ValueError(
+                f"rank {rank} of {len(pieces)} holds a piece of shape {list(piece.shape)}, "
+                f"and of {list(whole.shape)} it should hold {list(expected)}"
+            )
 
 
 def _agreed(copies: list[_Piece]) -> LazyTensor:

@@ -19,6 +19,7 @@ from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, conver
 from mindspeed_mm.checkpoint.hf_folder import asset_files, safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
+from mindspeed_mm.checkpoint.megatron.expected import check_whole, expected_shapes
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.folder import (
     CHECKPOINT_VERSION,
@@ -26,7 +27,6 @@ from mindspeed_mm.checkpoint.megatron.folder import (
     TRACKER,
     divided_files,
     find_step,
-    hub_tensors,
     megatron_tensors,
     read_layout,
     read_shards,
@@ -89,6 +89,7 @@ def hf_to_megatron(
         ledger = SourceLedger(stored, hf_dir)
         left_out = {key: "is no part of this layout" for key in stored if key.startswith(model.not_carried)}
         whole = megatron_tensors(ledger.tensors, model)
+        check_whole(whole, expected_shapes(hf_dir, family, config, canonical=canonical, weights=False), model, hf_dir)
         if vision_only:
             whole, model, layout = _vision_alone(whole, model, layout)
             kept = {source for step in model.key_map.inverse.steps(whole) for source in step.targets}
@@ -135,7 +136,9 @@ def megatron_to_hf(
     check_facts(facts, model, config, hf_dir)
     canonical = _is_canonical(mm_dir, canonical)
     wanted = layout_of(said, model.depths, canonical=canonical) if said else None
-    tensors, _ = hub_tensors(mm_dir, family, config, wanted, canonical=canonical)
+    whole, model, layout = whole_tensors(mm_dir, family, config, wanted, canonical=canonical)
+    check_whole(whole, expected_shapes(hf_dir, family, config, canonical=layout.canonical), model, mm_dir)
+    tensors = renamed_to_hub(whole, model)
     has_weights = any(hf_dir.glob("*.safetensors"))
     with _opened(hf_dir, has_weights) as own:
         tensors |= {key: own[key] for key in own if key.startswith(model.not_carried)}
@@ -183,6 +186,7 @@ def divide_anew(
     depths = family.model(config).depths
     wanted = layout_of(said, depths, canonical=_is_canonical(source_dir, False)) if said else None
     whole, model, layout = whole_tensors(source_dir, family, config, wanted)
+    check_whole(whole, expected_shapes(home, family, config, canonical=layout.canonical), model, source_dir)
     layout = layout_of(target, model.depths, canonical=layout.canonical)
     conversion = Conversion(
         sources=[source_dir],

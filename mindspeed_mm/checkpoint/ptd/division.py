@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ def layout_of(said: ParallelConfig, depths: Mapping[str, int], *, canonical: boo
         )
         if stages is not None
     }
+    for tower, stages in named.items():
+        if not stages or not all(stages):
+            raise UsageError(
+                f"{json.dumps(stages)} names no stage",
+                key=FLAG_OF_TOWER[tower],
+                way_out="Write [14,14], or one list for each virtual chunk: [[7,7],[7,7]].",
+            )
     if "text" in named:
         text = named["text"]
         layers = {**even_layers(depths, len(text[0]), len(text)), **named}

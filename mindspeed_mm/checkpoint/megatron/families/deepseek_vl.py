@@ -87,10 +87,10 @@ def _vl(config: Config) -> MegatronModel:
 
 def _vl2(config: Config) -> MegatronModel:
     text, vision = config["language_config"], config["vision_config"]
-    heads = text["num_attention_heads"]
+    heads, depth, dense = text["num_attention_heads"], text["num_hidden_layers"], text.get("first_k_dense_replace") or 0
     return MegatronModel(
         towers=(TEXT, VISION),
-        depths={"text": text["num_hidden_layers"], "vision": vision["layers"]},
+        depths={"text": depth, "vision": vision["layers"]},
         rules=[*_vl2_text_rules(text), *_vl2_vision_rules()],
         cuts={
             EMBEDDING: TensorCut(0, padded=True),
@@ -105,6 +105,10 @@ def _vl2(config: Config) -> MegatronModel:
         tied_head=bool(text.get("tie_word_embeddings")),
         vocabulary=text["vocab_size"],
         experts=text["n_routed_experts"],
+        parts_of_layers={
+            "mlp.linear_fc": range(dense),
+            **{f"mlp.{part}": range(dense, depth) for part in ("router", "shared_experts", "experts")},
+        },
     )
 
 

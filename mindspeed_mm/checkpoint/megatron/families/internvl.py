@@ -9,7 +9,6 @@ from __future__ import annotations
 from mindspeed_mm.checkpoint.keymap import Concat, KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
-    FINAL_NORM,
     LAYER,
     has_tied_head,
     mlp_cuts,
@@ -18,6 +17,7 @@ from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
 )
 from mindspeed_mm.checkpoint.megatron.family import (
     EMBEDDING,
+    FINAL_NORM,
     HEAD,
     TEXT,
     Config,

@@ -49,6 +49,7 @@ def _describe(config: Config, canonical: bool) -> MegatronModel:
         tied_head=has_tied_head(config),
         vocabulary=text["vocab_size"],
         experts=experts,
+        parts_of_layers={"deepstack_layer.": vision.get("deepstack_visual_indexes") or ()},
     )
 
 

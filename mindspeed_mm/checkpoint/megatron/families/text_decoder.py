@@ -10,10 +10,9 @@ from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import Concat, Interleave, KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, Config
+from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, FINAL_NORM, HEAD, Config
 
 LAYER = "text_decoder.decoder.layers.{n}."
-FINAL_NORM = "text_decoder.decoder.final_layernorm.weight"
 
 
 def text_rules(config: Config, hub: str, head: str, *, canonical: bool = False) -> list[KeyRule]:
