@@ -4,9 +4,10 @@ the files of one that is written hold.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice, product, starmap
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
 _SHOWN = 100
+_CHUNK = re.compile(r"model\d*")
 _POWERS = tuple(2**n for n in range(13))
 
 
@@ -275,8 +277,7 @@ def refuse_contradiction(wanted: MegatronLayout, found: MegatronLayout, step: Pa
 def _shards(step: Path, contents: Mapping[MegatronRank, PtContent], layout: MegatronLayout) -> Shards:
     """By rank and chunk, without what Megatron's kernels keep for themselves."""
     # No more than one can be missing before it is seen: a damaged layout.json may name millions of ranks.
-    possible = product(range(layout.tp), range(layout.stages), range(layout.ep))
-    wanted = set(starmap(MegatronRank, islice(possible, len(contents) + 1)))
+    wanted = set(islice(layout.iterate_ranks(), len(contents) + 1))
     if missing := sorted(wanted - contents.keys()):
         raise CheckpointError(
             f"{layout.folder_name(missing[0])} is missing", where=str(step), way_out="Copy the whole folder again."
@@ -290,7 +291,12 @@ def _shards(step: Path, contents: Mapping[MegatronRank, PtContent], layout: Mega
     shards: Shards = {}
     for rank, content in contents.items():
         shards[rank] = {}
-        for key in (layout.model_key(chunk) for chunk in range(layout.chunks)):
+        keys = [layout.model_key(chunk) for chunk in range(layout.chunks)]
+        if other := next((key for key in content.tensors if _CHUNK.fullmatch(key) and key not in keys), None):
+            raise CheckpointError(
+                f"is no chunk of this division, which has {', '.join(keys)}", where=str(content.path), key=other
+            )
+        for key in keys:
             stored = content.tensors.get(key, {})
             shards[rank][key] = {name: stored[name] for name in stored if not name.endswith("._extra_state")}
     return shards

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -68,7 +68,14 @@ class MegatronLayout:
     @property
     def ranks(self) -> list[MegatronRank]:
         """Of all files, in order of their names."""
-        return [MegatronRank(tp, pp, ep) for tp in range(self.tp) for pp in range(self.stages) for ep in range(self.ep)]
+        return list(self.iterate_ranks())
+
+    def iterate_ranks(self) -> Iterator[MegatronRank]:
+        """As `ranks`, one by one: a damaged file may name millions."""
+        for tp in range(self.tp):
+            for pp in range(self.stages):
+                for ep in range(self.ep):
+                    yield MegatronRank(tp, pp, ep)
 
     def tp_size(self, tower: str) -> int:
         """Tensor ranks that divide a tower."""

@@ -135,12 +135,12 @@ def _whole_name(local: str, place: Place, rank: MegatronRank, model: MegatronMod
     if local.startswith(tower.layers):
         number, _, rest = local.removeprefix(tower.layers).partition(".")
         held = layout.layers[tower.name][place.chunk][place.stage]
-        layer = _number_below(number, held, f"{local}: it is layer", f"layers here, {held}", layout.folder_name(rank))
+        layer = _number_below(number, held, f"{local}: it is layer", "layers", layout.folder_name(rank))
         name = f"{tower.layers}{layer + layout.first_layer(tower.name, place)}.{rest}"
     if (found := EXPERT.fullmatch(name)) and model.experts:
         held = model.experts // layout.ep
         local_expert = _number_below(
-            found["number"], held, f"{local}: it is expert", f"experts here, {held}", layout.folder_name(rank)
+            found["number"], held, f"{local}: it is expert", "experts", layout.folder_name(rank)
         )
         name = f"{found['before']}{local_expert + rank.ep * held}{found['after']}"
     return name
@@ -151,7 +151,7 @@ def _number_below(text: str, most: int, what: str, of_what: str, where: str) -> 
     if not is_number(text) or str(int(text)) != text:
         raise CheckpointError(f"{what} '{text[:_SHOWN]}', which is no number", where=where)
     if int(text) >= most:
-        raise CheckpointError(f"{what} {text}, counted from 0, and there are no more {of_what}", where=where)
+        raise CheckpointError(f"{what} {text}, counted from 0, and there are {most} {of_what} here", where=where)
     return int(text)
 
 
