@@ -75,7 +75,7 @@ RESUMES = (
         "no *.safetensors here",
         "",
         DATA,
-        with_old_style_checkpoint,
+        lambda folder: (folder / "old").mkdir(),
     ),
     Refusal(
         "a run folder of somebody else",

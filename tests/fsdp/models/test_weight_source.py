@@ -29,16 +29,16 @@ def yamls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(make_tiny_run(folder / name, **FP64)) for name in ("vlm", "vlm moe")}
 
 
-def only_rank_0(folder: Path) -> Any:
+def only_rank_0(folder: Path, config: Any) -> Any:
     assert dist.get_rank() == 0, "another rank opens the weights"
-    return opened(folder)
+    return opened(folder, config)
 
 
-opened = weight_source.open_weights
+opened = weight_source.open_stored
 
 
 def steps(yaml: str, words: list[str]) -> Any:
-    reads = mock.patch.object(weight_source, "open_weights", only_rank_0)
+    reads = mock.patch.object(weight_source, "open_stored", only_rank_0)
     with keeping_double(), reads if FROM_0 in words else mock.MagicMock():
         return train_steps(yaml, words)
 
