@@ -21,6 +21,7 @@ Examples:
   mm convert qwen-tp2-pp2 exported/Qwen2.5-VL --to hf --model models/Qwen2.5-VL-7B-Instruct
   mm convert models/ltx-2-19b-dev.safetensors models/LTX-2-transformer --to diffusers
   mm convert models/Wan2.1-T2V-1.3B-Diffusers/transformer models/Wan2.1-T2V-1.3B --to original
+  mm convert models/Wan2.1-T2V-1.3B-Diffusers/transformer models/Wan2.1-mm --to megatron
 
 mm-convert has a converter for each family, with every flag: also hf2mg and mg2hf, to and from Megatron.
 """

@@ -20,7 +20,7 @@ from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming,
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, megatron_family
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.safetensors_header import read_header
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
 
 CONFIG_FILE = "config.json"
@@ -74,6 +74,7 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
 
     Raises:
         ModelFolderError: There are no weights, or they are of no family here.
+        UsageError: A pipeline holds two transformers.
         CheckpointError: A file is damaged, or asks for something that weights do not need.
     """
     if path.is_file() and path.suffix in _PT_SUFFIXES:
@@ -90,6 +91,12 @@ def open_generator(path: Path) -> Iterator[GeneratorWeights]:
         yield _recognised(pickled, _pt_tensors(pickled))
     else:
         folder = path / "transformer" if (path / "transformer").is_dir() else path
+        if folder != path and (path / "transformer_2").is_dir():
+            raise UsageError(
+                "holds two transformers, and one is converted at a time",
+                where=str(path),
+                way_out=f"Name {folder}, and then {path / 'transformer_2'}.",
+            )
         with open_weights(folder) as stored:
             yield _recognised(folder, dict(stored), _config_of(folder))
 

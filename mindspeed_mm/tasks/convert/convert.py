@@ -11,12 +11,16 @@ from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelCon
 from mindspeed_mm.checkpoint.conversion.run import Converted
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
 from mindspeed_mm.checkpoint.megatron.families import family_of
-from mindspeed_mm.checkpoint.megatron.layout import even_layers
+from mindspeed_mm.checkpoint.megatron.folder import find_step, pt_files
+from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, even_layers
+from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
 from mindspeed_mm.checkpoint.original.converting import GeneratorTarget, convert_generator
+from mindspeed_mm.checkpoint.original.families import recognise_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
+from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS
 from mindspeed_mm.checkpoint.ptd.conversions import Writing, divide_anew, hf_to_megatron, megatron_to_hf
 from mindspeed_mm.checkpoint.recognise import recognise
-from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.tasks.export.source import noted_model
 
@@ -46,12 +50,13 @@ def run(
     """Convert a folder.
 
     Args:
-        source: A Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder, or for `diffusers` and
-            `original` a generator's weights in any layout.
+        source: A Hugging Face folder, a distributed checkpoint, a run, a Megatron-style folder, or a generator's
+            weights in any layout.
         target: The folder to write.
-        to: Its layout; None: `dcp` of a Hugging Face folder, `hf` of anything else.
+        to: Its layout; None: `dcp` of a Hugging Face folder, `hf` of anything else. `hf` of a generator is `diffusers`.
         division: Of a Megatron-style target.
-        model_folder: Configuration and tokenizer for a checkpoint that does not say what it was trained from.
+        model_folder: Configuration and tokenizer for a checkpoint that does not say what it was trained from; of a
+            generator a diffusers folder of the same model.
         overwrite: Replace what an earlier conversion wrote there.
         verify: Read everything back and compare.
 
@@ -65,11 +70,15 @@ def run(
         raise UsageError(
             "ranks divide a Megatron-style target", key="--tp --pp --vpp --ep", way_out="Add --to megatron."
         )
-    if to in ("diffusers", "original"):
-        return "generator", _generator(source, target, Naming(to), 1, overwrite, verify)
-    kind = recognise(source)
-    wanted = to or ("dcp" if kind == "hf" else "hf")
     writing = Writing(overwrite, verify)
+    if to in ("diffusers", "original"):
+        return "generator", _generator(source, target, Naming(to), 1, model_folder, writing)
+    kind = "generator" if source.is_file() else recognise(source)
+    wanted = to or ("dcp" if kind == "hf" else "hf")
+    if wanted == "megatron" and _is_generator(source, kind):
+        return "generator", _divided_generator(source, target, division or Division(), model_folder, writing)
+    if wanted == "hf" and kind != "hf" and _is_generator(source, kind):
+        return "generator", _generator(source, target, Naming.DIFFUSERS, 1, model_folder, writing)
     if (kind, wanted) == ("hf", "dcp"):
         return kind, GenericDCPConverter().hf_to_dcp(source, target, overwrite=overwrite, verify=verify)
     if kind in ("dcp", "run") and wanted == "hf":
@@ -90,10 +99,6 @@ def run(
 def _divided(
     source: Path, target: Path, kind: str, division: Division, model_folder: Path | None, writing: Writing
 ) -> Converted:
-    if (source / "model_index.json").is_file():
-        if (division.pp, division.vpp, division.ep) != (1, 1, 1):
-            raise UsageError("of a generator, --tp alone is taken here", key="--pp", way_out="See mm-convert --help.")
-        return _generator(source, target, Naming.MM, division.tp, writing.overwrite, writing.verify)
     assets = source if kind == "hf" else _model_of(source, model_folder)
     config = _config(assets)
     family = family_of(config)
@@ -111,9 +116,36 @@ def _divided(
     return divide_anew(family, source, target, assets, None, said, writing=writing)
 
 
-def _generator(source: Path, target: Path, naming: Naming, tp: int, overwrite: bool, verify: bool) -> Converted:
-    wanted = GeneratorTarget(naming, tp_size=tp)
-    return convert_generator(source, target, wanted, overwrite=overwrite, verify=verify, stream=sys.stderr)
+def _is_generator(source: Path, kind: str) -> bool:
+    """Whether the weights are those of a generator: a file of its authors, a folder of diffusers or of its authors, or
+    MindSpeed-MM's ranks."""
+    if kind == "generator" or (source / "model_index.json").is_file():
+        return True
+    if kind == "megatron":
+        said = find_step(source) / LAYOUT_FILE
+        if said.is_file():
+            return read_json_object(said, CheckpointError).get("family") in DIVISIONS
+        contents = read_pt_files(pt_files(source))
+        names = {name for content in contents for of in content.tensors.values() for name in of}
+        return recognise_generator(names) is not None
+    return kind == "hf" and (source / "config.json").is_file() and "_class_name" in _config(source)
+
+
+def _divided_generator(
+    source: Path, target: Path, division: Division, model_folder: Path | None, writing: Writing
+) -> Converted:
+    if (division.pp, division.vpp, division.ep) != (1, 1, 1):
+        raise UsageError("of a generator, --tp alone is taken here", key="--pp", way_out="See mm-convert --help.")
+    return _generator(source, target, Naming.MM, division.tp, model_folder, writing)
+
+
+def _generator(
+    source: Path, target: Path, naming: Naming, tp: int, model_folder: Path | None, writing: Writing
+) -> Converted:
+    wanted = GeneratorTarget(naming, tp_size=tp, hf_dir=model_folder)
+    return convert_generator(
+        source, target, wanted, overwrite=writing.overwrite, verify=writing.verify, stream=sys.stderr
+    )
 
 
 def _model_of(source: Path, told: Path | None) -> Path:

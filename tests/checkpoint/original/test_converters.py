@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mindspeed_mm.cli import main as mm
 from mindspeed_mm.cli.mm_convert import CONVERTERS, run
 from mindspeed_mm.core.errors import MMError, ModelFolderError, UsageError
 from mindspeed_mm.tasks.convert import convert
@@ -152,3 +153,55 @@ def test_mm_convert_recognises_the_weights_and_the_layout(tmp_path: Path) -> Non
     file = tmp_path / "original/ltx-video.safetensors"
     assert convert.run(file, tmp_path / "back", "diffusers")[0] == "generator"
     same(weights(tmp_path / "back"), weights(tmp_path / "hub"))
+
+
+def convert_by_command(source: Path, target: Path, *words: str) -> int:
+    return mm.run(["convert", str(source), str(target), *words])
+
+
+def test_mm_convert_takes_wan_to_every_layout_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_model("Wan").save_pretrained(tmp_path / "hub")
+    assert convert_by_command(tmp_path / "hub", tmp_path / "original", "--to", "original") == 0
+    assert convert_by_command(tmp_path / "original", tmp_path / "from_original", "--to", "diffusers") == 0
+    assert convert_by_command(tmp_path / "hub", tmp_path / "mm", "--to", "megatron") == 0
+    assert "from a folder of kind 'generator'" in capsys.readouterr().out
+    held = torch.load(tmp_path / "mm/release/mp_rank_00/model_optim_rng.pt", weights_only=True)["model"]
+    before = weights(tmp_path / "hub")
+    assert torch.equal(held["blocks.3.self_attn.proj_q.weight"], before["blocks.3.attn1.to_q.weight"])
+    assert convert_by_command(tmp_path / "mm", tmp_path / "again", "--to", "megatron") == 0
+    assert convert_by_command(tmp_path / "again", tmp_path / "from_mm") == 0  # hf, which of a generator is diffusers
+    assert convert_by_command(tmp_path / "original", tmp_path / "mm_of_original", "--to", "megatron") == 0
+    assert convert_by_command(tmp_path / "mm_of_original", tmp_path / "third", "--to", "diffusers") == 0
+    for name in ("from_original", "from_mm", "third"):
+        same(weights(tmp_path / name), before)
+
+
+def test_mm_convert_takes_the_configuration_of_a_generator_from_the_model_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MindSpeed-MM's folder of another program: no layout.json, no config.json; of a width that no release has."""
+    model = small_model("Wan")
+    model.save_pretrained(tmp_path / "hub/transformer")
+    assert convert_by_command(tmp_path / "hub/transformer", tmp_path / "mm", "--to", "megatron") == 0
+    for name in ("layout.json", "config.json"):
+        (tmp_path / "mm/release" / name).unlink()
+    assert convert_by_command(tmp_path / "mm", tmp_path / "out", "--to", "diffusers") == 4
+    assert "--model" in capsys.readouterr().err
+    model_folder = "--model", str(tmp_path / "hub")
+    assert convert_by_command(tmp_path / "mm", tmp_path / "out", "--to", "diffusers", *model_folder) == 0
+    same(weights(tmp_path / "out"), weights(tmp_path / "hub/transformer"))
+    texts = [(tmp_path / name / "config.json").read_text() for name in ("out", "hub/transformer")]
+    assert json.loads(texts[0]) == json.loads(texts[1])
+    assert convert_by_command(tmp_path / "mm", tmp_path / "again", "--to", "megatron", *model_folder) == 0
+    assert convert_by_command(tmp_path / "mm", tmp_path / "x", "--to", "megatron", "--pp", "2", *model_folder) == 2
+    assert convert_by_command(tmp_path / "mm", tmp_path / "x", "--to", "megatron", "--tp", "2", *model_folder) == 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_pipeline_of_two_transformers_asks_which_is_meant(tmp_path: Path) -> None:
+    for folder in ("transformer", "transformer_2"):
+        small_model("Wan").save_pretrained(tmp_path / "hub" / folder)
+    (tmp_path / "hub/model_index.json").write_text("{}")
+    for target in ("original", "megatron"):
+        with pytest.raises(UsageError, match="holds two transformers"):
+            convert.run(tmp_path / "hub", tmp_path / "out", target)  # type: ignore[arg-type]
