@@ -103,7 +103,7 @@ class TransformersOutline:
         own = {name: tensor for name, tensor in own.items() if name not in self.ties or self.ties[name] not in own}
         held = {self.ties.get(name, name): tensor for name, tensor in own.items()}
         self._check(held)
-        steps = saving_steps(self.model, held, self._rules)
+        steps = saving_steps(self.model, held, conversion_rules(self.model, legacy=False))
         made = {key: tensor for step in steps for key, tensor in step.targets.items()}
         check_used_once(steps, held, made)
         return {key: made[key] for key in sorted(made, key=natural_order)}

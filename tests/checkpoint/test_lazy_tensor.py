@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import (
+    Agreeing,
     Computed,
     Concatenated,
+    HeldTensor,
     LazyTensor,
     Reordered,
     Selected,
@@ -20,6 +22,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import (
     Transposed,
     stored_keys,
 )
+from mindspeed_mm.core.errors import CheckpointError
 
 TENSORS = {name: torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
 ORDER = torch.tensor([3, 4, 5, 0, 2, 1])
@@ -84,3 +87,38 @@ def test_unequal_shapes_are_refused() -> None:
         Stacked([stored("a"), Transposed(stored("b"), 0, 1)], 0)
     with pytest.raises(ValueError, match="cannot concatenate"):
         Concatenated([stored("a"), Transposed(stored("b"), 0, 1)], 0)
+
+
+def held(*numbers: float, dtype: torch.dtype = torch.float32) -> HeldTensor:
+    return HeldTensor(torch.tensor(numbers, dtype=dtype))
+
+
+@pytest.mark.parametrize("node", [Concatenated, Stacked])
+def test_parts_of_different_types_are_refused(node: type[Concatenated] | type[Stacked]) -> None:
+    """Cast to the first one's, 300 would become 44."""
+    with pytest.raises(ValueError, match=r"different types, torch.int8 and torch.float32"):
+        node([held(1, dtype=torch.int8), held(300)], 0)
+
+
+def test_copies_of_different_types_or_shapes_are_refused_by_name() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"b  is torch.int8 of shape \[1\], and a is torch.float32 of shape \[1\]"
+    ):
+        Agreeing([held(1), held(1, dtype=torch.int8)], ["a", "b"])
+    with pytest.raises(CheckpointError, match=r"b  is torch.float32 of shape \[2\], and a is"):
+        Agreeing([held(1), held(1, 1)], ["a", "b"])
+
+
+def test_copies_are_compared_as_stored_and_not_as_read() -> None:
+    """In bfloat16 both are 1."""
+    out = torch.empty(1, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="b  differs from a"):
+        Agreeing([held(1), held(1.0001)], ["a", "b"]).copy_to(out, ((0, 1),))
+    Agreeing([held(1.0001), held(1.0001)], ["a", "b"]).copy_to(out, ((0, 1),))
+    assert out.item() == 1
+
+
+def test_copies_with_the_same_nan_are_equal() -> None:
+    assert Agreeing([held(1, torch.nan), held(1, torch.nan)], ["a", "b"]).read().isnan().tolist() == [False, True]
+    with pytest.raises(CheckpointError, match="differs"):
+        Agreeing([held(1, torch.nan), held(2, torch.nan)], ["a", "b"]).read()

@@ -23,10 +23,12 @@ from transformers import (
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from mindspeed_mm.checkpoint.keymap import check_used_once
-from mindspeed_mm.checkpoint.lazy_tensor import Stored
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, Zeros
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules, loading_steps, saving_steps
+from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import ModelFolderError
+from tests.helpers.megatron_models import save_tiny
 
 TEXT: dict[str, Any] = {
     "vocab_size": 64,
@@ -153,3 +155,15 @@ def test_an_absent_expert_is_an_error(tmp_path: Path) -> None:
     save_file(state, folder / "model.safetensors")
     with open_weights(folder) as stored, pytest.raises(ModelFolderError, match="cannot concatenate"):
         loading_steps(model, stored, set(model.state_dict()), conversion_rules(model))
+
+
+@pytest.mark.parametrize("name", ["glm4v", "qwen2_5_vl"])
+def test_a_model_that_was_not_loaded_is_written_as_transformers_writes_it(name: str, tmp_path: Path) -> None:
+    """Nothing goes back to the names of very old folders."""
+    written = load_file(save_tiny(name, tmp_path) / "model.safetensors")
+    outline = TransformersOutline.of(tmp_path)
+    assert outline is not None
+    own: dict[str, LazyTensor] = {key: Zeros(shape, torch.float32) for key, shape in outline.shapes.items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in written.items()}
+    assert {key: tensor.shape for key, tensor in outline.hub_tensors(own).items()} == shapes
+    assert outline.hub_shapes() == shapes

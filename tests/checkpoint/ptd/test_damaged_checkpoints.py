@@ -17,7 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig, HfConfig, ParallelConfig
 from mindspeed_mm.checkpoint.ptd.config import ConvertCanonicalHFConfig, ConvertCanonicalMMConfig, ResplitConfig
-from mindspeed_mm.checkpoint.ptd.converters import InternVLConverter, Qwen2_5_VLConverter, Qwen3VLMegatronConverter
+from mindspeed_mm.checkpoint.ptd.converters import (
+    DeepSeekVLConverter,
+    InternVLConverter,
+    Qwen2_5_VLConverter,
+    Qwen3VLMegatronConverter,
+)
 from mindspeed_mm.core.errors import MMError, UsageError
 from tests.helpers.megatron_models import save_tiny
 
@@ -26,7 +31,9 @@ CONVERTERS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2_5_VLConverter,
     "qwen3_vl_moe": Qwen3VLMegatronConverter,
     "internvl_chat": InternVLConverter,
+    "deepseek_vl2": DeepSeekVLConverter,
 }
+WITH_EXPERTS = ("qwen3_vl_moe", "deepseek_vl2")
 LAYER = "text_decoder.decoder.layers.0."
 QKV, NORM = f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}input_layernorm.weight"
 FC2, HEAD = f"{LAYER}mlp.linear_fc2.weight", "text_decoder.output_layer.weight"
@@ -34,7 +41,7 @@ State = dict[str, torch.Tensor]
 
 
 def to_mm(name: str, hf: Path, mm: Path, **more: object) -> None:
-    parallel = ParallelConfig(**{**PARALLEL, **({"ep_size": 2} if name == "qwen3_vl_moe" else {}), **more})
+    parallel = ParallelConfig(**{**PARALLEL, **({"ep_size": 2} if name in WITH_EXPERTS else {}), **more})
     config = ConvertCanonicalMMConfig if name == "qwen2_5_vl" else ConvertMMConfig
     CONVERTERS[name]().hf_to_mm(config(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), parallel_config=parallel))
 
@@ -187,6 +194,38 @@ def test_without_a_class_layers_are_compared_with_one_another(lost: str, damaged
     assert f"{lost}  is missing" in it.refused(*BACK)
 
 
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("layers.3.mlp.gate.weight", "layers.3.mlp.router.weight  is missing, and there in layer 1"),
+        (
+            "layers.0.post_attention_layernorm.weight",
+            "layers.0.pre_mlp_layernorm.weight  is missing, and there in layer",
+        ),
+        ("layers.4.mlp.experts.3.", "layers.4.mlp.experts.local_experts.3.linear_fc1.weight  is missing"),
+    ],
+)
+def test_layers_of_two_kinds_are_compared_each_with_its_own(lost: str, told: str, damaged: Damage) -> None:
+    it = damaged("deepseek_vl2")
+    it.change_hf(lambda weights: [weights.pop(key) for key in list(weights) if f"model.{lost}" in key])
+    assert told in it.refused("hf_to_mm")
+
+
+def test_padding_of_another_program_is_understood_without_layout_json(damaged: Damage) -> None:
+    """Megatron fills the vocabulary up to a multiple of 128 times the ranks; 250 words become 256."""
+    it = damaged("qwen2_5_vl")
+    (it.mm / "release/layout.json").unlink()
+    for name, stage in (("text_decoder.embedding.word_embeddings.weight", "000"), (HEAD, "001")):
+        whole = torch.cat([load_file(it.hf / "model.safetensors")[HUB_NAMES[name]], torch.full((6, 32), 7.0)])
+        for rank in (0, 1):
+            piece = whole[128 * rank :][:128].clone()
+            it.change(f"0{rank}_{stage}$", lambda state, name=name, piece=piece: state.update({name: piece}))
+    to_hf(it.name, it.mm, it.hf, it.at / "out")
+    found, expected = (load_file(folder / "model.safetensors") for folder in (it.at / "out", it.hf))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+HUB_NAMES = {"text_decoder.embedding.word_embeddings.weight": "model.embed_tokens.weight", HEAD: "lm_head.weight"}
 HUB = "model.layers.1."
 
 
