@@ -38,7 +38,7 @@ def checked_index(found: Any, path: Path) -> Metadata:
             what = f"holds a {type(table).__name__} where its table of {name} should be"
             raise CheckpointError(what, where=str(path))
     for place in {info.relative_path for info in found.storage_data.values()}:
-        if Path(place).name != place:
+        if place == ".." or Path(place).name != place:
             raise CheckpointError(f"points to '{place}', outside the checkpoint", where=str(path))
     for key, entry in found.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,9 +149,10 @@ def alphas_of(
 
     Raises:
         UsageError: Nobody says it, or what was said is not what the file holds.
+        ModelFolderError: The file says something that is no number.
     """
     stored = {bare_module(key.removesuffix(".alpha")): key for key in list(lora) if key.endswith(".alpha")}
-    own = {module: float(lora.pop(key).read()) for module, key in stored.items()}
+    own = {module: _number(lora.pop(key), key, path) for module, key in stored.items()}
     config = _config(metadata, path)
     alphas: dict[str, float] = {}
     for module, (down, _) in lora_modules(lora).items():
@@ -170,10 +172,23 @@ def alphas_of(
 def _config(metadata: Mapping[str, str], path: Path) -> float | None:
     beside = path.parent / "adapter_config.json"
     text = metadata.get("lora_adapter_metadata") or (beside.read_text() if beside.is_file() else "{}")
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ModelFolderError(f"what it says about itself is not valid JSON: {error}", where=str(path)) from error
+    if not isinstance(values, dict):
+        raise ModelFolderError("what it says about itself is no table of values", where=str(path))
     if values.get("use_dora") or values.get("transformer.use_dora"):
         raise UsageError("is an adapter of DoRA, which is not merged here", where=str(path))
     if values.get("alpha_pattern") or values.get("transformer.alpha_pattern") or values.get("use_rslora"):
         raise UsageError("has alphas by pattern or by the root of the rank, which are not merged here", where=str(path))
     alpha = values.get("lora_alpha", values.get("transformer.lora_alpha"))
+    if alpha is not None and not (isinstance(alpha, int | float) and math.isfinite(alpha)):
+        raise ModelFolderError(f"is {alpha!r}, no number", where=str(path), key="lora_alpha")
     return None if alpha is None else float(alpha)
+
+
+def _number(stored: LazyTensor, key: str, path: Path) -> float:
+    if math.prod(stored.shape) != 1:
+        raise ModelFolderError(f"is no single number, its shape is {list(stored.shape)}", where=str(path), key=key)
+    return float(stored.read())

@@ -215,6 +215,27 @@ def test_a_lora_on_a_fused_layer_is_merged_under_the_authors_names(folders: dict
     torch.testing.assert_close(held["double_blocks.1.img_attn_qkv.weight"].double(), by_hand, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("said", "alpha", "message"),
+    [
+        ("{", None, "is not valid JSON"),
+        ("[1]", None, "is no table of values"),
+        ('{"lora_alpha": "many"}', None, "lora_alpha +is 'many', no number"),
+        ("{}", torch.ones(2), r"to_q\.alpha +is no single number, its shape is \[2\]"),
+    ],
+)
+def test_an_alpha_that_is_no_number_is_one_clear_error(
+    said: str, alpha: torch.Tensor | None, message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    tensors = {"blocks.0.attn1.to_q.lora_A.weight": torch.ones(2, 16)}
+    tensors |= {"blocks.0.attn1.to_q.lora_B.weight": torch.ones(16, 2)}
+    tensors |= {} if alpha is None else {"blocks.0.attn1.to_q.alpha": alpha}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    (tmp_path / "adapter_config.json").write_text(said)
+    with pytest.raises(ModelFolderError, match=message):
+        convert_generator(folders["Wan"], tmp_path / "out", DIFFUSERS, adapter=Adapter(tmp_path / "lora.safetensors"))
+
+
 def test_a_lora_of_another_model_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "lora.safetensors"
     parts = {f"transformer.blocks.9.attn1.to_q.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}

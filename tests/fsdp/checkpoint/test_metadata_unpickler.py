@@ -71,7 +71,7 @@ def test_a_class_of_an_allowed_module_is_not_allowed_by_that(tmp_path: Path) -> 
         read_metadata(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["../../etc/passwd", "/etc/passwd", "sub/file"])
+@pytest.mark.parametrize("place", ["../../etc/passwd", "/etc/passwd", "sub/file", ".."])
 def test_data_outside_the_folder_is_refused(place: str, tmp_path: Path) -> None:
     metadata = Metadata({}, storage_data={MetadataIndex("model.x"): _StorageInfo(place, 0, 1)})
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
