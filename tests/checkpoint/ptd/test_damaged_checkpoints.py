@@ -31,6 +31,7 @@ CONVERTERS: dict[str, Any] = {
     "qwen2_5_vl": Qwen2_5_VLConverter,
     "qwen3_vl_moe": Qwen3VLMegatronConverter,
     "internvl_chat": InternVLConverter,
+    "internvl_hf": InternVLConverter,
     "deepseek_vl2": DeepSeekVLConverter,
 }
 WITH_EXPERTS = ("qwen3_vl_moe", "deepseek_vl2")
@@ -223,6 +224,19 @@ def test_padding_of_another_program_is_understood_without_layout_json(damaged: D
     to_hf(it.name, it.mm, it.hf, it.at / "out")
     found, expected = (load_file(folder / "model.safetensors") for folder in (it.at / "out", it.hf))
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl_hf"])
+def test_a_config_that_does_not_say_whether_the_head_is_tied_refuses_none(name: str, damaged: Damage) -> None:
+    it = damaged(name)
+    for folder in (it.hf, it.mm):
+        config = json.loads((folder / "config.json").read_text())
+        for section in (config, config["text_config"]):
+            section.pop("tie_word_embeddings", None)
+        (folder / "config.json").write_text(json.dumps(config))
+    to_hf(it.name, it.mm, it.hf, it.at / "out")
+    found, expected = (load_file(folder / "model.safetensors") for folder in (it.at / "out", it.hf))
+    assert found.keys() == expected.keys()
 
 
 HUB_NAMES = {"text_decoder.embedding.word_embeddings.weight": "model.embed_tokens.weight", HEAD: "lm_head.weight"}
