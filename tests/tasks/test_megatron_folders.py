@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,21 @@ def test_without_a_configuration_the_way_is_named(made: Path) -> None:
     said = mm("infer", made / "divided" / "release", "--prompt", "x")
     assert said.code != 0
     assert "mm convert" in said.err
+
+
+@pytest.mark.parametrize("to", ["megatron", "dcp"])
+def test_a_flipped_bit_is_named_when_the_folder_is_converted_again(to: str, made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    if to == "megatron":
+        shutil.copytree(made / "divided", folder)
+    else:
+        assert mm("convert", made / "model", folder, "--to", "dcp").code == 0
+    (file,) = sorted(folder.glob("release/mp_rank_00_001/*.pt")) or sorted(folder.glob("release/*.distcp"))
+    held = bytearray(file.read_bytes())
+    held[len(held) // 2] ^= 1
+    file.write_bytes(held)
+    said = mm("convert", folder, tmp_path / "out", "--to", "hf", "--model", made / "model")
+    assert said.code == 4
+    assert "conversion_manifest.json" in said.out + said.err
+    assert not (tmp_path / "out").exists()
+    assert mm("convert", folder, tmp_path / "out", "--to", "hf", "--model", made / "model", "--no-verify").code == 0

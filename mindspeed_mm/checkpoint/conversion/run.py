@@ -18,11 +18,14 @@ from typing import Any, TextIO
 
 import torch
 
-from mindspeed_mm.checkpoint.conversion.files import OutputFile, SafetensorsFile, TensorRecord
+from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile, TensorRecord
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
+from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
+from mindspeed_mm.checkpoint.layout import RELEASE
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem
 from mindspeed_mm.core.folder_writing import atomic_folder, check_target, copy_plain, folder_in_place
+from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
@@ -89,20 +92,23 @@ def convert(
         overwrite: Replace what a command of ours has written there.
         in_place: The target is the source: the new folder is built beside it and takes its place.
         keep_backup: With `in_place`, keep the original as `<name>.bak`.
-        verify: Read everything back and compare keys, shapes and checksums before the folder gets its name.
+        verify: Compare sources that an earlier conversion wrote with their manifest; read everything back and compare
+            keys, shapes and checksums before the folder gets its name.
         stream: Where progress is shown; None shows none.
 
     Raises:
         ModelFolderError: A stored tensor would be lost, or used more often than the layout says.
         UsageError: The target is none that may be written.
         MachineError: There is not enough room, or the target cannot be written.
-        CheckpointError: What was written does not read back as it should.
+        CheckpointError: A source is not as it was written, or what was written does not read back as it should.
     """
     if not in_place:
         check_target(target, overwrite=overwrite, sources=conversion.sources)
     check_complete(conversion)
     check_space(conversion, target)
     progress = WorkProgress(0, 1, stream, unit="MB") if stream is not None else None
+    if verify:
+        check_sources(conversion.sources)
     began = time.monotonic()
     with _explained(target, conversion), _folder(conversion, target, overwrite, in_place, keep_backup) as draft:
         records = _write(conversion, draft, progress)
@@ -143,6 +149,41 @@ def check_space(conversion: Conversion, target: Path) -> None:
             where=str(target),
             way_out="Make room, or choose a folder on another disk.",
         )
+
+
+def check_sources(sources: Sequence[Path]) -> None:
+    """Compare folders that an earlier conversion wrote with the checksums that it left in them.
+
+    Raises:
+        CheckpointError: A tensor is missing or another one, with the file and the key.
+    """
+    problems = []
+    for root, path in {(path.parent if path.name == RELEASE else path, path) for path in sources}:
+        if not (root / MANIFEST).is_file():
+            continue
+        recorded = read_json_object(root / MANIFEST, CheckpointError).get("files", {})
+        for name, records in recorded.items():
+            if not (root / name).exists() or not (root / name).is_relative_to(path):
+                continue  # whoever reads it says so in its own words
+            with _kind_of(root / name, records).open_written(root / name) as stored:
+                for key, record in records.items():
+                    if key not in stored or TensorRecord.of(stored[key].read()).sha256 != record["sha256"]:
+                        problems.append(Problem("is not what was written", str(root / name), key))
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} tensors differ from the checksums in {MANIFEST}. Copy the folder again, or take it "
+            "as it is: --no-verify, of mm-convert --verify false.",
+            problems=problems[:5],
+        )
+
+
+def _kind_of(path: Path, records: Mapping[str, Any]) -> OutputFile:
+    """A file of this kind without content, to open what is there."""
+    if path.suffix == ".safetensors":
+        return SafetensorsFile({})
+    if path.suffix == ".pt":
+        return PtFile({key.partition("/")[0] if "/" in key else "": {} for key in records})
+    return DcpFolder({})
 
 
 def _folder(
