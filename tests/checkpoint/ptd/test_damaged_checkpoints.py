@@ -75,6 +75,7 @@ class Damaged:
         self.name, self.hf, self.mm, self.at = name, at / "hf", at / "mm", at
         shutil.copytree(hf, self.hf)
         shutil.copytree(mm, self.mm)
+        (self.mm / "conversion_manifest.json").unlink()  # as another program leaves it: checksums would tell first
 
     def change(self, ranks: str, how: Callable[[State], object]) -> None:
         """In the files of ranks whose names match."""
