@@ -18,6 +18,7 @@ from PIL import Image
 
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.distributed import torch_parallelize
+from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
 from mindspeed_mm.fsdp.distributed.towers import media as encoder_media
 from mindspeed_mm.fsdp.distributed.towers.travel import Leg, Media, feature_legs
 from mindspeed_mm.fsdp.params.sizes.encoder import EncoderSizes
@@ -168,7 +169,10 @@ def gradients_from_the_first() -> AbstractContextManager[Any]:
 
 
 def tower_not_summed() -> AbstractContextManager[Any]:
-    return mock.patch.object(torch_parallelize, "on_tower_mesh", lambda model, units, *_: units)
+    def mesh_of_the_model(*_: Any) -> Any:
+        return get_parallel_state().axis_mesh("fsdp")
+
+    return mock.patch.object(torch_parallelize, "build_tower_mesh", mesh_of_the_model)
 
 
 RUNS = ParityRuns(
