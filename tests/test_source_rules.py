@@ -448,7 +448,7 @@ def test_the_picture_of_the_architecture_shows_the_rooms_that_there_are() -> Non
 
 
 _PATCHED = re.compile(r"""(?:patch\.object|setattr|swapped)\(\s*([\w.]+),\s*"(\w+)\"""")
-_PATCHED_BY_PATH = re.compile(r"""(?:mock\.patch|setattr)\(\s*f?"((?:mindspeed_mm|benchmarks|tests)\.[\w.]+)\.(\w+)\"""")
+_PATCHED_BY_PATH = re.compile(r"""(?:mock\.patch|setattr)\(\s*f?"((?:mindspeed_mm|tests)\.[\w.]+)\.(\w+)\"""")
 _AS = r"^\s*from ((?:mindspeed_mm|benchmarks|tests)\b[\w.]*) import (?:\([^)]*?|[^\n]*?)\b{name}\b"
 
 
