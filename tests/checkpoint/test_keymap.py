@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_mm.checkpoint.keymap import (
-    Concat,
-    KeyMap,
-    KeyRule,
-    Reorder,
-    RuleMatch,
-    Stack,
-    Transpose,
-    check_used_once,
-    natural_order,
-)
+from mindspeed_mm.checkpoint.key_ops import Concat, Reorder, Stack, Transpose
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.core.errors import ModelFolderError
 

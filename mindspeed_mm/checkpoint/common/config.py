@@ -55,6 +55,8 @@ class CommonModelConfig(_Config):
     """Routed experts in a layer."""
     num_key_value_heads: NonNegativeInt | None = None
     """Key and value heads of a layer."""
+    enable_canonical_hf_struct: bool = False
+    """Qwen2-VL and Qwen2.5-VL: queries, keys and values, and gates and ups, stay apart. Adapters need it."""
     tie_word_embeddings: bool | None = None
     """Whether the head is the embedding."""
     llm_hf_dir: Path | None = None

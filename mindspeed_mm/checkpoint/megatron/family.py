@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import ModelFolderError, Problem, UsageError
 
 Config = Mapping[str, Any]
 """A model's config.json."""
@@ -112,14 +112,17 @@ class MegatronFamily:
     """As people write it: `Qwen2.5-VL`."""
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json."""
-    describe: Callable[[Config, bool], MegatronModel] = field(repr=False)
-    """(config.json, canonical) → the model. Canonical: queries, keys and values, and gates and ups, stay apart."""
+    describe: Callable[[Config], MegatronModel] = field(repr=False)
+    """config.json → the model."""
+    describe_canonical: Callable[[Config], MegatronModel] | None = field(default=None, repr=False)
+    """The same where queries, keys and values, and gates and ups, stay apart; None: these models know no such form."""
 
     def model(self, config: Config, *, canonical: bool = False) -> MegatronModel:
         """The model that a config.json describes.
 
         Raises:
             ModelFolderError: It is of another family, or a number that the layout needs is missing.
+            UsageError: The family knows no canonical form.
         """
         if config.get("model_type") not in self.model_types:
             raise ModelFolderError(
@@ -127,10 +130,15 @@ class MegatronFamily:
                 key="model_type",
                 way_out="Choose the converter of this model.",
             )
+        describe = self.describe_canonical if canonical else self.describe
+        if describe is None:
+            raise UsageError(
+                f"{self.name} has fused projections alone", key="enable_canonical_hf_struct", way_out="Say false."
+            )
         if problems := list(_wrong_numbers(config)):
             raise ModelFolderError("config.json describes no model", problems=problems)
         try:
-            return self.describe(config, canonical)
+            return describe(config)
         except KeyError as error:
             raise ModelFolderError(
                 f"is missing in config.json; {self.name} needs it", key=str(error.args[0])

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_mm.checkpoint.keymap import KeyRule, ReorderParts
+from mindspeed_mm.checkpoint.key_ops import ReorderParts
+from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors, count, fused, modules
 
 _DOUBLE, _NEW_DOUBLE = "double_blocks.{n}.", "transformer_blocks.{n}."

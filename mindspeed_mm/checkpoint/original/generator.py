@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, Split, check_used_once
+from mindspeed_mm.checkpoint.key_ops import Split
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, RuleMatch, check_used_once
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
 

@@ -113,7 +113,7 @@ def megatron_family(family: GeneratorLayouts) -> MegatronFamily:
     division = DIVISIONS[family.name]
     tower = PipelineTower("text", prefix="", layers=division.layers, first=division.first, last=division.last)
 
-    def describe(config: Config, canonical: bool) -> MegatronModel:
+    def describe(config: Config) -> MegatronModel:
         rules = [rule.inverse for rule in family.mm]
         return MegatronModel((tower,), {"text": int(config["num_layers"])}, rules, division.cuts)
 

@@ -1,4 +1,4 @@
-"""Further configuration of the subcommands of converters that know canonical models and adapters. No torch."""
+"""Further configuration of the subcommands of converters that know divisions and adapters. No torch."""
 
 from __future__ import annotations
 
@@ -8,37 +8,19 @@ from pydantic import BaseModel, ConfigDict
 
 from mindspeed_mm.checkpoint.common.config import (
     CommonModelConfig,
-    ConvertHFConfig,
-    ConvertMMConfig,
     ConvertResplitConfig,
     HfConfig,
     ParallelConfig,
 )
 
 
-class CanonicalModelConfig(CommonModelConfig):
-    """Facts about a model that may be canonical."""
+class AdapterModelConfig(CommonModelConfig):
+    """Facts about a model that has adapters."""
 
-    enable_canonical_hf_struct: bool = False
-    """Keep queries, keys and values, and gates and ups, apart, as the hub has them. Adapters need it."""
     new_transformers_weight_key: bool = False
     """The adapters' names have model.language_model. and model.visual., as transformers since 4.52 names modules."""
     model_prefix: str = ""
     """What the adapters' names begin with: base_model.model. as PEFT writes them."""
-
-
-class ConvertCanonicalMMConfig(ConvertMMConfig):
-    """From a Hugging Face folder to a Megatron-style checkpoint."""
-
-    common_model_config: CanonicalModelConfig = CanonicalModelConfig()
-    """Facts about the model."""
-
-
-class ConvertCanonicalHFConfig(ConvertHFConfig):
-    """From a Megatron-style checkpoint to a Hugging Face folder."""
-
-    common_model_config: CanonicalModelConfig = CanonicalModelConfig()
-    """Facts about the model."""
 
 
 class ResplitConfig(ConvertResplitConfig):
@@ -53,7 +35,7 @@ class _AdapterConfig(BaseModel):
 
     mm_dir: Path
     """The adapters in Megatron's layout."""
-    common_model_config: CanonicalModelConfig = CanonicalModelConfig()
+    common_model_config: AdapterModelConfig = AdapterModelConfig()
     """How they are named."""
 
 

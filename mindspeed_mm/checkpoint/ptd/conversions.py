@@ -36,7 +36,7 @@ from mindspeed_mm.checkpoint.megatron.folder import (
 )
 from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE, MegatronLayout
 from mindspeed_mm.checkpoint.megatron.sharding import divide, join
-from mindspeed_mm.checkpoint.ptd.config import CanonicalModelConfig
+from mindspeed_mm.checkpoint.ptd.config import AdapterModelConfig
 from mindspeed_mm.checkpoint.ptd.division import check_facts, depths_of, layout_of
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
@@ -61,7 +61,6 @@ def hf_to_megatron(
     said: ParallelConfig,
     *,
     facts: CommonModelConfig,
-    canonical: bool = False,
     vision_only: bool = False,
     writing: Writing,
 ) -> Converted:
@@ -73,7 +72,6 @@ def hf_to_megatron(
         mm_dir: Where the checkpoint is written: `release/`, the tracker, and the model's configuration and tokenizer.
         said: The division.
         facts: What was said of the model.
-        canonical: Keep projections apart.
         vision_only: Leave the language model out.
         writing: How the output is written.
 
@@ -81,6 +79,7 @@ def hf_to_megatron(
         MMError: As `convert`; or the division does not fit the model.
     """
     config = read_json_object(hf_dir / "config.json", ModelFolderError)
+    canonical = facts.enable_canonical_hf_struct
     model = family.model(config, canonical=canonical)
     check_facts(facts, model, config, hf_dir)
     layout = layout_of(said, model.depths, canonical=canonical)
@@ -113,7 +112,6 @@ def megatron_to_hf(
     said: ParallelConfig | None,
     *,
     facts: CommonModelConfig,
-    canonical: bool = False,
     writing: Writing,
 ) -> Converted:
     """Join a Megatron-style checkpoint.
@@ -125,16 +123,15 @@ def megatron_to_hf(
         save_hf_dir: The folder to write.
         said: The division; None: as the checkpoint itself says.
         facts: What was said of the model.
-        canonical: Whether projections are stored apart.
         writing: How the output is written.
 
     Raises:
         MMError: As `convert`; or files are missing, damaged, or divided otherwise than was said.
     """
     config = read_json_object(hf_dir / "config.json", ModelFolderError)
-    model = family.model(config, canonical=canonical)
+    model = family.model(config, canonical=facts.enable_canonical_hf_struct)
     check_facts(facts, model, config, hf_dir)
-    canonical = _is_canonical(mm_dir, canonical)
+    canonical = _is_canonical(mm_dir, facts.enable_canonical_hf_struct)
     wanted = layout_of(said, model.depths, canonical=canonical) if said else None
     whole, model, layout = whole_tensors(mm_dir, family, config, wanted, canonical=canonical)
     check_whole(whole, expected_shapes(hf_dir, family, config, canonical=layout.canonical), model, mm_dir)
@@ -203,7 +200,7 @@ def adapters_to_megatron(
     mm_dir: Path,
     said: ParallelConfig,
     *,
-    naming: CanonicalModelConfig,
+    naming: AdapterModelConfig,
     writing: Writing,
 ) -> Converted:
     """Divide PEFT's adapters among ranks.
@@ -242,7 +239,7 @@ def adapters_to_hf(
     save_hf_dir: Path,
     said: ParallelConfig | None,
     *,
-    naming: CanonicalModelConfig,
+    naming: AdapterModelConfig,
     writing: Writing,
 ) -> Converted:
     """Join adapters to what PEFT reads.
@@ -379,7 +376,7 @@ def _home_of_config(source_dir: Path) -> Path:
     )
 
 
-def _adapter_layout(said: ParallelConfig, naming: CanonicalModelConfig) -> MegatronLayout:
+def _adapter_layout(said: ParallelConfig, naming: AdapterModelConfig) -> MegatronLayout:
     if not naming.enable_canonical_hf_struct:
         raise UsageError(
             "adapters of fused projections are none of the hub's",
@@ -396,7 +393,7 @@ def _adapter_layout(said: ParallelConfig, naming: CanonicalModelConfig) -> Megat
     return layout_of(said, depths_of(named), canonical=True)
 
 
-def _adapter_model(family: MegatronFamily, layout: MegatronLayout, naming: CanonicalModelConfig) -> MegatronModel:
+def _adapter_model(family: MegatronFamily, layout: MegatronLayout, naming: AdapterModelConfig) -> MegatronModel:
     depths = depths_of(layout.layers)
     layout.check(depths, 0)
     names = MODULE_NAMES if naming.new_transformers_weight_key else {}

@@ -18,8 +18,6 @@ from mindspeed_mm.checkpoint.megatron.families import (
 )
 from mindspeed_mm.checkpoint.megatron.family import MegatronFamily
 from mindspeed_mm.checkpoint.ptd.config import (
-    ConvertCanonicalHFConfig,
-    ConvertCanonicalMMConfig,
     ConvertLoraHFConfig,
     ConvertLoraMMConfig,
     ResplitConfig,
@@ -35,8 +33,48 @@ from mindspeed_mm.checkpoint.ptd.conversions import (
 from mindspeed_mm.core.errors import UsageError
 
 
-class _Resplitting:
+class _Megatron:
     family: ClassVar[MegatronFamily]
+
+    def hf_to_mm(self, cfg: ConvertMMConfig, overwrite: bool = False, verify: bool = True) -> Converted:
+        """Divide a Hugging Face folder among the ranks of a Megatron-style checkpoint.
+
+        Args:
+            cfg: The folders and the division.
+            overwrite: Replace what an earlier conversion wrote to mm_dir.
+            verify: Read everything back and compare.
+        """
+        _refuse_other_text_model(cfg)
+        return hf_to_megatron(
+            self.family,
+            cfg.hf_config.hf_dir,
+            cfg.mm_dir,
+            cfg.parallel_config,
+            facts=cfg.common_model_config,
+            vision_only=cfg.save_vit_only,
+            writing=Writing(overwrite, verify),
+        )
+
+    def mm_to_hf(self, cfg: ConvertHFConfig, overwrite: bool = False, verify: bool = True) -> Converted:
+        """Join a Megatron-style checkpoint to a Hugging Face folder.
+
+        Args:
+            cfg: The folders and the division.
+            overwrite: Replace what an earlier conversion wrote to save_hf_dir.
+            verify: Read everything back and compare.
+        """
+        _refuse_other_text_model(cfg)
+        if cfg.save_vit_only:
+            raise UsageError("a Hugging Face folder of a vision tower alone is not written", key="cfg.save_vit_only")
+        return megatron_to_hf(
+            self.family,
+            cfg.mm_dir,
+            cfg.hf_config.hf_dir,
+            cfg.save_hf_dir,
+            cfg.parallel_config,
+            facts=cfg.common_model_config,
+            writing=Writing(overwrite, verify),
+        )
 
     def resplit(self, cfg: ResplitConfig, overwrite: bool = False, verify: bool = True) -> Converted:
         """Divide a Megatron-style checkpoint anew.
@@ -57,54 +95,8 @@ class _Resplitting:
         )
 
 
-class _Fused(_Resplitting):
-    """Models whose projections are always fused."""
-
-    def hf_to_mm(self, cfg: ConvertMMConfig, overwrite: bool = False, verify: bool = True) -> Converted:
-        """Divide a Hugging Face folder among the ranks of a Megatron-style checkpoint.
-
-        Args:
-            cfg: The folders and the division.
-            overwrite: Replace what an earlier conversion wrote to mm_dir.
-            verify: Read everything back and compare.
-        """
-        return _divide(self.family, cfg, False, Writing(overwrite, verify))
-
-    def mm_to_hf(self, cfg: ConvertHFConfig, overwrite: bool = False, verify: bool = True) -> Converted:
-        """Join a Megatron-style checkpoint to a Hugging Face folder.
-
-        Args:
-            cfg: The folders and the division.
-            overwrite: Replace what an earlier conversion wrote to save_hf_dir.
-            verify: Read everything back and compare.
-        """
-        return _join(self.family, cfg, False, Writing(overwrite, verify))
-
-
-class _Canonical(_Resplitting):
+class _WithAdapters(_Megatron):
     """Models that may be canonical, whose adapters can be exchanged with PEFT then."""
-
-    def hf_to_mm(self, cfg: ConvertCanonicalMMConfig, overwrite: bool = False, verify: bool = True) -> Converted:
-        """Divide a Hugging Face folder among the ranks of a Megatron-style checkpoint.
-
-        Args:
-            cfg: The folders and the division.
-            overwrite: Replace what an earlier conversion wrote to mm_dir.
-            verify: Read everything back and compare.
-        """
-        canonical = cfg.common_model_config.enable_canonical_hf_struct
-        return _divide(self.family, cfg, canonical, Writing(overwrite, verify))
-
-    def mm_to_hf(self, cfg: ConvertCanonicalHFConfig, overwrite: bool = False, verify: bool = True) -> Converted:
-        """Join a Megatron-style checkpoint to a Hugging Face folder.
-
-        Args:
-            cfg: The folders and the division.
-            overwrite: Replace what an earlier conversion wrote to save_hf_dir.
-            verify: Read everything back and compare.
-        """
-        canonical = cfg.common_model_config.enable_canonical_hf_struct
-        return _join(self.family, cfg, canonical, Writing(overwrite, verify))
 
     def lora_hf_to_mm(self, cfg: ConvertLoraMMConfig, overwrite: bool = False, verify: bool = True) -> Converted:
         """Divide adapters of PEFT among the ranks of a canonical model.
@@ -141,36 +133,6 @@ class _Canonical(_Resplitting):
         )
 
 
-def _divide(family: MegatronFamily, cfg: ConvertMMConfig, canonical: bool, writing: Writing) -> Converted:
-    _refuse_other_text_model(cfg)
-    return hf_to_megatron(
-        family,
-        cfg.hf_config.hf_dir,
-        cfg.mm_dir,
-        cfg.parallel_config,
-        facts=cfg.common_model_config,
-        canonical=canonical,
-        vision_only=cfg.save_vit_only,
-        writing=writing,
-    )
-
-
-def _join(family: MegatronFamily, cfg: ConvertHFConfig, canonical: bool, writing: Writing) -> Converted:
-    _refuse_other_text_model(cfg)
-    if cfg.save_vit_only:
-        raise UsageError("a Hugging Face folder of a vision tower alone is not written", key="cfg.save_vit_only")
-    return megatron_to_hf(
-        family,
-        cfg.mm_dir,
-        cfg.hf_config.hf_dir,
-        cfg.save_hf_dir,
-        cfg.parallel_config,
-        facts=cfg.common_model_config,
-        canonical=canonical,
-        writing=writing,
-    )
-
-
 def _refuse_other_text_model(cfg: ConvertMMConfig) -> None:
     if cfg.llm_hf_config is not None or cfg.common_model_config.llm_hf_dir is not None:
         key = "cfg.llm_hf_config" if cfg.llm_hf_config is not None else "cfg.common_model_config.llm_hf_dir"
@@ -181,43 +143,43 @@ def _refuse_other_text_model(cfg: ConvertMMConfig) -> None:
         )
 
 
-class Qwen2VLConverter(_Canonical, Converter):
+class Qwen2VLConverter(_WithAdapters, Converter):
     """Qwen2-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN2_VL
 
 
-class Qwen2_5_VLConverter(_Canonical, Converter):
+class Qwen2_5_VLConverter(_WithAdapters, Converter):
     """Qwen2.5-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN2_5_VL
 
 
-class Qwen2_5_OmniConverter(_Fused, Converter):
+class Qwen2_5_OmniConverter(_Megatron, Converter):
     """Qwen2.5-Omni's thinker: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN2_5_OMNI
 
 
-class Qwen3VLMegatronConverter(_Fused, Converter):
+class Qwen3VLMegatronConverter(_Megatron, Converter):
     """Qwen3-VL, dense and with experts: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN3_VL
 
 
-class InternVLConverter(_Fused, Converter):
+class InternVLConverter(_Megatron, Converter):
     """InternVL 2.5 and 3, original and -HF: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = INTERNVL
 
 
-class GlmConverter(_Fused, Converter):
+class GlmConverter(_Megatron, Converter):
     """GLM-4.1V: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = GLM_4V
 
 
-class DeepSeekVLConverter(_Fused, Converter):
+class DeepSeekVLConverter(_Megatron, Converter):
     """DeepSeek-VL2 and the first DeepSeek-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = DEEPSEEK_VL

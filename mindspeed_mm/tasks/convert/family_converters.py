@@ -14,7 +14,8 @@ from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_files, safetensors_files
-from mindspeed_mm.checkpoint.keymap import Concat, KeyMap, KeyRule, Stack, natural_order
+from mindspeed_mm.checkpoint.key_ops import Concat, Stack
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError

@@ -12,16 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_mm.checkpoint.common.config import CommonModelConfig, HfConfig, ParallelConfig
+from mindspeed_mm.checkpoint.common.config import (
+    CommonModelConfig,
+    ConvertHFConfig,
+    ConvertMMConfig,
+    HfConfig,
+    ParallelConfig,
+)
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.ptd.config import (
-    CanonicalModelConfig,
-    ConvertCanonicalHFConfig,
-    ConvertCanonicalMMConfig,
-    ConvertHFConfig,
+    AdapterModelConfig,
     ConvertLoraHFConfig,
     ConvertLoraMMConfig,
-    ConvertMMConfig,
     ResplitConfig,
 )
 from mindspeed_mm.checkpoint.ptd.converters import (
@@ -49,7 +51,6 @@ CONVERTERS = {
     "deepseek_vl": DeepSeekVLConverter,
     "deepseek_vl2": DeepSeekVLConverter,
 }
-CANONICAL = ("qwen2_vl", "qwen2_5_vl")
 WITH_EXPERTS = ("qwen3_vl_moe", "deepseek_vl2")
 CHUNKED = {"llm_pp_layers": [[0, 1], [2, 2]], "vit_pp_layers": [[2, 1], [0, 0]], "tp_size": 2}
 FLAT = {"llm_pp_layers": [1, 1, 1, 2], "vit_pp_layers": [3, 0, 0, 0], "tp_size": 4}
@@ -64,15 +65,13 @@ def division(name: str, values: dict) -> ParallelConfig:
 
 
 def to_mm(name: str, hf: Path, mm: Path, values: dict, **more: object) -> None:
-    config = ConvertCanonicalMMConfig if name in CANONICAL else ConvertMMConfig
-    cfg = config(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), parallel_config=division(name, values), **more)
+    cfg = ConvertMMConfig(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), parallel_config=division(name, values), **more)
     CONVERTERS[name]().hf_to_mm(cfg)
 
 
 def to_hf(name: str, mm: Path, hf: Path, target: Path, values: dict | None = None, **more: object) -> None:
-    config = ConvertCanonicalHFConfig if name in CANONICAL else ConvertHFConfig
     said = division(name, values) if values else None
-    cfg = config(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), save_hf_dir=target, parallel_config=said, **more)
+    cfg = ConvertHFConfig(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), save_hf_dir=target, parallel_config=said, **more)
     CONVERTERS[name]().mm_to_hf(cfg)
 
 
@@ -174,7 +173,7 @@ def test_a_talker_stays_in_the_original_folder_and_comes_back_from_there(
 
 def test_a_canonical_checkpoint_says_so_itself(saved: Callable[[str], Path], tmp_path: Path) -> None:
     hf, mm, again = saved("qwen2_5_vl"), tmp_path / "mm", tmp_path / "again"
-    canonical = CanonicalModelConfig(enable_canonical_hf_struct=True)
+    canonical = CommonModelConfig(enable_canonical_hf_struct=True)
     to_mm("qwen2_5_vl", hf, mm, CHUNKED, common_model_config=canonical)
     content = torch.load(mm / "release/mp_rank_00_000/model_optim_rng.pt", weights_only=True)
     assert "text_decoder.decoder.layers.0.self_attention.q_proj.weight" in content["model1"]
@@ -186,6 +185,13 @@ def test_a_canonical_checkpoint_says_so_itself(saved: Callable[[str], Path], tmp
     to_mm("qwen2_5_vl", hf, fused, CHUNKED)
     with pytest.raises(UsageError, match="projections are fused"):
         to_hf("qwen2_5_vl", fused, hf, tmp_path / "no", common_model_config=canonical)
+
+
+def test_a_family_that_knows_no_canonical_form_refuses_it(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    canonical = CommonModelConfig(enable_canonical_hf_struct=True)
+    with pytest.raises(UsageError, match=r"GLM-4\.1V has fused projections alone"):
+        to_mm("glm4v", saved("glm4v"), tmp_path / "mm", CHUNKED, common_model_config=canonical)
+    assert not (tmp_path / "mm").exists()
 
 
 def test_a_vision_tower_alone_has_no_text(saved: Callable[[str], Path], tmp_path: Path) -> None:
@@ -209,7 +215,7 @@ def test_adapters_are_divided_and_joined_as_peft_names_them(tmp_path: Path) -> N
             weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"] = torch.randn(2, 8), torch.randn(8, 2)
     save_file(weights, peft / "adapter_model.safetensors")
     (peft / "adapter_config.json").write_text('{"r": 2}')
-    naming = CanonicalModelConfig(
+    naming = AdapterModelConfig(
         enable_canonical_hf_struct=True, new_transformers_weight_key=True, model_prefix="base_model.model."
     )
     said = ParallelConfig(**CHUNKED)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig, HfConfig, ParallelConfig
-from mindspeed_mm.checkpoint.ptd.config import ConvertCanonicalHFConfig, ConvertCanonicalMMConfig, ResplitConfig
+from mindspeed_mm.checkpoint.ptd.config import ResplitConfig
 from mindspeed_mm.checkpoint.ptd.converters import (
     DeepSeekVLConverter,
     InternVLConverter,
@@ -43,13 +43,11 @@ State = dict[str, torch.Tensor]
 
 def to_mm(name: str, hf: Path, mm: Path, **more: object) -> None:
     parallel = ParallelConfig(**{**PARALLEL, **({"ep_size": 2} if name in WITH_EXPERTS else {}), **more})
-    config = ConvertCanonicalMMConfig if name == "qwen2_5_vl" else ConvertMMConfig
-    CONVERTERS[name]().hf_to_mm(config(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), parallel_config=parallel))
+    CONVERTERS[name]().hf_to_mm(ConvertMMConfig(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), parallel_config=parallel))
 
 
 def to_hf(name: str, mm: Path, hf: Path, target: Path) -> None:
-    config = ConvertCanonicalHFConfig if name == "qwen2_5_vl" else ConvertHFConfig
-    CONVERTERS[name]().mm_to_hf(config(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), save_hf_dir=target))
+    CONVERTERS[name]().mm_to_hf(ConvertHFConfig(mm_dir=mm, hf_config=HfConfig(hf_dir=hf), save_hf_dir=target))
 
 
 def resplit(name: str, mm: Path, target: Path) -> None:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
 
-from mindspeed_mm.checkpoint.keymap import Concat, KeyMap, KeyRule
+from mindspeed_mm.checkpoint.key_ops import Concat
+from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule
 from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
 from mindspeed_mm.fsdp.models.base_model import BaseModel
 from mindspeed_mm.fsdp.models.behaviour.attention import resolve_attn_implementation

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_mm.checkpoint.keymap import Concat, KeyRule
+from mindspeed_mm.checkpoint.key_ops import Concat
+from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     LAYER,
@@ -64,8 +65,7 @@ _SIGLIP = replace(
 )
 
 
-def _describe(config: Config, canonical: bool) -> MegatronModel:
-    """Canonical is not known here: the flag changes nothing."""
+def _describe(config: Config) -> MegatronModel:
     return _vl2(config) if config["model_type"] == "deepseek_vl_v2" else _vl(config)
 
 

@@ -56,8 +56,7 @@ _VISION_NAMES = {
 """Hub → Megatron, in the picture encoder."""
 
 
-def _describe(config: Config, canonical: bool) -> MegatronModel:
-    """Canonical is not known here: the flag changes nothing."""
+def _describe(config: Config) -> MegatronModel:
     text = text_config(config)
     names = {f"{_TEXT}layers.{{n}}.{hub}": f"{LAYER}{own}" for hub, own in _TEXT_LAYER_NAMES.items()}
     names |= {f"{_VISUAL}{hub}": own for hub, own in _VISION_NAMES.items()}

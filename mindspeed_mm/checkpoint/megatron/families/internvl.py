@@ -6,7 +6,8 @@ encoder's [Q|K|V] keeps its order; each third is cut by heads, which the ranks n
 
 from __future__ import annotations
 
-from mindspeed_mm.checkpoint.keymap import Concat, KeyRule
+from mindspeed_mm.checkpoint.key_ops import Concat
+from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     LAYER,
@@ -88,8 +89,7 @@ _INTERNLM2 = {
 """Hub → Megatron in InternLM2, whose fused tensor already has a group's queries, its key and its value by turns."""
 
 
-def _describe(config: Config, canonical: bool) -> MegatronModel:
-    """Canonical is not known here: the flag changes nothing."""
+def _describe(config: Config) -> MegatronModel:
     original = config["model_type"] == "internvl_chat"
     section = "llm_config" if original else "text_config"
     text, vision = config[section], config["vision_config"]

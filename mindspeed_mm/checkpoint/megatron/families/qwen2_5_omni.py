@@ -5,7 +5,8 @@ Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/qwen2_5omni.py`.
 
 from __future__ import annotations
 
-from mindspeed_mm.checkpoint.keymap import InsertZeros, Interleave, KeyRule
+from mindspeed_mm.checkpoint.key_ops import InsertZeros, Interleave
+from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     gated_mlp_cuts,
@@ -45,8 +46,7 @@ _LAYER_NAMES = {
 _ENDS = ("conv1", "conv2", "audio_bos_eos_token", "ln_post", "proj")
 
 
-def _describe(config: Config, canonical: bool) -> MegatronModel:
-    """Canonical is not known here: the flag changes nothing."""
+def _describe(config: Config) -> MegatronModel:
     whole_model = "thinker_config" in config
     hub, thinker = ("thinker.", config["thinker_config"]) if whole_model else ("", config)
     text, vision, audio = thinker["text_config"], thinker["vision_config"], thinker["audio_config"]

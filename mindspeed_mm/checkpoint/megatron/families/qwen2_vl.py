@@ -5,6 +5,8 @@ Names: MindSpeed-MM v26.0.0, `checkpoint/vlm_model/converters/{qwen2vl,qwen2_5vl
 
 from __future__ import annotations
 
+from functools import partial
+
 from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     gated_mlp_cuts,
@@ -28,12 +30,12 @@ from mindspeed_mm.checkpoint.megatron.family import TEXT, Config, MegatronFamily
 _MLP, _HUB_MLP = f"{BLOCK}mlp.", "visual.blocks.{n}.mlp."
 
 
-def _qwen2_vl(config: Config, canonical: bool) -> MegatronModel:
+def _qwen2_vl(config: Config, *, canonical: bool = False) -> MegatronModel:
     plain = [KeyRule(f"{_HUB_MLP}fc{i}.{{p}}", f"{_MLP}linear_fc{i}.{{p}}") for i in (1, 2)]
     return _model(config, config["vision_config"]["embed_dim"], plain, canonical)
 
 
-def _qwen2_5_vl(config: Config, canonical: bool) -> MegatronModel:
+def _qwen2_5_vl(config: Config, *, canonical: bool = False) -> MegatronModel:
     gated = gated_mlp_rules(_HUB_MLP, _MLP, canonical=canonical)
     return _model(config, config["vision_config"]["hidden_size"], gated, canonical, gated=True)
 
@@ -62,5 +64,5 @@ def _model(
     )
 
 
-QWEN2_VL = MegatronFamily("Qwen2-VL", ("qwen2_vl",), _qwen2_vl)
-QWEN2_5_VL = MegatronFamily("Qwen2.5-VL", ("qwen2_5_vl",), _qwen2_5_vl)
+QWEN2_VL = MegatronFamily("Qwen2-VL", ("qwen2_vl",), _qwen2_vl, partial(_qwen2_vl, canonical=True))
+QWEN2_5_VL = MegatronFamily("Qwen2.5-VL", ("qwen2_5_vl",), _qwen2_5_vl, partial(_qwen2_5_vl, canonical=True))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_mm.checkpoint.keymap import KeyRule, SwapTo, Unstack
+from mindspeed_mm.checkpoint.key_ops import SwapTo, Unstack
+from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
     LAYER,
@@ -33,8 +34,7 @@ _EXPERTS, _LOCAL = f"{_TEXT}layers.{{n}}.mlp.experts.", f"{LAYER}mlp.experts.loc
 _TOWER = replace(VISION, first=(*VISION.first, "image_encoder.encoder.pos_embed."))
 
 
-def _describe(config: Config, canonical: bool) -> MegatronModel:
-    """Canonical is not known here: the flag changes nothing."""
+def _describe(config: Config) -> MegatronModel:
     text, vision = config["text_config"], config["vision_config"]
     experts = int(text.get("num_local_experts") or text.get("num_experts") or 0)  # transformers 5 writes the first
     return MegatronModel(

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_mm.checkpoint.keymap import Concat, Interleave, KeyRule
+from mindspeed_mm.checkpoint.key_ops import Concat, Interleave
+from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, FINAL_NORM, HEAD, Config
 

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from mindspeed_mm.checkpoint.keymap import Interleave, KeyRule, Split
+from mindspeed_mm.checkpoint.key_ops import Interleave, Split
+from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.families.text_decoder import mlp_cuts
 from mindspeed_mm.checkpoint.megatron.family import PipelineTower
