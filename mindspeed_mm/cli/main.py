@@ -25,6 +25,8 @@ from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.core.version import __version__
 
 VERBS = {
+    "route": "Tell which models and commands lead to what you want to do.",
+    "models": "List the families of models and what is proven of each.",
     "train": "Train a model from one YAML file.",
     "check": "Find the mistakes in a YAML file before training.",
     "data": "Check, preview or describe the rows that a YAML file names.",

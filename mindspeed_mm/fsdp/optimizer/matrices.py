@@ -21,7 +21,7 @@ def matrices(model: nn.Module, trainable: Collection[str]) -> dict[str, int]:
     blocks, norms, biases, convolutions, tables, and adapters, whose factors are not a map of hidden features.
 
     Experts' fused gate and up projections are two matrices, one above the other, as they are apart in dense models; in
-    models that interleave their columns (gpt_oss) they are taken as one.
+    models that interleave their columns they are taken as one.
 
     Raises:
         ConfigError: There are none.

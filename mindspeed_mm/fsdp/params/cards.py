@@ -84,6 +84,45 @@ class PluginKeys:
     dataset: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ModelCard:
+    """What is known of a family of models without importing it."""
+
+    name: str
+    """Its folder in `mindspeed_mm/fsdp/models`."""
+    title: str
+    ids: tuple[str, ...]
+    """Values of `model.model_id` that build it; none where the class in config.json is all that is needed."""
+    model_class: str
+    """Library and class: transformers.Qwen3VLForConditionalGeneration."""
+    modalities: tuple[str, ...]
+    """Of text, image, video, audio: what it takes and makes."""
+    task: str
+    """What it is for: a key of `tasks.models.routes.TASKS`."""
+    released: Mapping[str, float | None]
+    """Name on the hub → billions of parameters, where they are known."""
+    proven: Mapping[str, str]
+    """What is proven, a key of `tasks.models.catalogue.PROOFS` → the case of its test that proves it."""
+
+
+@cache
+def families() -> tuple[ModelCard, ...]:
+    """The card of every family, by name."""
+    return tuple(
+        ModelCard(
+            folder,
+            card["title"],
+            tuple(card["ids"]),
+            card["class"],
+            tuple(card["modalities"]),
+            card["task"],
+            card["released"],
+            card["proven"],
+        )
+        for card, folder in _cards("models")
+    )
+
+
 @cache
 def model_cards() -> dict[str, Mapping[str, Any]]:
     """Built-in model id → its own keys with their defaults."""

@@ -1,0 +1,40 @@
+"""`mm models`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from mindspeed_mm.fsdp.params.cards import families
+from mindspeed_mm.tasks.models import catalogue
+
+EXAMPLES = """
+\b
+Examples:
+  mm models
+  mm models qwen3vl
+  mm models models/Qwen3-VL-2B-Instruct
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("name", default="")
+@click.option("--json", "as_json", is_flag=True, help="Print the cards as JSON.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print the table of the README.")
+def command(name: str, as_json: bool, as_markdown: bool) -> None:
+    """List the families of models, or show what is known of one.
+
+    NAME is a family, a model_id, a class, a name on the hub or a model's folder. Each family shows its released sizes
+    and what is proven of it by which test. A model of transformers that is not listed trains by its class alone.
+    """
+    cards = catalogue.find(name) if name else families()
+    if as_json:
+        click.echo(json.dumps([asdict(card) for card in cards], indent=2, ensure_ascii=False))
+    elif as_markdown:
+        click.echo(catalogue.as_markdown(cards))
+    elif name:
+        click.echo("\n\n".join(catalogue.as_card(card) for card in cards))
+    else:
+        click.echo(catalogue.as_text(cards))

@@ -1,0 +1,1 @@
+"""Which families of models there are, what is proven of each, and the way from a wish to the commands."""

@@ -1,0 +1,161 @@
+"""`mm models`: families, released sizes, and which test proves what of them. Everything is read from their cards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.params.cards import ModelCard, families
+from mindspeed_mm.tasks.models.routes import TASKS
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Something that a test shows of a family."""
+
+    what: str
+    test: str
+    """File and function; the card of a family names the case."""
+
+
+PROOFS = {
+    "data": Proof(
+        "tokens and tensors of the rows equal those of the family's own processor",
+        "tests/fsdp/data/test_rendering_families.py::test_ids_equal_the_processors_own",
+    ),
+    "packed": Proof(
+        "packed rows give the loss and gradients of single ones, in fp64",
+        "tests/fsdp/models/test_packed_rows.py::test_packed_equals_one_by_one",
+    ),
+    "plans": Proof(
+        "every parallel plan equals one process, in fp64",
+        "tests/fsdp/train/test_plan_matrix_{text,vlm,omni,generators}.py::test_plan_equals_one_process",
+    ),
+    "infer": Proof(
+        "infer and evaluate show the model what training showed it",
+        "tests/tasks/test_same_view.py::test_training_inference_and_plain_transformers_see_the_same",
+    ),
+    "convert": Proof(
+        "through Megatron-style layouts and back without loss",
+        "tests/checkpoint/megatron/test_family_round_trips.py"
+        "::test_a_model_passes_through_every_kind_of_layout_and_loses_nothing",
+    ),
+}
+"""Name of a column → what it says and the test."""
+
+
+def find(name: str) -> list[ModelCard]:
+    """The families that a name stands for: a family's own, a `model_id`, a class, a name on the hub, or a folder with a
+    `config.json`.
+
+    Raises:
+        UsageError: Nothing bears the name.
+        ModelFolderError: The folder holds no configuration, or one of another family.
+    """
+    if Path(name).is_dir():
+        return _in_folder(Path(name))
+    wanted = name.lower()
+    found = [card for card in families() if wanted in set(_names(card))]
+    if not found:
+        known = sorted({each for card in families() for each in (card.name, *card.ids)})
+        raise UsageError(
+            f"no family is called '{name}'",
+            way_out=f"{did_you_mean(name, known)}`mm models` lists all. A model of transformers that is not listed "
+            "trains by its class alone: try `mm check` with its folder.",
+        )
+    return found
+
+
+def _names(card: ModelCard) -> Iterator[str]:
+    yield from (card.name, *card.ids, card.model_class.lower(), card.model_class.partition(".")[2].lower())
+    for hub in card.released:
+        yield from (hub.lower(), hub.partition("/")[2].lower())
+
+
+def _in_folder(folder: Path) -> list[ModelCard]:
+    for inside in ("config.json", "transformer/config.json"):
+        path = folder / inside
+        if not path.is_file():
+            continue
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            classes = [config["_class_name"]] if "_class_name" in config else list(config["architectures"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelFolderError(
+                "does not say which class its model is",
+                where=str(path),
+                way_out="Put back the config.json that the model was released with, which has 'architectures'.",
+            ) from error
+        found = [card for card in families() if card.model_class.partition(".")[2] in classes]
+        if found:
+            return found
+        raise ModelFolderError(
+            f"{', '.join(map(str, classes))} is of no family that is listed",
+            where=str(path),
+            way_out="A model of transformers trains by its class alone: `mm check` tells whether this one does.",
+        )
+    raise ModelFolderError(
+        "holds neither config.json nor transformer/config.json",
+        where=str(folder),
+        way_out="Name a folder as it is released, of transformers or of diffusers.",
+    )
+
+
+def as_text(cards: Sequence[ModelCard]) -> str:
+    """A table, in groups by task."""
+    width = max(len(card.name) for card in cards)
+    title = max(len(card.title) for card in cards)
+    lines: list[str] = []
+    for task, (heading, *_) in TASKS.items():
+        group = [card for card in cards if card.task == task]
+        if group:
+            lines += ["", heading] if lines else [heading]
+        lines += [
+            f"  {card.name:{width}}  {card.title:{title}}  {sizes(card):>11}  {', '.join(card.proven) or '-'}"
+            for card in group
+        ]
+    legend = [f"  {name:8} {proof.what}" for name, proof in PROOFS.items()]
+    return "\n".join([*lines, "", "Proven by tests, `mm models NAME` tells which:", *legend])
+
+
+def as_card(card: ModelCard) -> str:
+    """All that is known of one family."""
+    heading = TASKS[card.task].title
+    names_id = f"model.model_id: {card.ids[0]}, or " if card.ids else ""
+    lines = [
+        f"{card.title}: {heading[0].lower()}{heading[1:]}",
+        f"  class     {card.model_class}",
+        f"  takes     {', '.join(card.modalities)}",
+        f"  chosen by {names_id}the class that config.json names",
+        *(f"  released  {hub}{_billions(size)}" for hub, size in card.released.items()),
+    ]
+    for name, case in card.proven.items():
+        lines += [f"  {name:9} {PROOFS[name].what}", f"            {PROOFS[name].test} [{case}]"]
+    return "\n".join(lines)
+
+
+def as_markdown(cards: Sequence[ModelCard]) -> str:
+    """The table of the README."""
+    rows = [f"| family | `mm models` | takes | released | {' | '.join(PROOFS)} |", "|---" * (4 + len(PROOFS)) + "|"]
+    for task in TASKS:
+        for card in (card for card in cards if card.task == task):
+            ticks = " | ".join("✓" if name in card.proven else "" for name in PROOFS)
+            rows.append(f"| {card.title} | `{card.name}` | {', '.join(card.modalities)} | {sizes(card)} | {ticks} |")
+    return "\n".join(rows)
+
+
+def sizes(card: ModelCard) -> str:
+    """The smallest and the largest released size: 2.1–33 B."""
+    known = sorted(size for size in card.released.values() if size is not None)
+    if not known:
+        return ""
+    ends = dict.fromkeys(f"{size:.0f}" if size >= 10 else f"{size:.1f}" for size in (known[0], known[-1]))
+    return f"{'–'.join(ends)} B"
+
+
+def _billions(size: float | None) -> str:
+    return f", {size:g} B" if size is not None else ""

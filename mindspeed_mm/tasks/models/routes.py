@@ -1,0 +1,188 @@
+"""`mm route`: from what somebody wants to do, in their words, to families, commands and the page to read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.params.cards import ModelCard, families
+
+
+class Topic(NamedTuple):
+    """What families of models are for, or something that is done to any model."""
+
+    title: str
+    stems: tuple[str, ...]
+    """How words begin that people use for it."""
+    stages: Mapping[str, str]
+    """What is done, in order → the command."""
+    page: str
+
+
+_TRAIN = {
+    "see what is wrong before it starts": "mm check run.yaml",
+    "train": "mm train run.yaml",
+}
+_ROWS = {
+    "look at every row": "mm data check run.yaml",
+    **_TRAIN,
+}
+_SCORED = {
+    "score it on rows that it has not seen": "mm evaluate runs/mine --data data/test.jsonl",
+    "write a folder that transformers loads": "mm export runs/mine exported",
+}
+_GENERATOR = {
+    "look at every row": "mm data check run.yaml",
+    "encode media and captions once": "mm extract run.yaml",
+    **_TRAIN,
+    "make samples": 'mm infer runs/mine --prompt "a red fox in the snow" --out samples',
+    "write a folder that diffusers loads": "mm export runs/mine exported",
+}
+
+TASKS: dict[str, Topic] = {
+    "see": Topic(
+        "Answer questions about pictures and videos",
+        ("vlm", "vl", "vision", "visual", "vqa", "ocr", "caption", "descri", "understand", "chart", "document", "see"),
+        {**_ROWS, "ask it": 'mm infer runs/mine --image a.png --prompt "What is it?"', **_SCORED},
+        "docs/data.md",
+    ),
+    "omni": Topic(
+        "Answer questions about pictures, videos and sound together",
+        ("omni", "multimodal", "everything"),
+        {**_ROWS, "answer rows with sound": "mm infer runs/mine --data data/test.jsonl --out answers.jsonl", **_SCORED},
+        "docs/data.md",
+    ),
+    "hear": Topic(
+        "Turn speech into text",
+        ("asr", "speech", "recogni", "transcri", "dictat", "listen", "hear", "subtitle", "audio", "whisper"),
+        {**_ROWS, "transcribe rows": "mm infer runs/mine --data data/test.jsonl --out answers.jsonl", **_SCORED},
+        "docs/data.md",
+    ),
+    "text": Topic(
+        "Write and reason in text",
+        ("llm", "text", "language", "chat", "reason", "code", "instruct", "write"),
+        {**_ROWS, "ask it": 'mm infer runs/mine --prompt "Why is the sky blue?"', **_SCORED},
+        "docs/data.md",
+    ),
+    "draw": Topic(
+        "Make pictures from words",
+        ("t2i", "draw", "paint", "image", "picture", "photo", "dreambooth", "style", "genera", "diffusion"),
+        _GENERATOR,
+        "docs/generation.md",
+    ),
+    "film": Topic(
+        "Make videos from words or from a picture",
+        ("t2v", "i2v", "film", "video", "clip", "movie", "animat", "genera", "diffusion"),
+        _GENERATOR,
+        "docs/generation.md",
+    ),
+}
+"""Key of `task` in a card → what it means, in the order that lists have."""
+
+
+ANY_MODEL: tuple[Topic, ...] = (
+    Topic(
+        "Convert a checkpoint to another layout",
+        ("convert", "megatron", "dcp", "hf2mg", "mg2hf", "reshard", "layout"),
+        {
+            "convert": "mm convert models/Qwen2.5-VL-7B-Instruct qwen-tp2 --to megatron --tp 2",
+            "see every flag of a family": "mm-convert --help",
+        },
+        "docs/conversion.md",
+    ),
+    Topic(
+        "Train small matrices beside frozen weights",
+        ("lora", "qlora", "dora", "adapter", "peft"),
+        {**_TRAIN, "merge them into the weights": "mm merge runs/mine --out merged"},
+        "docs/adapters.md",
+    ),
+    Topic(
+        "Find out where the time goes",
+        ("profil", "slow", "speed", "faster", "bottleneck", "mfu", "flop", "throughput"),
+        {"trace some steps": "mm profile run.yaml", "count FLOPs": "mm flops run.yaml"},
+        "docs/profiling.md",
+    ),
+    Topic(
+        "Fit into memory",
+        ("memory", "oom", "fit", "offload"),
+        {"see what a rank will hold": "mm check run.yaml --nproc 8"},
+        "docs/memory.md",
+    ),
+    Topic(
+        "Spread a run over devices and hosts",
+        ("parallel", "multi", "node", "host", "cluster", "slurm", "shard", "fsdp", "scale", "distribut"),
+        {"verify the plan on a CPU": "mm verify run.yaml", "start it": "mm train run.yaml --nproc 8"},
+        "docs/parallelism.md",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Route:
+    """An answer to a wish."""
+
+    title: str
+    families: Sequence[ModelCard]
+    stages: Mapping[str, str]
+    page: str
+
+
+def find(wish: str) -> Route:
+    """The task or topic whose words a wish shares most of; of a tie the earlier one.
+
+    A family that is named decides the task, unless the wish is about something that is done to any model.
+
+    Raises:
+        UsageError: No word is known.
+    """
+    words = re.findall(r"[\w.-]+", wish.lower())
+    named = [card for card in families() if _is_named(card, words)]
+    topics = [(_shared(topic.stems, words), Route(topic.title, named, topic.stages, topic.page)) for topic in ANY_MODEL]
+    tasks = [
+        (
+            _shared(task.stems, words) + sum(card.task == key for card in named),
+            Route(task.title, _of_task(key, named), task.stages, task.page),
+        )
+        for key, task in TASKS.items()
+    ]
+    best, route = max([*tasks, *topics], key=lambda scored: scored[0])
+    if not best:
+        raise UsageError(
+            f"no word of '{wish}' is known",
+            way_out="Say what the model is to do, or what you want to do with it: "
+            f"{'; '.join(each.title.lower() for each in (*TASKS.values(), *ANY_MODEL))}.",
+        )
+    return route
+
+
+def _shared(stems: Sequence[str], words: Sequence[str]) -> int:
+    return sum(any(word.startswith(stem) for stem in stems) for word in words)
+
+
+def _is_named(card: ModelCard, words: Sequence[str]) -> bool:
+    names = {card.name, *card.ids, card.title.lower().split(",")[0]}
+    return any(_bare(name) == _bare(word) for name in names for word in words)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+def _of_task(key: str, named: Sequence[ModelCard]) -> list[ModelCard]:
+    return [card for card in named if card.task == key] or [card for card in families() if card.task == key]
+
+
+def as_text(route: Route) -> str:
+    """The answer, for a terminal."""
+    width = max(len(stage) for stage in route.stages)
+    lines = [route.title]
+    if route.families:
+        lines += [f"  with {', '.join(card.title for card in route.families)}"]
+    lines += [
+        f"  {number}  {stage:{width}}  {command}"
+        for number, (stage, command) in enumerate(route.stages.items(), start=1)
+    ]
+    return "\n".join([*lines, f"  read {route.page}; `mm models NAME` tells what is proven of a family"])

@@ -1,0 +1,183 @@
+"""`mm models` and `mm route`: what a card says is so, and a wish leads to commands that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.params.cards import ModelCard, families
+from mindspeed_mm.fsdp.utils.register import model_register
+from mindspeed_mm.tasks.models import catalogue, routes
+from tests.checkpoint.megatron.test_family_round_trips import NAMES as CONVERTED
+from tests.fsdp.data.test_rendering_families import cases
+from tests.fsdp.models.test_packed_rows import FAMILIES as PACKED
+from tests.fsdp.train import (
+    test_plan_matrix_generators,
+    test_plan_matrix_omni,
+    test_plan_matrix_text,
+    test_plan_matrix_vlm,
+)
+from tests.helpers.runs import mm
+from tests.tasks.test_same_view import CASES
+from tests.test_readme import parse
+
+ROOT = Path(__file__).parents[2]
+MATRICES = (test_plan_matrix_generators, test_plan_matrix_omni, test_plan_matrix_text, test_plan_matrix_vlm)
+TESTED = {
+    "data": {case.values[0] for case in cases()},
+    "packed": set(PACKED),
+    "plans": {family for matrix in MATRICES for family in matrix.FAMILIES},
+    "infer": {name for name, _ in CASES},
+    "convert": set(CONVERTED),
+}
+"""Proof → the cases that its test has."""
+BY_NAME = {card.name: card for card in families()}
+BY_CLASS = {card.model_class: card for card in families()}
+
+
+def test_what_a_card_says_is_proven_has_its_test() -> None:
+    assert TESTED.keys() == catalogue.PROOFS.keys()
+    for card in families():
+        for proof, case in card.proven.items():
+            assert case in TESTED[proof], (card.name, proof)
+    for proof in catalogue.PROOFS.values():
+        name, _, function = proof.test.partition("::")
+        stem, _, choices = name.partition("{")
+        endings = choices.partition("}")[0].split(",") if choices else [""]
+        for file in (f"{stem}{ending}{choices.partition('}')[2]}" for ending in endings):
+            assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_what_is_proven_of_a_class_stands_in_its_card() -> None:
+    """A family whose class has a case of its own name claims it."""
+    for name, family in PACKED.items():
+        card = BY_CLASS.get(f"transformers.{family.model}")
+        if card is not None and name == card.name:
+            assert card.proven.get("packed") == name
+
+
+def test_classes_are_there_and_are_built_by_their_ids() -> None:
+    import diffusers
+    import transformers
+
+    libraries = {"transformers": transformers, "diffusers": diffusers}
+    for card in families():
+        library, _, name = card.model_class.partition(".")
+        if not hasattr(libraries[library], name):
+            continue  # an older library; the tested set has all of them
+        for model_id in card.ids:
+            entry = model_register.get(model_id)
+            if library == "transformers":
+                assert entry() is getattr(transformers, name)
+            else:
+                assert entry.transformer_class == name
+
+
+def test_every_card_has_a_task_and_no_class_has_two() -> None:
+    assert {card.task for card in families()} <= routes.TASKS.keys()
+    assert len(BY_CLASS) == len(BY_NAME) == len(families())
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("qwen3vl", "qwen3vl"),
+        ("qwen3_vl", "qwen3vl"),
+        ("Qwen/Qwen3-VL-8B-Instruct", "qwen3vl"),
+        ("qwen3-vl-30b-a3b-instruct", "qwen3_vl_moe"),
+        ("WhisperForConditionalGeneration", "whisper"),
+        ("transformers.Gemma3ForConditionalGeneration", "gemma3"),
+    ],
+)
+def test_a_family_is_found_by_any_of_its_names(name: str, found: str) -> None:
+    assert catalogue.find(name) == [BY_NAME[found]]
+
+
+def test_a_family_is_found_by_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Glm4vForConditionalGeneration"]}))
+    assert catalogue.find(str(tmp_path)) == [BY_NAME["glm4v"]]
+    (tmp_path / "wan/transformer").mkdir(parents=True)
+    (tmp_path / "wan/transformer/config.json").write_text(json.dumps({"_class_name": "WanTransformer3DModel"}))
+    assert catalogue.find(str(tmp_path / "wan")) == [BY_NAME["wan"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "holds neither"),
+        ("{", "does not say which class"),
+        ("[]", "does not say which class"),
+        ('{"architectures": null}', "does not say which class"),
+        ('{"architectures": ["MyModel"]}', "MyModel is of no family"),
+    ],
+)
+def test_a_folder_of_nothing_known_is_refused_in_one_message(tmp_path: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(MMError, match=words) as caught:
+        catalogue.find(str(tmp_path))
+    assert caught.value.problems[0].way_out
+
+
+def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(MMError, match=r"no family is called 'qwen3vll'.*[Dd]id you mean.*qwen3vl"):
+        catalogue.find("qwen3vll")
+
+
+@pytest.mark.parametrize(
+    ("wish", "title", "family"),
+    [
+        ("fine-tune a speech recogniser", routes.TASKS["hear"].title, "qwen3_asr"),
+        ("teach Qwen3-VL to read receipts", routes.TASKS["see"].title, "qwen3vl"),
+        ("train an OCR model", routes.TASKS["see"].title, "deepseek_ocr2"),
+        ("t2v with Wan", routes.TASKS["film"].title, "wan"),
+        ("make videos of my cat", routes.TASKS["film"].title, "wan"),
+        ("draw pictures in my style", routes.TASKS["draw"].title, "flux"),
+        ("an omni assistant", routes.TASKS["omni"].title, "qwen3omni"),
+        ("SFT of an LLM", routes.TASKS["text"].title, "qwen3"),
+        ("convert Qwen2.5-VL to Megatron", "Convert a checkpoint to another layout", "qwen2_5vl"),
+        ("LoRA of Gemma 3", "Train small matrices beside frozen weights", None),
+        ("my training is too slow", "Find out where the time goes", None),
+    ],
+)
+def test_a_wish_leads_to_its_task(wish: str, title: str, family: str | None) -> None:
+    route = routes.find(wish)
+    assert route.title == title
+    assert family is None or BY_NAME[family] in route.families
+
+
+def test_commands_and_pages_of_routes_exist() -> None:
+    for each in (*routes.TASKS.values(), *routes.ANY_MODEL):
+        assert (ROOT / each.page).is_file()
+        for command in each.stages.values():
+            if shlex.split(command)[0] == "mm":
+                parse(command)
+
+
+def test_a_wish_without_a_known_word_lists_what_there_is() -> None:
+    with pytest.raises(MMError, match=r"no word of 'xyzzy' is known.*turn speech into text"):
+        routes.find("xyzzy")
+
+
+def test_the_commands_print() -> None:
+    assert "Qwen3-VL, dense" in mm("models").out
+    assert "test_packed_rows.py" in mm("models", "qwen3vl").out
+    assert [each["name"] for each in json.loads(mm("models", "qwen3vl", "--json").out)] == ["qwen3vl"]
+    assert "mm extract run.yaml" in mm("route", "make", "videos").out
+
+
+def test_the_readme_has_the_table() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert catalogue.as_markdown(families()) in page, "write it anew: mm models --markdown"
+
+
+@pytest.mark.parametrize("card", families(), ids=lambda card: card.name)
+def test_a_card_prints(card: ModelCard) -> None:
+    text = catalogue.as_card(card)
+    assert card.model_class in text
+    assert not re.search(r"None|\{\}", text)
