@@ -253,6 +253,9 @@ def evaluate(
     out: PathLike | None = None,
     max_new_tokens: int | None = None,
     batch_size: int | None = None,
+    metric: Literal["exact", "wer", "cer"] = "exact",
+    ignore_case: bool = False,
+    ignore_punctuation: bool = False,
     lora: PathLike | None = None,
     config: PathLike | None = None,
     **unknown: Any,
@@ -266,18 +269,22 @@ def evaluate(
         out: Where the results go; by default `eval/` of the run, or of the working directory.
         max_new_tokens: Longest answer; None: 512.
         batch_size: Rows at a time; None: 64, with `loss` 8.
+        metric: "exact": whether each answer is the expected one; "wer", "cer": the share of wrong words or characters.
+        ignore_case: Small and capital letters are the same.
+        ignore_punctuation: Punctuation does not count.
         lora: Folder of adapters to apply to the weights.
         config: As in `infer`.
 
     Returns:
-        An `Evaluation`: `scores` (task → accuracy, its interval, counts), `samples`, `facts`. With `loss` a
-        `LossEvaluation`: `loss`, `perplexity`, `overall` and `tasks` (with rows and tokens), `samples`, `left_out`.
+        An `Evaluation`: `scores` (task → accuracy or error rate, its interval, counts), `samples`, `facts`. With `loss`
+        a `LossEvaluation`: `loss`, `perplexity`, `overall` and `tasks` (with rows and tokens), `samples`, `left_out`.
 
     Raises:
         MMError: Anything that a person can act on.
     """
     refuse_unknown(unknown, evaluate)
-    check_flags(loss=loss)
+    check_flags(loss=loss, ignore_case=ignore_case, ignore_punctuation=ignore_punctuation)
+    check_choice("metric", metric, ("exact", "wer", "cer"))
     check_counts(max_new_tokens=max_new_tokens, batch_size=batch_size)
     from mindspeed_mm.tasks.given.models import is_in_memory, model_path, question_file
 
@@ -293,8 +300,10 @@ def evaluate(
         if loss:
             from mindspeed_mm.tasks.evaluate import loss as evaluate_loss
 
-            if max_new_tokens is not None:
-                raise UsageError("nothing is generated with loss=True", key="max_new_tokens", way_out="Leave it out.")
+            generating = {"max_new_tokens": max_new_tokens is not None, "metric": metric != "exact"}
+            generating |= {"ignore_case": ignore_case, "ignore_punctuation": ignore_punctuation}
+            for key in (key for key, is_given in generating.items() if is_given):
+                raise UsageError("nothing is generated with loss=True", key=key, way_out="Leave it out.")
             size = batch_size or evaluate_loss.BATCH_SIZE
             return evaluate_loss.run(
                 evaluate_loss.LossEvaluationRequest(folder, data, batch_size=size, **shown), results
@@ -302,7 +311,9 @@ def evaluate(
         if data is None:
             raise UsageError("there are no rows", key="rows", way_out="Give a file or a list of them.")
         from mindspeed_mm.tasks.evaluate import evaluate as task
+        from mindspeed_mm.tasks.evaluate.scoring import Comparison
 
+        shown["comparison"] = Comparison(metric, ignore_case, ignore_punctuation)
         return task.run(
             folder, data, out=results, max_new_tokens=max_new_tokens or 512, batch_size=batch_size or 64, **shown
         )

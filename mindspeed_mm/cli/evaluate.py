@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -15,6 +16,7 @@ Examples:
   mm evaluate runs/digits/run --data runs/digits/data/test.jsonl
   mm evaluate runs/digits/hf --data test.jsonl --out scores --batch-size 128 --max-new-tokens 16
   mm evaluate runs/digits/run --data runs/digits/data/test.jsonl --loss
+  mm evaluate runs/asr --data spoken.jsonl --metric wer --ignore-case --ignore-punctuation
 """
 
 QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
@@ -42,6 +44,14 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), help="Maximum length of an answer in tokens; default: 512."
 )
+@click.option(
+    "--metric",
+    type=click.Choice(["exact", "wer", "cer"]),
+    help="How answers are compared: exact, whether each is the expected one (the default); wer or cer, the share of "
+    "words or characters that are wrong.",
+)
+@click.option("--ignore-case", is_flag=True, help="Small and capital letters are the same.")
+@click.option("--ignore-punctuation", is_flag=True, help="Punctuation does not count.")
 @click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
 @click.option(
     "--config",
@@ -57,6 +67,9 @@ def command(
     media_dir: Path | None,
     batch_size: int | None,
     max_new_tokens: int | None,
+    metric: Literal["exact", "wer", "cer"] | None,
+    ignore_case: bool,
+    ignore_punctuation: bool,
     lora: Path | None,
     config: Path | None,
     as_json: bool,
@@ -64,19 +77,21 @@ def command(
     """Score MODEL, a Hugging Face folder or a run, on rows whose answers are known.
 
     Every question is answered by greedy generation; an answer counts when it is the expected one, character for
-    character (white space aside). Writes results.json and samples.jsonl.
+    character (white space aside), or by its words or characters with --metric. Writes results.json and samples.jsonl.
 
     With --loss the mean cross-entropy of the answers' tokens is measured instead, and its exponential, the perplexity:
     rows are encoded as in training, of a conversation every answer counts. Writes loss.json and loss_rows.jsonl.
     """
     if loss:
-        if max_new_tokens is not None:
-            raise UsageError("nothing is generated with --loss", key="--max-new-tokens", way_out="Leave it out.")
+        generating = {"--max-new-tokens": max_new_tokens, "--metric": metric, "--ignore-case": ignore_case or None}
+        generating["--ignore-punctuation"] = ignore_punctuation or None
+        for key in (key for key, value in generating.items() if value is not None):
+            raise UsageError("nothing is generated with --loss", key=key, way_out="Leave it out.")
         _measure_loss(model, data, media_dir, batch_size, lora, config, out, as_json)
         return
     if data is None:
         raise UsageError("no rows are given", key="--data", way_out="Name a file of rows: --data test.jsonl.")
-    from mindspeed_mm.tasks.evaluate import evaluate  # torch: the help does without
+    from mindspeed_mm.tasks.evaluate import evaluate, scoring  # torch: the help does without
 
     result = evaluate.run(
         model,
@@ -87,6 +102,7 @@ def command(
         media_dir=media_dir,
         lora=lora,
         config=config,
+        comparison=scoring.Comparison(metric or "exact", ignore_case, ignore_punctuation),
     )
     if as_json:
         click.echo(json.dumps(result.to_dict(), ensure_ascii=False))

@@ -107,6 +107,11 @@ def is_object_of(keys: Collection[str], optional: Collection[str], part: str, pa
     return is_ours
 
 
+def any_of(*kinds: IsOurs) -> IsOurs:
+    """Whether a file is of one of these kinds."""
+    return lambda head: any(is_ours(head) for is_ours in kinds)
+
+
 def _object_in(content: bytes) -> dict[str, Any] | None:
     try:
         record = parse_json(content)

@@ -18,7 +18,7 @@ from mindspeed_mm.tasks.answer.answering import AnswerProgress
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.questions import read_questions
 from mindspeed_mm.tasks.evaluate import evaluate
-from mindspeed_mm.tasks.evaluate.scoring import is_exact_match, score, wilson_interval
+from mindspeed_mm.tasks.evaluate.scoring import Comparison, score, wilson_interval
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 TOKENS = 4
@@ -47,7 +47,7 @@ def test_a_score_in_words() -> None:
      ("e\u0301", "\u00e9", True), ("seven.", "seven", False), ("", "seven", False)],
 )  # fmt: skip
 def test_exact_match(given: str, expected: str, match: bool) -> None:
-    assert is_exact_match(given, expected) is match
+    assert Comparison().outcome(given, expected).correct is match
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`mm evaluate`: answers held-out questions by generation and counts exact matches, per task."""
+"""`mm evaluate`: answers held-out questions by generation and scores the answers, per task."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
-from mindspeed_mm.core.file_writing import check_output_file, first_line_has, is_object_of
+from mindspeed_mm.core.file_writing import any_of, check_output_file, first_line_has, is_object_of
 from mindspeed_mm.tasks.answer.answering import answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
 from mindspeed_mm.tasks.answer.generation import Answer, load_generator
 from mindspeed_mm.tasks.answer.questions import Question, read_questions
-from mindspeed_mm.tasks.evaluate.scoring import Score, is_exact_match, score
+from mindspeed_mm.tasks.evaluate.scoring import Comparison, ErrorRate, Outcome, Score
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 RESULTS = "results.json"
 SAMPLES = "samples.jsonl"
+EXACT = Comparison()
 _SAMPLE_KEYS = ("id", "task", "image", "question", "expected", "given", "correct")
-_is_evaluation = is_object_of(
-    ("tasks", "overall", "model", "data", "media_dir", "max_new_tokens", "cut_off", "seconds"),
-    ("lora",),
-    "overall",
-    [field.name for field in fields(Score)],
+_KEYS = ("tasks", "overall", "model", "data", "media_dir", "max_new_tokens", "cut_off", "seconds")
+_OPTIONAL = ("lora", "measure", "metric", "ignore_case", "ignore_punctuation")
+_is_samples = any_of(first_line_has(*_SAMPLE_KEYS), first_line_has(*_SAMPLE_KEYS, "errors", "units"))
+_is_results = any_of(
+    *(is_object_of(_KEYS, _OPTIONAL, "overall", [field.name for field in fields(of)]) for of in (Score, ErrorRate))
 )
 
 
@@ -33,24 +34,25 @@ _is_evaluation = is_object_of(
 class Evaluation:
     """Scores by task, in the order of first appearance, and over all questions."""
 
-    tasks: dict[str, Score]
-    overall: Score
+    comparison: Comparison
+    tasks: dict[str, Score | ErrorRate]
+    overall: Score | ErrorRate
     facts: dict[str, Any]
     samples: list[dict[str, Any]]
 
     @property
-    def scores(self) -> dict[str, Score]:
+    def scores(self) -> dict[str, Score | ErrorRate]:
         """Task → score, and `overall`."""
         return {**self.tasks, "overall": self.overall}
 
     def to_dict(self) -> dict[str, Any]:
         """What `results.json` holds."""
         tasks = {name: score.to_dict() for name, score in self.tasks.items()}
-        return {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts}
+        return {"tasks": tasks, "overall": self.overall.to_dict(), **self.facts, **self.comparison.to_dict()}
 
     def lines(self) -> list[str]:
-        """The accuracy of each task, for people."""
-        return [f"accuracy, {name}: {score}" for name, score in self.tasks.items()]
+        """The score of each task, for people."""
+        return [f"{self.comparison.title}, {name}: {score}" for name, score in self.tasks.items()]
 
 
 def run(
@@ -64,6 +66,7 @@ def run(
     lora: Path | None = None,
     config: Path | None = None,
     data_name: str | None = None,
+    comparison: Comparison = EXACT,
 ) -> Evaluation:
     """Score a model on rows with answers, and write `results.json` and `samples.jsonl`.
 
@@ -77,6 +80,7 @@ def run(
         lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
         config: Says how rows are laid out and shown, instead of the run's own.
         data_name: What the results call `data`; None: its path.
+        comparison: How answers are compared with the expected ones.
 
     Raises:
         MMError: The folder is not a model, rows are bad, or `out` cannot be written.
@@ -95,28 +99,30 @@ def run(
     answers = {question.row: answer for batch in batches for question, answer in batch}
     told = data_name or str(data.absolute())
     facts = _facts(source, told, media_dir, max_new_tokens, time.monotonic() - began, answers)
-    evaluation = evaluate_answers([(question, answers[question.row]) for question in questions], facts)
+    evaluation = evaluate_answers([(question, answers[question.row]) for question in questions], facts, comparison)
     write_evaluation(evaluation, out)
     return evaluation
 
 
-def evaluate_answers(answered: list[tuple[Question, Answer]], facts: dict[str, Any]) -> Evaluation:
+def evaluate_answers(
+    answered: list[tuple[Question, Answer]], facts: dict[str, Any], comparison: Comparison = EXACT
+) -> Evaluation:
     """Compare each answer with the expected one."""
-    by_task: dict[str, list[bool]] = defaultdict(list)
+    by_task: dict[str, list[Outcome]] = defaultdict(list)
     samples = []
     for question, answer in answered:
-        correct = is_exact_match(answer.text, question.expected or "")
-        by_task[question.task].append(correct)
-        samples.append(_sample(question, answer, correct))
-    tasks = {name: score(outcomes) for name, outcomes in by_task.items()}
-    overall = score(outcome for outcomes in by_task.values() for outcome in outcomes)
-    return Evaluation(tasks, overall, facts, samples)
+        outcome = comparison.outcome(answer.text, question.expected or "")
+        by_task[question.task].append(outcome)
+        samples.append(_sample(question, answer, outcome, comparison))
+    tasks = {name: comparison.score(outcomes) for name, outcomes in by_task.items()}
+    overall = comparison.score([outcome for outcomes in by_task.values() for outcome in outcomes])
+    return Evaluation(comparison, tasks, overall, facts, samples)
 
 
 def check_evaluation_folder(out: Path) -> None:
     """Raise `UsageError` when a folder holds files of these names that no evaluation wrote."""
-    check_output_file(out / SAMPLES, first_line_has(*_SAMPLE_KEYS), "--out")
-    check_output_file(out / RESULTS, _is_evaluation, "--out")
+    check_output_file(out / SAMPLES, _is_samples, "--out")
+    check_output_file(out / RESULTS, _is_results, "--out")
 
 
 def write_evaluation(evaluation: Evaluation, out: Path) -> None:
@@ -127,7 +133,7 @@ def write_evaluation(evaluation: Evaluation, out: Path) -> None:
     atomic_write_text(out / RESULTS, json.dumps(evaluation.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
 
-def _sample(question: Question, answer: Answer, correct: bool) -> dict[str, Any]:
+def _sample(question: Question, answer: Answer, outcome: Outcome, comparison: Comparison) -> dict[str, Any]:
     names = question.image_names
     return {
         "id": question.id,
@@ -136,7 +142,8 @@ def _sample(question: Question, answer: Answer, correct: bool) -> dict[str, Any]
         "question": question.text,
         "expected": question.expected,
         "given": answer.text,
-        "correct": correct,
+        "correct": outcome.correct,
+        **({} if comparison.metric == "exact" else {"errors": outcome.errors, "units": outcome.units}),
     }
 
 

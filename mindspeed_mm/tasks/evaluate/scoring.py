@@ -1,14 +1,25 @@
-"""Exact match, counted per task, with the interval that the count leaves open."""
+"""How answers are compared with the expected ones: exact match, or the share of words or characters that are wrong;
+each with the interval that the number of answers leaves open."""
 
 from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import jiwer
+import numpy as np
 
 Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
+_DRAWS = 1000
+"""Of rows, for the interval of an error rate."""
+
+Metric = Literal["exact", "wer", "cer"]
+METRICS: dict[Metric, str] = {"exact": "accuracy", "wer": "word error rate", "cer": "character error rate"}
+"""Name → what is counted."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,29 @@ class Score:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class ErrorRate:
+    """How many words, or characters, were wrong, over those of the expected answers; above 1 when much is inserted.
+    `low` and `high` bound the rate with 95 % confidence."""
+
+    errors: int
+    """Substitutions, deletions and insertions, by the shortest way from the expected answer to the given one."""
+    units: int
+    """Words or characters of the expected answers."""
+    n: int
+    rate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        low, high = f"{100 * self.low:.1f}", f"{100 * self.high:.1f}"
+        return f"{100 * self.rate:.1f} % ({self.errors:,} of {self.units:,}, n={self.n}, 95 % interval {low}–{high} %)"
+
+    def to_dict(self) -> dict[str, float]:
+        """Fields by name."""
+        return asdict(self)
+
+
 def score(outcomes: Iterable[bool]) -> Score:
     """Count right answers.
 
@@ -40,6 +74,90 @@ def score(outcomes: Iterable[bool]) -> Score:
     correct, n = sum(results), len(results)
     low, high = wilson_interval(correct, n)
     return Score(correct, n, correct / n, low, high)
+
+
+class Outcome(NamedTuple):
+    """How one answer fared."""
+
+    correct: bool
+    errors: int = 0
+    units: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How answers are compared. Kinds and amount of white space never count, nor how a character is composed.
+
+    Args:
+        metric: `exact`: whether an answer is the expected one. `wer`, `cer`: words or characters that are wrong.
+        ignore_case: Small and capital letters are the same.
+        ignore_punctuation: Characters of Unicode's category P do not count.
+    """
+
+    metric: Metric = "exact"
+    ignore_case: bool = False
+    ignore_punctuation: bool = False
+
+    def outcome(self, given: str, expected: str) -> Outcome:
+        """One answer."""
+        given, expected = self._normalised(given), self._normalised(expected)
+        if self.metric == "exact":
+            return Outcome(given == expected)
+        align = jiwer.process_words if self.metric == "wer" else jiwer.process_characters
+        found = align(expected, given)
+        errors = found.substitutions + found.deletions + found.insertions
+        return Outcome(given == expected, errors, found.hits + found.substitutions + found.deletions)
+
+    def score(self, outcomes: Sequence[Outcome]) -> Score | ErrorRate:
+        """All answers together.
+
+        Raises:
+            ValueError: There are none at all.
+        """
+        if self.metric == "exact":
+            return score(outcome.correct for outcome in outcomes)
+        errors, units = (np.array([getattr(outcome, name) for outcome in outcomes]) for name in ("errors", "units"))
+        low, high = bootstrap_interval(errors, units)
+        return ErrorRate(
+            int(errors.sum()), int(units.sum()), len(outcomes), error_rate(errors.sum(), units.sum()), low, high
+        )
+
+    def _normalised(self, text: str) -> str:
+        text = unicodedata.normalize("NFC", text)
+        text = text.casefold() if self.ignore_case else text
+        if self.ignore_punctuation:
+            text = "".join(character for character in text if not unicodedata.category(character).startswith("P"))
+        return " ".join(text.split())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields by name, and what is counted."""
+        return {"measure": self.title, **asdict(self)}
+
+    @property
+    def title(self) -> str:
+        """What is counted."""
+        return METRICS[self.metric]
+
+
+def error_rate(errors: float, units: float) -> float:
+    """Errors over units; of answers that are all expected to be empty, 0 when they are and 1 when they are not."""
+    return float(errors / units) if units else float(errors > 0)
+
+
+def bootstrap_interval(errors: np.ndarray, units: np.ndarray) -> tuple[float, float]:
+    """The middle 95 % of error rates over as many answers drawn with replacement (Bisani and Ney 2004, ICASSP).
+
+    Args:
+        errors: Of each answer, shape (n,).
+        units: Of each expected answer, shape (n,).
+    """
+    draw = np.random.default_rng(0)
+    rates = []
+    for _ in range(_DRAWS):
+        rows = draw.integers(0, len(errors), len(errors))
+        rates.append(error_rate(errors[rows].sum(), units[rows].sum()))
+    low, high = np.quantile(rates, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def wilson_interval(correct: int, n: int, z: float = Z_95) -> tuple[float, float]:
@@ -56,12 +174,3 @@ def wilson_interval(correct: int, n: int, z: float = Z_95) -> tuple[float, float
     denominator = 1 + z * z / n
     low = (centre - spread) / denominator if correct else 0.0  # rounding would leave a trace of 0 and of 1
     return max(0.0, low), min(1.0, (centre + spread) / denominator) if correct < n else 1.0
-
-
-def is_exact_match(given: str, expected: str) -> bool:
-    """Whether two texts are the same characters; kinds of white space and its amount do not count."""
-    return _normalised(given) == _normalised(expected)
-
-
-def _normalised(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFC", text).split())

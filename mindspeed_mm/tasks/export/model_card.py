@@ -118,10 +118,12 @@ def _numbers(run: RunFolder | None, step: int | None) -> str:
     if run is None:
         return ""
     rows = [(name, f"{value:.4f}", f"step {at:,}") for name, (value, at) in _losses(run, step).items()]
-    tasks = (_json(run.evaluation / "results.json").get("tasks") or {}) if _is_newest(run, step) else {}
-    for name, score in tasks.items():
+    results = _json(run.evaluation / "results.json") if _is_newest(run, step) else {}
+    for name, score in (results.get("tasks") or {}).items():
         interval = f"95 % interval {100 * score['low']:.1f} to {100 * score['high']:.1f} %"
-        rows.append((f"accuracy, {name}", f"{100 * score['accuracy']:.1f} %", f"n={score['n']:,}, {interval}"))
+        share = score["rate"] if "rate" in score else score["accuracy"]
+        measure = results.get("measure", "accuracy")
+        rows.append((f"{measure}, {name}", f"{100 * share:.1f} %", f"n={score['n']:,}, {interval}"))
     return _table("Numbers", ("what", "value", "where"), rows) if rows else ""
 
 

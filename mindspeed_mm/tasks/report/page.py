@@ -56,7 +56,8 @@ def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:
         "judged": "generated" if run.rounds else "held-out",
         "grid": sample_grid(run.rounds),
         "training": training_rows(run.path),
-        "scores": [{"task": task, **score} for task, score in run.results.get("tasks", {}).items()],
+        "measure": run.results.get("measure", "accuracy"),
+        "scores": [score_row(task, score) for task, score in run.results.get("tasks", {}).items()],
         "findings": _findings(run.results),
         "wrong": [_sample(sample, media) for sample in wrong],
         "right": [_sample(sample, media) for sample in right],
@@ -66,6 +67,23 @@ def _describe(run: ReportedRun, several: bool) -> dict[str, Any]:
         "event_counts": _count_events(run.events),
         "environment": list(_flat(run.facts)),
         "configuration": run.configuration,
+    }
+
+
+def score_row(task: str, score: Record) -> dict[str, Any]:
+    """A row of the table of scores: a share, and of how many it is one."""
+    if "rate" in score:
+        return {
+            "task": task,
+            **score,
+            "share": score["rate"],
+            "count": f"{score['errors']:,} of {score['units']:,} wrong",
+        }
+    return {
+        "task": task,
+        **score,
+        "share": score["accuracy"],
+        "count": f"{score.get('correct')} of {score.get('n')} right",
     }
 
 
