@@ -177,6 +177,8 @@ def infer(
     prompt: str | Sequence[str] | None = None,
     *,
     images: Sequence[Any] = (),
+    videos: Sequence[PathLike] | PathLike = (),
+    audios: Sequence[PathLike] | PathLike = (),
     rows: Any = None,
     out: PathLike | None = None,
     max_new_tokens: int = 512,
@@ -190,8 +192,10 @@ def infer(
 
     Args:
         model: A run, or a folder of a run, of one checkpoint or of a model.
-        prompt: What to ask, or to draw; a generator takes several.
+        prompt: What to ask, or to draw; a generator takes several, a speech recogniser needs none.
         images: Pictures that go with the prompt: paths or PIL images.
+        videos: Video files that go with the prompt.
+        audios: Sound files that go with the prompt.
         rows: Questions: a file, or rows as in `train`.
         out: The file of the answers to `rows`; a generator's folder of samples. A file or folder that exists is
             continued, unless `overwrite`.
@@ -210,7 +214,7 @@ def infer(
     Raises:
         MMError: Anything that a person can act on.
     """
-    from mindspeed_mm.tasks.given.models import Asked, model_path, picture_files
+    from mindspeed_mm.tasks.given.models import Asked, media_files, model_path, picture_files
 
     check_flags(overwrite=overwrite)
     folder, results, adapters = model_path(model), optional_path(out, "out"), optional_path(lora, "lora")
@@ -220,6 +224,8 @@ def infer(
             model=folder,
             prompt=prompt,
             pictures=picture_files(images, Path(name)),
+            clips=media_files(videos, "videos"),
+            sounds=media_files(audios, "audios"),
             rows=rows,
             out=results,
             folder=Path(name),

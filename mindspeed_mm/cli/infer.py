@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -21,12 +21,14 @@ Examples:
   mm infer runs/digits/hf --image three.png --prompt "Which digit is this?"
   mm infer runs/digits/run --data questions.jsonl --out answers.jsonl
   mm infer models/Qwen3-VL-2B-Instruct --lora runs/lora/export --image three.png --prompt "Which digit is this?"
+  mm infer runs/omni --video walk.mp4 --audio steps.wav --prompt "What is heard, and what is seen?"
+  mm infer runs/asr --audio hello.wav
   mm infer runs/digits_flux/run --prompt "a seven" --num-samples 4 --out sevens
   mm infer models/wan --lora runs/lora/export --prompts prompts.txt --size 480x832 --frames 81 --out clips --nproc 8
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
 """
 
-LANGUAGE_ONLY = ("data", "max_new_tokens")
+LANGUAGE_ONLY = ("data", "max_new_tokens", "videos", "audios")
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
     "num_samples", "nproc",
@@ -58,6 +60,8 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     help="Question to ask, or prompt to generate from; may be repeated for a generator.",
 )
 @click.option("--image", "images", type=PATH, multiple=True, help="Image file; may be repeated for a language model.")
+@click.option("--video", "videos", type=PATH, multiple=True, help="Language models: video file; may be repeated.")
+@click.option("--audio", "audios", type=PATH, multiple=True, help="Language models: sound file; may be repeated.")
 @click.option(
     "--out", type=PATH, help="File that the answers to --data are written to, as JSON lines; or a folder for samples."
 )
@@ -106,8 +110,8 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--nproc", type=POSITIVE, default=1, help="Generators: number of ranks on this host.")
 @click.pass_context
 def command(context: click.Context, /, model: Path, **options: Any) -> int:
-    """Let MODEL answer a prompt about pictures or every row of a file; or, if it is a generator, make pictures or clips
-    from prompts.
+    """Let MODEL answer a prompt about pictures, videos or sounds, or every row of a file; or, if it is a generator,
+    make pictures or clips from prompts.
 
     MODEL is a model folder or a run. A file of answers, or a folder of samples, that exists is continued: what is there
     is not made again. Generators take what is not given here from the run's configuration; each line of --prompts is a
@@ -212,24 +216,27 @@ def words_of(context: click.Context) -> list[str]:
 def answer(_context: click.Context, model: Path, options: dict[str, Any]) -> int:
     """Answer one prompt, or every row of a file."""
     prompts, data, out = options["prompts"], options["data"], options["out"]
-    if bool(prompts) == (data is not None):
+    media: list[tuple[Literal["image", "video", "audio"], Path]] = []
+    media += [("image", path) for path in options["images"]]
+    media += [("video", path) for path in options["videos"]] + [("audio", path) for path in options["audios"]]
+    for kind, _ in media if data is not None else ():
+        way_out = f"Name each {kind} in the rows of --data."
+        raise UsageError(f"--{kind} can only be used with --prompt", key=f"--{kind}", way_out=way_out)
+    if bool(prompts or media) == (data is not None):
         raise UsageError("give either --prompt or --data", way_out="See mm infer --help.")
     if len(prompts) > 1:
         raise UsageError("a language model answers one --prompt", key="--prompt", way_out="Put the rows into --data.")
     if data is not None and out is None:
         raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
-    if data is not None and options["images"]:
-        raise UsageError(
-            "--image can only be used with --prompt", key="--image", way_out="Name the images in the rows of --data."
-        )
+    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
     from mindspeed_mm.tasks.answer import infer  # torch: the help does without
 
     longest = options["max_new_tokens"]
     if data is None:
         answer = infer.answer_prompt(
             model,
-            prompts[0],
-            options["images"],
+            next(iter(prompts), ""),
+            [MediaItem(kind, str(path.absolute())) for kind, path in media],
             max_new_tokens=longest,
             lora=options["lora"],
             config=options["config"],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.tasks import train as training
 from mindspeed_mm.tasks.answer import infer
 from mindspeed_mm.tasks.answer.asking import QuestionEncoder, rows_view
@@ -63,7 +64,9 @@ def test_a_run_and_its_exported_folder_see_what_training_saw(run: Path, tmp_path
     source = resolve_model(run)
     for folder, view in ((exported, None), (source.folder, rows_view(source))):
         encoder = QuestionEncoder(folder, view)
-        question = encoder.encode(infer.ask("?", (run.parent / "0.png",)).sample, encoder.media(run.parent))
+        question = encoder.encode(
+            infer.ask("?", [MediaItem("image", str(run.parent / "0.png"))]).sample, encoder.media(run.parent)
+        )
         assert [int(n) for n in encoder.collate([question])["image_grid_thw"].prod(-1)] == [MOST // 8**2]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.file_writing import check_output_file, check_output_place, first_line_has
 from mindspeed_mm.core.folder_writing import resolve_output
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
 from mindspeed_mm.tasks.answer.generation import Answer, load_generator
@@ -33,21 +35,21 @@ class InferOutcome:
 def answer_prompt(
     model: Path,
     prompt: str,
-    images: tuple[Path, ...] = (),
+    media: Sequence[MediaItem] = (),
     *,
     max_new_tokens: int = 512,
     lora: Path | None = None,
     config: Path | None = None,
 ) -> Answer:
-    """The answer to one prompt about some pictures; `lora`: with these adapters; `config`: shown as this says.
+    """The answer to one prompt about some media; `lora`: with these adapters; `config`: shown as this says.
 
     Raises:
-        MMError: The folder is not a model, or a picture cannot be read.
+        MMError: The folder is not a model, or a medium cannot be read.
     """
     source = with_adapters(resolve_model(model), lora)
     generator = load_generator(source.folder, source.lora, rows_view(source, config))
-    media = generator.encoder.media(Path.cwd(), [image.absolute().parent for image in images])
-    question = generator.encoder.encode(ask(prompt, images).sample, media)
+    loader = generator.encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
+    question = generator.encoder.encode(ask(prompt, media).sample, loader)
     return generator.answer_batch([question], max_new_tokens)[0]
 
 

@@ -52,12 +52,11 @@ class Question:
         return [image if isinstance(image, str) else "(embedded)" for image in self.images]
 
 
-def ask(prompt: str, images: Sequence[Path] = ()) -> Question:
-    """A question of one turn: the pictures, then the prompt."""
-    parts = [*({"type": "image"} for _ in images), {"type": "text", "text": prompt}]
-    message = {"role": "user", "content": parts if images else prompt}
-    media = [MediaItem("image", str(path.absolute())) for path in images]
-    return Question(0, "prompt", DEFAULT_TASK, Sample(RowLocation("--prompt", 1), [message], [0.0], media), None)
+def ask(prompt: str, media: Sequence[MediaItem] = ()) -> Question:
+    """A question of one turn: the media, then the prompt; a speech recogniser needs none."""
+    parts = [*({"type": item.kind} for item in media), *([{"type": "text", "text": prompt}] if prompt else [])]
+    message = {"role": "user", "content": parts if media else prompt}
+    return Question(0, "prompt", DEFAULT_TASK, Sample(RowLocation("--prompt", 1), [message], [0.0], list(media)), None)
 
 
 def read_questions(
@@ -65,8 +64,8 @@ def read_questions(
 ) -> list[Question]:
     """Every row of a JSONL, JSON, CSV or parquet file.
 
-    A row is a conversation in one of the training formats, or `{"prompt", "image" | "images"}`; `id` and `task` are
-    optional fields.
+    A row is a conversation in one of the training formats, or a `prompt` with `images`, `videos` and `audios` (or one
+    `image`, `video`, `audio`); `id` and `task` are optional fields.
 
     Args:
         path: The file.
@@ -153,14 +152,16 @@ def _as_conversation(row: dict[str, Any], row_format: RowFormat, needs_answer: b
 
 
 def _prompt_as_conversation(row: dict[str, Any]) -> dict[str, Any]:
-    images = row.get("images", row.get("image")) or []
-    images = images if isinstance(images, list) else [images]
-    prompt = row["prompt"]
-    missing = 0 if "<image>" in prompt else len(images)
-    turns = [{"role": "user", "content": "<image>" * missing + prompt}]
+    prompt, marks = row["prompt"], ""
+    media: dict[str, list[Any]] = {}
+    for kind in ("image", "video", "audio"):
+        named = row.get(f"{kind}s", row.get(kind)) or []
+        media[f"{kind}s"] = named if isinstance(named, list) else [named]
+        marks += "" if f"<{kind}>" in prompt else f"<{kind}>" * len(media[f"{kind}s"])
+    turns = [{"role": "user", "content": marks + prompt}]
     if isinstance(row.get("answer"), str):
         turns.append({"role": "assistant", "content": row["answer"]})
-    return {**row, "messages": turns, "images": images}
+    return {**row, "messages": turns, **media}
 
 
 def _ends_with_answer(turns: list[Any], row_format: RowFormat) -> bool:

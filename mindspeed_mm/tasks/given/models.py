@@ -48,6 +48,12 @@ def picture_files(images: Any, folder: Path) -> tuple[Path, ...]:
     return tuple(_picture(image, folder, number) for number, image in enumerate(listed))
 
 
+def media_files(paths: Any, name: str) -> tuple[Path, ...]:
+    """The files of videos or sounds; one or several."""
+    listed = paths if isinstance(paths, list | tuple) else [paths]
+    return tuple(named_path(path, name) for path in listed)
+
+
 def _picture(image: Any, folder: Path, number: int) -> Path:
     if isinstance(image, str | os.PathLike):
         return named_path(image, "images")
@@ -65,6 +71,8 @@ class Asked:
     model: Path
     prompt: Any
     pictures: tuple[Path, ...]
+    clips: tuple[Path, ...]
+    sounds: tuple[Path, ...]
     rows: Any
     out: Path | None
     folder: Path
@@ -86,15 +94,22 @@ class Asked:
 def _answer(asked: Asked) -> Any:
     """Answers of a language model, to a prompt or to rows."""
     refuse_unknown(asked.sampling, asked.function, "is not an argument for a language model")
+    from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind
     from mindspeed_mm.tasks.answer import infer as task  # torch
 
-    if (asked.prompt is None) == (asked.rows is None):
+    kinds: tuple[tuple[MediaKind, tuple[Path, ...]], ...] = (
+        ("image", asked.pictures), ("video", asked.clips), ("audio", asked.sounds),
+    )  # fmt: skip
+    media = [MediaItem(kind, str(path.absolute())) for kind, paths in kinds for path in paths]
+    for item in media if asked.rows is not None else ():
+        raise UsageError(f"{item.kind}s go with a prompt", key=f"{item.kind}s", way_out="Name them in the rows.")
+    if (asked.prompt is None and not media) == (asked.rows is None):
         raise UsageError("give either a prompt or rows", key="prompt")
     same: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "lora": asked.lora, "config": asked.config}
-    if asked.prompt is not None:
-        if not isinstance(asked.prompt, str):
+    if asked.rows is None:
+        if not isinstance(asked.prompt, str | None):
             raise UsageError("a language model answers one prompt", key="prompt", way_out="Give rows for several.")
-        return task.answer_prompt(asked.model, asked.prompt, asked.pictures, **same)
+        return task.answer_prompt(asked.model, asked.prompt or "", media, **same)
     answers = asked.out or asked.folder / "answers.jsonl"
     task.run(
         asked.model,
@@ -115,6 +130,9 @@ def _draw(asked: Asked) -> list[Path]:
 
     if asked.out is None:
         raise UsageError("samples need a folder", key="out", way_out="Name one: out='samples'.")
+    for key, paths in (("videos", asked.clips), ("audios", asked.sounds)):
+        if paths:
+            raise UsageError("a generator starts from pictures only", key=key, way_out="Leave it out.")
     if len(asked.pictures) > 1:
         raise UsageError("a video goes on from one picture", key="images", way_out="Give one.")
     settings = dict(asked.sampling) | ({"batch_size": asked.batch_size} if asked.batch_size is not None else {})
