@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Qwen2.5-VL 3B on the 8 devices of one host (NPROC: another number). Arguments go to `mm train`:
+#   bash examples/qwen2.5vl/finetune_qwen2.5vl_3B.sh training.lr=5e-6
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+exec mm train examples/qwen2.5vl/qwen2.5vl_3B_config.yaml --nproc "${NPROC:-8}" "$@"

@@ -1,0 +1,87 @@
+"""The training examples of released sizes: they parse, their scripts start what they say, and
+every recipe of docs/recipes.md applies to them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.cli.main import run
+from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
+from tests.helpers.released_examples import ROOT, examples, names_of_parts, recipes
+
+EXAMPLES = examples()
+NAMES = {example.name for example in EXAMPLES}
+PER_HOST = 8
+
+
+def test_every_released_size_of_the_tables_has_a_file() -> None:
+    assert len(EXAMPLES) >= 35
+    assert {"qwen3vl/qwen3vl_30B_config_v1.yaml", "qwen2vl/qwen2vl_72B_config.yaml"} <= NAMES
+    for example in EXAMPLES:
+        folder = example.path.parent.name
+        assert re.fullmatch(rf"{re.escape(folder)}_[\w.-]+_config(_v1)?\.yaml", example.path.name)
+        assert example.script.name.startswith(f"finetune_{folder}_")
+    assert (ROOT / "examples" / "qwen3vl" / "finetune_qwen3vl_30B_v1_A5.sh").is_file()
+
+
+def test_files_resolve_on_the_devices_that_they_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for example in EXAMPLES:
+        words = ["check", str(example.path), "--config-only", "--nproc", str(example.promise.devices)]
+        assert run(words) == 0, capsys.readouterr().out
+
+
+def test_pages_name_every_file() -> None:
+    for example in EXAMPLES:
+        page = (example.path.parent / "README.md").read_text(encoding="utf-8")
+        assert f"`{example.path.name}`" in page and f"`{example.script.name}`" in page
+        assert f"`models/{example.hub_name}`" in page
+        assert f"| {example.promise.devices} of {example.promise.gigabytes} GB" in page
+
+
+STUB = '#!/bin/sh\necho "${NNODES:-1} $*"\n'
+
+
+def started(script: Path, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script with an `mm` that says what it is given."""
+    (folder / "mm").write_text(STUB)
+    (folder / "mm").chmod(0o755)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", **environment}
+    return subprocess.run(["bash", str(script), *words], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_scripts_start_what_their_files_name(tmp_path: Path) -> None:
+    for example in EXAMPLES:
+        assert "set -euo pipefail" in example.script.read_text(encoding="utf-8")
+        assert example.script.stat().st_mode & 0o111
+        done = started(example.script, tmp_path, "training.lr=5e-6", MASTER_ADDR="10.0.0.1", NODE_RANK="0")
+        assert done.returncode == 0, done.stderr
+        hosts, verb, path, *words = done.stdout.split()
+        assert (verb, path) == ("train", f"examples/{example.name}")
+        assert "training.lr=5e-6" in words and words[words.index("--nproc") + 1] == str(PER_HOST)
+        assert int(hosts) * PER_HOST == example.promise.devices, example.name
+
+
+def test_hosts_are_asked_for(tmp_path: Path) -> None:
+    done = started(ROOT / "examples" / "qwen3vl" / "finetune_qwen3vl_30B_v1_A5.sh", tmp_path)
+    assert done.returncode and not done.stdout
+    assert "NODE_RANK: the number of this host" in done.stderr
+
+
+def test_recipes_resolve_on_every_file() -> None:
+    found, families = recipes(), names_of_parts()
+    assert set(found) == {"Full fine-tuning", "Vision frozen", "Projector only", "LoRA", "QLoRA"}
+    for example in EXAMPLES:
+        parts = families.get(example.path.parent.name)
+        is_split = load_config(example.path).arguments.parallel.tensor_parallel_size > 1
+        for title, (words, *more) in found.items():
+            if parts is None and title in ("Vision frozen", "Projector only"):
+                continue
+            words = [*words, *more[0]] if title == "QLoRA" and is_split else words
+            config = load_config(example.path, [parts.fill(word) if parts else word for word in words])
+            resolve_parallel_sizes(config.arguments.parallel, example.promise.devices)
+            assert config.arguments.training.lora.enable == ("LoRA" in title)
