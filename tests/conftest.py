@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+from tests.helpers.threads import collect_when_many
+
 
 def pytest_configure() -> None:
     """A shell starts commands in the background with some signals ignored, and children inherit that; the tests of
@@ -13,3 +15,8 @@ def pytest_configure() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_runtest_teardown() -> None:
+    """A worker runs hundreds of trainings in its own process."""
+    collect_when_many()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +432,15 @@ def test_a_trainer_takes_the_name_of_a_file_and_says_how_rows_are_padded(
 ) -> None:
     assert Trainer(str(folder / "run.yaml"), TrainOptions(dry_run=True)).train() is None
     assert "rows padded to multiples of 1 tokens (no pad_to_multiple_of; device cpu)" in capsys.readouterr().out
+
+
+def test_a_run_that_is_over_can_be_collected(config: dict[str, Any]) -> None:
+    engine = Trainer(config).train()
+    assert engine is not None
+    model = weakref.ref(engine.model)
+    del engine
+    gc.collect()
+    assert model() is None
 
 
 def test_resume_takes_the_words_of_the_command_line(config: dict[str, Any], tmp_path: Path) -> None:

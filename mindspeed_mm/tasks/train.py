@@ -53,7 +53,6 @@ def collecting_later() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.unfreeze()
         gc.enable()
 
 

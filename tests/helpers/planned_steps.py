@@ -15,6 +15,7 @@ from mindspeed_mm.fsdp.train.hooks.step_record import StepRecord, StepRecorder
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.tasks.verify import faults
 from tests.helpers.applied_plan import check_applied
+from tests.helpers.threads import collect_when_many
 
 GLOBAL_BATCH = 8
 FAULTS = {
@@ -42,6 +43,7 @@ def train_steps(
     recorder = StepRecorder()
     with planted(fault), mock.patch.object(trainers, "assemble", _assemble_and_compare):
         Quiet(load_with_plugins(Path(yaml), overrides), TrainOptions(packs=packs), hooks=[recorder]).train()
+    collect_when_many()
     return recorder.steps
 
 

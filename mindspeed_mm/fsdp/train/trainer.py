@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,11 +203,8 @@ class Trainer:
         return engine, RunParts(self.arguments, job, record, resume, data, loader, assembled, family)
 
     def _run(self, engine: TrainEngine, record: RunRecord) -> None:
-        # What has been built lives to the end: the collector need not look at it, nor workers copy its pages.
-        gc.freeze()
-        gc.enable()
         raises = self.options.raises_on_second_interrupt
-        with StopSignal(LaunchFolder.of_this_rank(), record.break_off, raises=raises) as engine.stop_signal:
+        with _kept(), StopSignal(LaunchFolder.of_this_rank(), record.break_off, raises=raises) as engine.stop_signal:
             engine.train()
         self.iteration = engine.iteration
         self._raise_if_stopped(engine)
@@ -290,6 +288,18 @@ class Trainer:
             key="training.save_on_signal" if save else "training.save",
             way_out="Set training.save_on_signal=true." if save else "Set training.save to keep checkpoints.",
         )
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Inside, what has been built is no garbage: the collector need not look at it, nor workers copy its pages.
+    Afterwards it may be: a model's cycles hold its process group, whose threads wake a hundred times a second."""
+    gc.freeze()
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 if __name__ == "__main__":
