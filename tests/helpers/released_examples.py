@@ -71,7 +71,8 @@ class Example:
 
     def released(self) -> dict[str, Any]:
         """What is recorded of the released size."""
-        return releases()[self.hub_name.removesuffix("-bf16")]
+        found = releases()
+        return found[self.hub_name] if self.hub_name in found else found[re.sub("-(bf16|hf|HF)$", "", self.hub_name)]
 
     def arguments(self, folder: Path, *overrides: str) -> Arguments:
         """The configuration with the released one's `config.json` in place of its folder.
@@ -81,7 +82,7 @@ class Example:
             overrides: `section.key=value`.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        config = {key: value for key, value in self.released()["config"].items() if key != "quantization_config"}
+        config = as_trained(self.released()["config"])
         (folder / "config.json").write_text(json.dumps(config))
         own = [f"model.model_name_or_path={folder}", "model.train_from_scratch=true", "training.save=null"]
         return load_with_plugins(self.path, [*own, *overrides]).arguments
@@ -101,6 +102,26 @@ def releases() -> dict[str, dict[str, Any]]:
     """Last part of a hub name → what is recorded of the size."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in RELEASED.glob("*.json")]
     return {record["hub"].rpartition("/")[2]: record for record in found}
+
+
+def as_trained(config: dict[str, Any]) -> dict[str, Any]:
+    """A released configuration as the folder has it that an example names: in bf16, in transformers' layout."""
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if config["model_type"] != "internvl_chat":
+        return config
+    vision = config["vision_config"]
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size",
+            "hidden_act", "norm_type", "layer_norm_eps")  # fmt: skip
+    tower = {"model_type": "internvl_vision"} | {key: vision[key] for key in kept}
+    tower |= {"attention_bias": vision["qkv_bias"], "use_qk_norm": vision["qk_normalization"]}
+    return {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "vision_config": tower,
+        "text_config": config["llm_config"],
+        "downsample_ratio": config["downsample_ratio"],
+        "tie_word_embeddings": False,
+    }
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -193,13 +214,17 @@ def _merged(config: Any, side: int) -> int:
     return int((side // config.vision_config.patch_size // config.spatial_merge_size) ** 2)
 
 
-def _speech(config: Any, ids: torch.Tensor) -> Batch:
-    bins = getattr(config, "audio_config", config).num_mel_bins
-    return {"input_features": torch.zeros(len(ids), bins, 3000)}
-
-
 def _whisper(config: Any, ids: torch.Tensor) -> Batch:
     return {"input_features": torch.zeros(len(ids), config.num_mel_bins, 3000), "decoder_input_ids": ids}
+
+
+def _speech(config: Any, ids: torch.Tensor) -> Batch:
+    """Sounds of 30 seconds, 100 frames and 13 tokens a second."""
+    frames, tokens = 3000, 390
+    count = max(1, int(ids.numel() * PICTURE_SHARE) // tokens)
+    ids.view(-1)[: tokens * count] = config.audio_token_id
+    shape = (count, config.audio_config.num_mel_bins, frames)
+    return {"input_features": torch.zeros(shape), "input_features_mask": torch.ones(count, frames, dtype=torch.long)}
 
 
 _MEDIA: dict[str, Callable[[Any, torch.Tensor], Batch]] = {
@@ -213,4 +238,5 @@ _MEDIA: dict[str, Callable[[Any, torch.Tensor], Batch]] = {
     "mistral3": _squares(_merged, image_sizes=lambda _, count, side: torch.tensor([[side, side]] * count)),
     "gemma3": _gemma,
     "whisper": _whisper,
+    "qwen3_asr": _speech,
 }  # fmt: skip

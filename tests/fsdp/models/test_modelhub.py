@@ -140,6 +140,20 @@ def test_parameter_on_two_modules_stays_one_on_meta() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+def test_a_layer_larger_than_memory_is_built() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(
+                torch.empty(1 << 20, 1 << 16, 1 << 8)
+            )  # 64 TiB: more than a host gives addresses
+
+    with parameters_on_meta():
+        experts, linear = Experts(), nn.Linear(1 << 20, 1 << 20, bias=False)
+    assert experts.weight.is_meta and experts.weight.shape == (1 << 20, 1 << 16, 1 << 8)
+    assert linear.weight.is_meta and linear.weight.numel() == 1 << 40
+
+
 CUSTOM_CODE = """
 from transformers import Qwen3Config, Qwen3ForCausalLM
 class CustomConfig(Qwen3Config):

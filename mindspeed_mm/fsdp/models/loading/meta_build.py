@@ -5,18 +5,43 @@ Buffers hold what a constructor computes (rotary frequencies, position ids); on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+_LARGE_NUMEL = 1 << 28
+"""What is larger is no buffer."""
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes no large tensor whose values nobody has computed."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.empty and math.prod(_flat(args)) > _LARGE_NUMEL:
+            kwargs = kwargs | {"device": "meta"}
+        return function(*args, **kwargs)
+
+
+def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """`torch.empty(2, 3)` and `torch.empty((2, 3))` mean the same."""
+    return tuple(sizes[0]) if sizes and not isinstance(sizes[0], int) else sizes
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Inside, every parameter that a module registers goes to the meta device at once; ties between modules hold.
 
-    `torch.empty` in a constructor reserves addresses, not memory, so even a layer larger than memory can be built.
+    Even a layer larger than memory can be built: large results of `torch.empty`, for which a host may refuse to reserve
+    addresses, are there from the beginning.
     """
     register = nn.Module.register_parameter
     moved = WeakIdKeyDictionary()  # a parameter set on two modules stays one
@@ -31,6 +56,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
