@@ -11,6 +11,8 @@ Shapes: N rows, H hidden, V words of the vocabulary (under tensor parallelism: t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -347,8 +349,21 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+_computes_on: ContextVar[str | None] = ContextVar("_computes_on", default=None)
+
+
+@contextmanager
+def as_computed_on(device_type: str) -> Iterator[None]:
+    """Inside, rows go through as on such a device: what a simulation without it needs to know."""
+    token = _computes_on.set(device_type)
+    try:
+        yield
+    finally:
+        _computes_on.reset(token)
+
+
 def _wide_numbers(tensor: Tensor) -> int:
-    return _WIDE_NUMBERS.get(tensor.device.type, _WIDE_NUMBERS_ELSEWHERE)
+    return _WIDE_NUMBERS.get(_computes_on.get() or tensor.device.type, _WIDE_NUMBERS_ELSEWHERE)
 
 
 def _weighed(numbers_N: Tensor, weights_N: Tensor | None) -> Tensor:

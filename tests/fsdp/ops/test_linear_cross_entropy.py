@@ -170,3 +170,19 @@ def test_slices_add_up_in_fp32() -> None:
     linear_cross_entropy(hidden, weight, targets, LossPlan(1)).loss.backward()
     assert weight.grad is not None
     assert weight.grad.flatten().tolist() == [-2048.0, 2048.0]
+
+
+def test_a_simulation_counts_the_rows_of_the_device_that_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_WIDE_NUMBERS", {"cpu": 2 * WORDS})
+    given, taken = inputs(), list[int]()
+    softmax = torch.softmax
+
+    def noted(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        taken.append(len(logits))
+        return softmax(logits, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "softmax", noted)
+    for device in ("cpu", "cuda"):
+        with ops.as_computed_on(device):
+            linear_cross_entropy(given["hidden"], given["weight"], given["targets"], LossPlan(ROWS))
+    assert taken == [2] * (ROWS // 2) + [1, ROWS]

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.distributed.pipeline.apply import hidden_dtype
 from mindspeed_mm.fsdp.distributed.pipeline.cut import untie
 from mindspeed_mm.fsdp.distributed.tensor.apply import divide_heads
 from mindspeed_mm.fsdp.distributed.tensor.plan import Style
+from mindspeed_mm.fsdp.ops.linear_cross_entropy import as_computed_on
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.plan.model_plan import ModelPlan
 from mindspeed_mm.fsdp.tools.memory_model.approximation import NOTE, linear_activations
@@ -172,7 +173,8 @@ def predict_memory(
     simulated = _Step(arguments, model, plan, [held_units(model, plan.parallel, rank) for rank in ranks], device_type)
     simulated.spread(plan.parallel)
     try:
-        simulated.run(batch, loss, media)
+        with as_computed_on(device_type):
+            simulated.run(batch, loss, media)
     except (RuntimeError, NotImplementedError, TypeError, IndexError):  # the model's code looks at what is not there
         simulated.approximate(batch)
     predictions = [simulated.prediction(rank, device_type) for rank in ranks]
