@@ -163,6 +163,23 @@ def _index_text(shards: Mapping[str, Iterable[str]], total_bytes: int, parameter
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
+def model_config(folder: Path, way_out: str = "Name the model's own folder.") -> dict[str, Any]:
+    """A model folder's config.json.
+
+    Args:
+        folder: As a person named it.
+        way_out: What to do where it is no such folder.
+
+    Raises:
+        ModelFolderError: It is no folder, has no config.json, or a damaged one.
+    """
+    if not (folder / "config.json").is_file():
+        is_folder, is_there = folder.is_dir(), folder.exists()
+        what = "has no config.json" if is_folder else "is a file, not a folder" if is_there else "does not exist"
+        raise ModelFolderError(what, where=str(folder), way_out=way_out)
+    return read_json_object(folder / "config.json", ModelFolderError)
+
+
 def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
     """Copy configuration, generation configuration, tokenizer, processor, chat template and licence.
 
@@ -193,8 +210,7 @@ def asset_files(source: Path) -> list[Path]:
     Raises:
         ModelFolderError: There is no config.json.
     """
-    if not (source / "config.json").is_file():
-        raise ModelFolderError("has no config.json", where=str(source), way_out="Name the model's own folder.")
+    model_config(source)
     return [path for path in sorted(source.iterdir()) if _is_asset(path)]
 
 

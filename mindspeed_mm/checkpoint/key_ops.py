@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mindspeed_mm.checkpoint.expert_order import oriented
 from mindspeed_mm.checkpoint.lazy_tensor import (
     Agreeing,
     Concatenated,
@@ -222,25 +223,21 @@ class Deinterleave(Op):
 @dataclass(frozen=True)
 class SwapTo(Op):
     """The last two dims of every tensor swapped where that gives it `shape`: of experts, which folders hold either way
-    round. On the way back they are swapped unless `back_as_is`."""
+    round. On the way back they are swapped unless `as_module`, which also says what a square is (`oriented`)."""
 
     shape: tuple[int, ...]
-    back_as_is: bool
+    as_module: bool | None
 
     def _apply(self, columns: list[Column]) -> list[Column]:
         return [[self._swapped(tensor) for tensor in column] for column in columns]
 
     def _swapped(self, tensor: LazyTensor) -> LazyTensor:
         swapped = Transposed(tensor, -2 % len(self.shape), -1 % len(self.shape))
-        if tensor.shape == swapped.shape == self.shape:
-            raise ValueError(f"{self.shape} ends in a square: its shape does not show whether it is stored transposed")
-        if self.shape not in (tensor.shape, swapped.shape):
-            raise ValueError(f"its shape is {tensor.shape}, expected {self.shape} or its last two dims swapped")
-        return tensor if tensor.shape == self.shape else swapped
+        return oriented(tensor, swapped, self.shape, self.as_module)
 
     def _inverse(self) -> Op:
         last = len(self.shape) - 1
-        return _Same() if self.back_as_is else Transpose(last - 1, last)
+        return _Same() if self.as_module else Transpose(last - 1, last)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ class KeyRule:
                 work = op.apply(work)
             made = [self._named(pattern, column, values) for pattern, column in zip(self.targets, work, strict=True)]
         except (ValueError, IndexError) as error:
-            raise ModelFolderError(f"{error} (rule {self})", key=keys[0]) from error
+            way_out = getattr(error, "way_out", "")
+            raise ModelFolderError(f"{error} (rule {self})", key=keys[0], way_out=way_out) from error
         return RuleMatch(keys, {key: tensor for column in made for key, tensor in column})
 
     def _named(self, pattern: str, column: Column, values: dict[str, str]) -> list[tuple[str, LazyTensor]]:

@@ -263,7 +263,8 @@ class Computed(LazyTensor):
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         read = [part.read() for part in self.parts]
-        if out.is_meta:  # only what is read counts there: see the ledger of a conversion
+        if out.is_meta:  # only what is read and written counts there: see the ledger of a conversion
+            out.zero_()
             return
         tensor = self.function(read)
         out.copy_(tensor[tuple(slice(start, start + length) for start, length in region)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,23 @@ from mindspeed_mm.core.suggest import near_path
 FolderKind = Literal["hf", "adapters", "dcp", "run", "megatron"]
 """`hf` is what a library's `from_pretrained` takes: a model of transformers, a generator in diffusers' layout, or its
 transformer alone."""
+Layout = Literal["hf", "dcp", "megatron", "diffusers", "original"]
+"""What a conversion writes."""
+WAYS: Mapping[str, tuple[Layout, ...]] = {
+    "hf": ("dcp", "megatron"),
+    "dcp": ("hf",),
+    "run": ("hf",),
+    "megatron": ("hf", "megatron"),
+    "generator": ("diffusers", "original", "megatron"),
+}
+"""Kind of a folder → what it is converted to; `generator`: its weights in any of these three layouts."""
 _ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")
+
+
+def told_ways() -> str:
+    """`WAYS` for a person."""
+    ways = [f"{kind} → {' or '.join(layouts)}" for kind, layouts in WAYS.items()]
+    return f"{', '.join(ways)}; between others by way of hf"
 
 
 def recognise(path: Path) -> FolderKind:

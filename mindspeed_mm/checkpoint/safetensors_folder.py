@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from mindspeed_mm.checkpoint.lazy_tensor import Stored, TensorReader
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, TensorReader
 from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem
 from mindspeed_mm.core.json_file import read_json_object
 
 _STEMS = ("model", "diffusion_pytorch_model")
 """What transformers and diffusers call a model's weights, alone or as the stem of shards and index."""
+_SHOWN = 5
 _SHARD = re.compile(r"^(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors$")
 
 
@@ -36,6 +37,39 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
     if problems:
         raise ModelFolderError(f"{folder}: index and shards disagree", problems=problems)
     return {key: headers[name][key] for key, name in weight_map.items()}
+
+
+def check_same_tensors(made: Mapping[str, LazyTensor], source: Path, folder: Path) -> None:
+    """Compare with a model's own folder: all of its keys and no others, each in its shape there.
+
+    Args:
+        made: What would be written, by key.
+        source: What it is made of.
+        folder: The model's own, with weights.
+
+    Raises:
+        CheckpointError: Naming the first keys of each kind of difference.
+    """
+    wanted = find_entries(folder)
+    shared = sorted(wanted.keys() & made.keys())
+    differences = {
+        "is in the model's folder and not in the checkpoint": sorted(wanted.keys() - made.keys()),
+        "is in the checkpoint and not in the model's folder": sorted(made.keys() - wanted.keys()),
+        "has shape {}, in the model's folder {}": [k for k in shared if tuple(made[k].shape) != wanted[k].shape],
+    }
+    problems = []
+    for what, keys in differences.items():
+        for key in keys[:_SHOWN]:
+            shapes = (made[key].shape, wanted[key].shape) if key in made and key in wanted else ()
+            problems.append(Problem(what.format(*shapes), key=key))
+        problems += [Problem(f"and {len(keys) - _SHOWN:,} more")] if len(keys) > _SHOWN else []
+    if problems:
+        missing, surplus, reshaped = map(len, differences.values())
+        raise CheckpointError(
+            f"{source} does not give the tensors of {folder}: {missing} missing, {surplus} surplus, {reshaped} of "
+            "another shape. Name the folder of the model that was saved.",
+            problems=problems,
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -113,8 +147,7 @@ def _no_safetensors(folder: Path) -> ModelFolderError:
         return ModelFolderError(
             "no *.safetensors here",
             where=str(folder),
-            key="model.model_name_or_path",
-            way_out="Copy the model's weights, or set model.train_from_scratch: true.",
+            way_out="Copy the model's weights there. To train without them, set model.train_from_scratch: true.",
         )
     danger = _unsafe_globals(pickles[0])
     if danger:

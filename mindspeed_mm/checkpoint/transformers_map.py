@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mindspeed_mm.checkpoint.expert_order import in_order_of_module, oriented
 from mindspeed_mm.checkpoint.keymap import RuleMatch, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import (
     Computed,
@@ -145,7 +146,9 @@ def _convert(model: PreTrainedModel, group: Group, tensors: Mapping[str, LazyTen
             columns = translate(op, columns, group, model)
     except (ValueError, IndexError) as error:
         raise ModelFolderError(
-            f"{error}, in {group.converter}", key=sources[0], way_out="Compare the folder with the original model's."
+            f"{error}, in {group.converter}",
+            key=sources[0],
+            way_out=getattr(error, "way_out", "Compare the folder with the original model's."),
         ) from error
     return RuleMatch(sources, _full_names(group, {pattern: column[0] for pattern, column in columns.items()}))
 
@@ -227,12 +230,8 @@ def _transpose(op: Any, columns: Columns, group: Group, model: PreTrainedModel) 
     swapped = Transposed(base, op.dim0, op.dim1)
     if not op.check_dims:
         return {name: [swapped]}
-    wanted = _shape(model, group.first_target)
-    if base.shape == wanted == swapped.shape:
-        raise ValueError(
-            f"'{group.first_target}' is square {wanted}: its shape does not show whether it is stored transposed"
-        )
-    return {name: [base if base.shape == wanted else swapped]}
+    as_module = in_order_of_module(getattr(model.config, "transformers_version", None))
+    return {name: [oriented(base, swapped, _shape(model, group.first_target), as_module)]}
 
 
 def _interleave(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:

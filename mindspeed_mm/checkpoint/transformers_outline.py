@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.keymap import check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, Zeros
 from mindspeed_mm.checkpoint.transformers_map import conversion_rules, loading_steps, saving_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
-from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TransformersOutline:
     @classmethod
     def of(cls, folder: Path) -> TransformersOutline | None:
         """Of a folder; None where transformers has no class of the name that its config.json gives."""
-        config = read_json_object(folder / "config.json", ModelFolderError)
+        config = model_config(folder)
         prepare_for_transformers()
         import transformers  # heavy
 
@@ -90,19 +90,23 @@ class TransformersOutline:
             if name in made:
                 self.tied_keys[homes[alias]] = name
             made[name] = Agreeing([made[name], copy], [name, alias]) if name in made else copy
-        self._check(made)
+        self._check(made, self.folder)
         return {name: made[name] for name in self.shapes if name in made}, surplus
 
-    def hub_tensors(self, own: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    def hub_tensors(self, own: Mapping[str, LazyTensor], source: Path) -> dict[str, LazyTensor]:
         """The model's tensors under the folder's keys: the way back of `own_tensors`, where it was called, else as
         transformers writes it now.
+
+        Args:
+            own: By the model's names.
+            source: Where they are stored, for errors.
 
         Raises:
             ModelFolderError: Weights are missing or surplus, or have another shape.
         """
         own = {name: tensor for name, tensor in own.items() if name not in self.ties or self.ties[name] not in own}
         held = {self.ties.get(name, name): tensor for name, tensor in own.items()}
-        self._check(held)
+        self._check(held, source)
         steps = saving_steps(self.model, held, conversion_rules(self.model, legacy=False))
         made = {key: tensor for step in steps for key, tensor in step.targets.items()}
         check_used_once(steps, held, made)
@@ -114,7 +118,7 @@ class TransformersOutline:
         steps = saving_steps(self.model, own, conversion_rules(self.model, legacy=False))
         return {key: tensor.shape for step in steps for key, tensor in step.targets.items()}
 
-    def _check(self, made: Mapping[str, LazyTensor]) -> None:
+    def _check(self, made: Mapping[str, LazyTensor], source: Path) -> None:
         problems = [
             *(_listed("is missing", [n for n in self.shapes if n not in made and n not in self.ties])),
             *(_listed("has no place in the model", [n for n in made if n not in self.shapes])),
@@ -123,9 +127,10 @@ class TransformersOutline:
             if name in self.shapes and tensor.shape != self.shapes[name] and len(problems) < 2 * _SHOWN:
                 problems.append(Problem(f"is {list(tensor.shape)}, the model's {list(self.shapes[name])}", key=name))
         if problems:
-            raise ModelFolderError(
-                f"{self.folder}: what is stored is not this model, {type(self.model).__name__}", problems=problems
-            )
+            name = type(self.model).__name__
+            what = f"{source} does not hold the model that {self.folder / 'config.json'} describes, {name}"
+            way_out = ". Name the folder of the model that was saved." if source != self.folder else ""
+            raise ModelFolderError(what + way_out, problems=problems)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import get_args
 
 import click
 
-if TYPE_CHECKING:
-    from mindspeed_mm.tasks.convert.convert import Layout
+from mindspeed_mm.checkpoint.recognise import Layout, told_ways
 
-EXAMPLES = """
+EXAMPLES = f"""
 \b
 Examples:
   mm convert models/Qwen3-0.6B models/Qwen3-0.6B-dcp --to dcp
@@ -22,7 +21,9 @@ Examples:
   mm convert models/ltx-2-19b-dev.safetensors models/LTX-2-transformer --to diffusers
   mm convert models/Wan2.1-T2V-1.3B-Diffusers/transformer models/Wan2.1-T2V-1.3B --to original
   mm convert models/Wan2.1-T2V-1.3B-Diffusers/transformer models/Wan2.1-mm --to megatron
+  mm convert --verify-only qwen-tp2-pp2
 
+Ways: {told_ways()}.
 mm-convert has a converter for each family, with every flag: also hf2mg and mg2hf, to and from Megatron.
 """
 PATH = click.Path(path_type=Path)
@@ -30,10 +31,10 @@ PATH = click.Path(path_type=Path)
 
 @click.command(epilog=EXAMPLES)
 @click.argument("source", type=PATH)
-@click.argument("target", type=PATH)
+@click.argument("target", type=PATH, required=False)
 @click.option(
     "--to",
-    type=click.Choice(["hf", "dcp", "megatron", "diffusers", "original"]),
+    type=click.Choice(get_args(Layout)),
     help="Layout of TARGET; default: dcp of a Hugging Face folder, hf of a checkpoint.",
 )
 @click.option("--tp", type=click.IntRange(min=1), help="To megatron: ranks that divide each layer.")
@@ -43,10 +44,11 @@ PATH = click.Path(path_type=Path)
 @click.option("--model", "model_folder", type=PATH, help="Folder with config.json and tokenizer, for a checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier conversion wrote to TARGET.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Read everything back and compare.")
+@click.option("--verify-only", is_flag=True, help="Compare SOURCE with the checksums of its conversion; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
     source: Path,
-    target: Path,
+    target: Path | None,
     to: Layout | None,
     tp: int | None,
     pp: int | None,
@@ -55,6 +57,7 @@ def command(
     model_folder: Path | None,
     overwrite: bool,
     verify: bool,
+    verify_only: bool,
     as_json: bool,
 ) -> None:
     """Convert a checkpoint to another layout.
@@ -64,6 +67,15 @@ def command(
     """
     from mindspeed_mm.tasks.convert import convert  # torch: not for --help
 
+    if verify_only:
+        if target is not None:
+            raise click.UsageError("--verify-only takes one folder, and writes none.")
+        tensors, size_bytes = convert.compare(source)
+        told = f"{source}: {tensors:,} tensors, {size_bytes / 2**20:,.1f} MiB, are what was written"
+        click.echo(json.dumps({"tensors": tensors, "size_bytes": size_bytes}) if as_json else told)
+        return
+    if target is None:
+        raise click.UsageError("Missing argument 'TARGET'.")
     division = convert.Division(tp or 1, pp or 1, vpp or 1, ep or 1) if any((tp, pp, vpp, ep)) else None
     kind, done = convert.run(
         source, target, to, division=division, model_folder=model_folder, overwrite=overwrite, verify=verify
@@ -71,7 +83,4 @@ def command(
     if as_json:
         click.echo(json.dumps({"source_kind": kind, **dataclasses.asdict(done)}, default=str))
         return
-    click.echo(
-        f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB, from a folder of kind '{kind}', "
-        f"written in {done.write_s:.1f} s" + (f", verified in {done.verify_s:.1f} s" if verify else ", not verified")
-    )
+    click.echo("\n".join(done.lines(f"from a folder of kind '{kind}'")))

@@ -214,3 +214,7 @@ def _describe_bug(error: Exception) -> str:
         f"this is a bug: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})\n"
         "Run the command again with --traceback and report what it prints."
     )
+
+
+if __name__ == "__main__":
+    main()

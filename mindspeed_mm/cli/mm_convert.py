@@ -13,11 +13,12 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mindspeed_mm.core.errors import ConfigError, ExitCode, Problem, UsageError
+from mindspeed_mm.core.errors import ConfigError, ExitCode, Problem, UsageError, told_as
 from mindspeed_mm.core.suggest import did_you_mean
 
 _FSDP = "mindspeed_mm.checkpoint.fsdp"
@@ -119,7 +120,7 @@ def _constructor_words(converter: type[Any], words: list[str]) -> tuple[dict[str
     build = converter.__init__
     fields = {} if build is object.__init__ else _flags(build)
     given = _parse_flags(own, fields, f"mm-convert {converter.__name__}")
-    return _validated(build, given), [words[0], *words[end:]]
+    return _validated(build, given, f"mm-convert {converter.__name__}"), [words[0], *words[end:]]
 
 
 def _call(converter: Any, name: str, method: Callable[..., Any], words: list[str]) -> int:
@@ -130,16 +131,16 @@ def _call(converter: Any, name: str, method: Callable[..., Any], words: list[str
     given: dict[str, Any] = {}
     for file in files:
         _merge(given, _read_yaml(Path(file)))
-    _merge(given, _parse_flags(words, fields, f"mm-convert {type(converter).__name__} {name}"))
+    command = f"mm-convert {type(converter).__name__} {name}"
+    _merge(given, _parse_flags(words, fields, command))
     if printing:
         print(_as_yaml(fields, given), end="")
         return ExitCode.OK
-    done = method(converter, **_validated(method, given))
-    if done is not None and hasattr(done, "folder"):
-        print(
-            f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB, "
-            f"written in {done.write_s:.1f} s" + (f", verified in {done.verify_s:.1f} s" if done.verify_s else "")
-        )
+    values = _validated(method, given, command)
+    with told_as(lambda problem: _as_flag(problem, fields)):
+        done = method(converter, **values)
+    if done is not None and hasattr(done, "lines"):
+        print("\n".join(done.lines()))
     return ExitCode.OK
 
 
@@ -320,7 +321,7 @@ def _taken(flag: str, words: list[str]) -> tuple[list[str], list[str]]:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def _validated(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _validated(method: Callable[..., Any], given: Mapping[str, Any], command: str) -> dict[str, Any]:
     from pydantic import ConfigDict, ValidationError, create_model
 
     fields: dict[str, Any] = {
@@ -331,19 +332,58 @@ def _validated(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
     try:
         checked = model.model_validate(dict(given))
     except ValidationError as error:
-        known = list(_flags(method))
-        raise ConfigError("the flags do not fit:", problems=[_problem(e, known) for e in error.errors()]) from None
+        errors = error.errors()
+        problems = [problem for each in errors for problem in _problems(each, method)]
+        example = ""
+        if any(each["type"] == "missing" for each in errors):
+            needs = [need for name, (kind, default) in fields.items() if default is ... for need in _needs(name, kind)]
+            words = [command, *(f"--{flag} {flag.rpartition('.')[2].upper()}" for flag, *_ in needs)]
+            example = f" For example: {' '.join(words)}"
+        raise ConfigError(f"the flags do not fit.{example}", problems=problems) from None
     return {name: getattr(checked, name) for name in fields}
 
 
-def _problem(error: Any, known: Sequence[str]) -> Problem:
+def _problems(error: Any, method: Callable[..., Any]) -> list[Problem]:
+    """What is wrong with a flag; of a section that is missing, each flag in it that is needed."""
     name = ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
-    key = f"--{name}"
     if error["type"] == "missing":
-        return Problem("is needed", key=key)
+        first, *rest = error["loc"]
+        kind = next(kind for parameter, kind, _ in _parameters(method) if parameter == first)
+        for part in rest:
+            kind = _model_of(kind).model_fields[part].annotation  # type: ignore[union-attr]
+        helps = {flag: text for flag, (_, _, text) in _flags(method).items()}
+        found = []
+        for flag, *others in _needs(name, kind):
+            rest = f", or another: {', '.join(other.rpartition('.')[2] for other in others)}" if others else ""
+            found.append(Problem(f"is needed{rest}", key=f"--{flag}", way_out="" if others else helps[flag]))
+        return found
     if error["type"] == "extra_forbidden":
-        return Problem("is unknown", key=key, way_out=did_you_mean(name, known).strip())
-    return Problem(f"{error['input']!r:.80}: {error['msg'][0].lower()}{error['msg'][1:]}", key=key)
+        return [Problem("is unknown", key=f"--{name}", way_out=did_you_mean(name, list(_flags(method))).strip())]
+    return [Problem(f"{error['input']!r:.80}: {error['msg'][0].lower()}{error['msg'][1:]}", key=f"--{name}")]
+
+
+def _needs(name: str, kind: Any) -> Iterator[list[str]]:
+    """Flags that a parameter cannot do without, each with those that would do in its place."""
+    model = _model_of(kind)
+    if model is None:
+        yield [name]
+        return
+    inside = {f"{name}.{part}": field for part, field in model.model_fields.items()}
+    required = {flag: field.annotation for flag, field in inside.items() if field.is_required()}
+    if not required:
+        yield list(inside)
+    for flag, inner in required.items():
+        yield from _needs(flag, inner)
+
+
+def _as_flag(problem: Problem, flags: Collection[str]) -> Problem:
+    """Under the flag that somebody has to change, where the key is its name or the end of it."""
+    if not problem.key or problem.key.startswith("--"):
+        return problem
+    meant = [flag for flag in flags if f".{flag}".endswith(f".{problem.key}")]
+    if any(flag.startswith(f"{problem.key}.") for flag in flags):
+        meant = [problem.key]
+    return replace(problem, key=f"--{meant[0]}") if len(meant) == 1 else problem
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

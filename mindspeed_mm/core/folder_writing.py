@@ -97,8 +97,7 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
         UsageError: It is none that can be replaced, or `<name>.bak` is there already.
         MachineError: Its parent cannot be written.
     """
-    target = resolve_output(path)
-    backup = target.with_name(target.name + _BACKUP)
+    target, backup = resolve_output(path), backup_of(path)
     _refuse_in_place(target, backup)
     make_writable_folder(target.parent)
     heal(target.parent)
@@ -120,6 +119,12 @@ def folder_in_place(path: Path, *, keep: bool = True) -> Iterator[Path]:
     fsync_path(target.parent)
     if not keep:
         shutil.rmtree(backup)
+
+
+def backup_of(path: Path) -> Path:
+    """Where `folder_in_place` keeps the original: `<name>.bak`."""
+    target = resolve_output(path)
+    return target.with_name(target.name + _BACKUP)
 
 
 def _refuse_in_place(target: Path, backup: Path) -> None:

@@ -121,7 +121,10 @@ def test_experts_that_may_be_stored_either_way_round_are_refused(tmp_path: Path)
     """Square experts look the same transposed: transformers itself loads them wrong without a word."""
     model = qwen3_vl_moe(moe_intermediate_size=16)  # 2 · 16 = hidden size
     folder = saved(model, tmp_path)
-    with open_weights(folder) as stored, pytest.raises(ModelFolderError, match=r"square.*does not show whether"):
+    with (
+        open_weights(folder) as stored,
+        pytest.raises(ModelFolderError, match=r"square.*does not show which way round"),
+    ):
         loading_steps(model, stored, set(model.state_dict()), conversion_rules(model))
 
 
@@ -165,5 +168,5 @@ def test_a_model_that_was_not_loaded_is_written_as_transformers_writes_it(name: 
     assert outline is not None
     own: dict[str, LazyTensor] = {key: Zeros(shape, torch.float32) for key, shape in outline.shapes.items()}
     shapes = {key: tuple(tensor.shape) for key, tensor in written.items()}
-    assert {key: tensor.shape for key, tensor in outline.hub_tensors(own).items()} == shapes
+    assert {key: tensor.shape for key, tensor in outline.hub_tensors(own, tmp_path).items()} == shapes
     assert outline.hub_shapes() == shapes

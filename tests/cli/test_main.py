@@ -144,6 +144,13 @@ def test_main_ends_the_process_with_the_code() -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize("module", ["mindspeed_mm", "mindspeed_mm.cli.main"])
+def test_python_m_is_the_command(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "nonsense"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "unknown command 'nonsense'" in done.stderr
+
+
 @pytest.mark.edge("U5")
 def test_libraries_keep_quiet_before_our_output(tmp_path: Path) -> None:
     code = (

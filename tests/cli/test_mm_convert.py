@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -17,7 +16,8 @@ from mindspeed_mm.checkpoint.common.config import ConvertMMConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.cli import main as mm
 from mindspeed_mm.cli import mm_convert
-from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError, UsageError
+from tests.helpers.conversion_scripts import run_script
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 GENERIC = "GenericDCPConverter"
@@ -71,7 +71,7 @@ def test_what_print_config_prints_is_taken_back_and_flags_win(
         (["RecordingConverter", "hf_to_mm", "--cfg.mm_dri", "x"], "Did you mean '--cfg.mm_dir'"),
         (["RecordingConverter", "hf_to_mm", "mm"], "'mm' is no flag"),
         (["RecordingConverter", "hf_to_mm", "--cfg.mm_dir"], "needs a value"),
-        (["RecordingConverter", "hf_to_mm", "--cfg.mm_dir=x"], "--cfg.hf_config  is needed"),
+        (["RecordingConverter", "hf_to_mm", "--cfg.mm_dir=x"], "--cfg.hf_config.hf_dir  is needed"),
         (["RecordingConverter", "hf_to_mm", *REQUIRED, "--cfg.parallel_config.tp_size=0"], "greater than 0"),
         (["RecordingConverter", "hf_to_mm", *REQUIRED, "--cfg.parallel_config.llm_pp_layers", "[1,"], "not valid YAML"),
     ],
@@ -80,6 +80,35 @@ def test_mistakes_are_named_with_the_way_out(words: list[str], message: str) -> 
     with pytest.raises((UsageError, ConfigError)) as caught:
         mm_convert.run(words)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (["Qwen2VLConverter", "hf_to_mm"], ["cfg.mm_dir", "cfg.hf_config.hf_dir"]),
+        (["Qwen2VLConverter", "mm_to_hf", "--cfg.mm_dir=x"], ["cfg.hf_config.hf_dir", "cfg.save_hf_dir"]),
+        (
+            ["Qwen2VLConverter", "lora_hf_to_mm", "--cfg.mm_dir=x", "--cfg.hf_config.hf_dir=y"],
+            ["cfg.parallel_config.llm_pp_layers"],
+        ),
+        ([GENERIC, "hf_to_dcp"], ["hf_dir", "dcp_dir"]),
+    ],
+)
+def test_every_flag_that_is_missing_is_named_with_an_example(words: list[str], needed: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mm_convert.run(words)
+    assert [problem.key for problem in caught.value.problems] == [f"--{flag}" for flag in needed]
+    assert all(problem.what.startswith("is needed") for problem in caught.value.problems)
+    example = shlex.split(caught.value.headline.partition("For example: mm-convert ")[2])
+    assert mm_convert.run([*example, "--print_config"]) == 0
+    assert {f"--{flag}" for flag in needed} <= set(example)
+
+
+def test_errors_of_a_conversion_name_the_flag(tmp_path: Path) -> None:
+    words = ["--cfg.mm_dir", str(tmp_path), "--cfg.hf_config.hf_dir", str(tmp_path), "--cfg.llm_hf_config.hf_dir", "x"]
+    with pytest.raises(UsageError) as caught:
+        mm_convert.run(["GlmConverter", "hf_to_mm", *words])
+    assert caught.value.problems[0].key == "--cfg.llm_hf_config"
 
 
 def test_the_help_names_every_converter_and_hf2mg_without_torch() -> None:
@@ -135,16 +164,7 @@ def test_every_documented_command_parses(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_examples_script_converts_there_and_back(tmp_path: Path) -> None:
     folder = make_tiny_qwen3_vl(tmp_path / "model")
-    (tmp_path / "bin").mkdir()
-    shim = tmp_path / "bin/mm-convert"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m mindspeed_mm.cli.mm_convert "$@"\n')
-    shim.chmod(0o755)
-    script = ROOT / "examples/qwen3vl/convert_qwen3vl.sh"
-    environment = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}", "MODEL": str(folder)}
-    done = subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_script("qwen3vl", scratch=tmp_path / "scratch", MODEL=str(folder))
     one, two = load_file(folder / "model.safetensors"), load_file(tmp_path / "model-exported/model.safetensors")
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
@@ -174,23 +194,70 @@ def test_mm_convert_says_what_is_missing_or_does_not_go_together(
     plain_folder(tmp_path / "hf")
     source, out = str(tmp_path / "hf"), str(tmp_path / "out")
     assert mm.run(["convert", source, out, "--to", "hf"]) == 2
-    assert "nothing to convert from a folder of kind 'hf' to 'hf'" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "nothing to convert from a folder of kind 'hf' to 'hf'" in told
+    assert "hf → dcp or megatron, dcp → hf" in told and "by way of hf" in told
+    assert mm.run(["convert", source, out, "--model", source]) == 2
+    assert "--model  is not used" in capsys.readouterr().err
     assert mm.run(["convert", source, out, "--tp", "2"]) == 2
     assert "Add --to megatron." in capsys.readouterr().err
     assert mm.run(["convert", source, out, "--to", "megatron"]) == 4
+    told = capsys.readouterr().err
+    assert f"{source}/config.json  model_type  is None, whose Megatron-style names" in told and "--to dcp" in told
     assert mm.run(["convert", source, str(tmp_path / "dcp")]) == 0
     assert mm.run(["convert", str(tmp_path / "dcp"), out]) == 2
     assert "--model FOLDER" in capsys.readouterr().err
+    assert mm.run(["convert", str(tmp_path / "dcp"), out, "--to", "megatron", "--tp", "2"]) == 2
+    assert "from a folder of kind 'run' to 'megatron'. Possible are" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_mm_convert_divides_a_model_and_joins_it_again(tmp_path: Path) -> None:
+def test_a_wrong_model_folder_is_named_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain_folder(tmp_path / "hf")
+    dcp, out = str(tmp_path / "dcp"), str(tmp_path / "out")
+    assert mm.run(["convert", str(tmp_path / "hf"), dcp]) == 0
+    (tmp_path / "empty").mkdir()
+    for name, what in (("nowhere", "does not exist"), ("empty", "has no config.json"), ("dcp", "has no config.json")):
+        assert mm.run(["convert", dcp, out, "--model", str(tmp_path / name)]) == 4
+        assert f"{tmp_path / name}  {what}. Name the folder with its config.json" in capsys.readouterr().err
+    plain_folder(tmp_path / "other")
+    save_file(
+        {f"{i}.weight": torch.ones(i) for i in range(1, 9)} | {"a.weight": torch.ones(1)},
+        tmp_path / "other/model.safetensors",
+    )
+    assert mm.run(["convert", dcp, out, "--model", str(tmp_path / "other")]) == 4
+    told = capsys.readouterr().err
+    assert f"does not give the tensors of {tmp_path / 'other'}: 8 missing, 1 surplus, 1 of another shape. Name" in told
+    assert "a.weight  has shape (2, 3), in the model's folder (1,)" in told and "and 3 more" in told
+    make_tiny_qwen3_vl(tmp_path / "vl")
+    assert mm.run(["convert", dcp, out, "--model", str(tmp_path / "vl")]) == 4
+    assert f"does not hold the model that {tmp_path / 'vl/config.json'} describes" in (told := capsys.readouterr().err)
+    assert "Name the folder of the model that was saved." in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_mm_convert_divides_a_model_and_joins_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, divided, back = make_tiny_qwen3_vl(tmp_path / "hf"), tmp_path / "mm", tmp_path / "back"
+    for words, told in (
+        (["--ep", "2"], "--ep  the model has no experts"),
+        (["--pp", "9"], "--pp  9 stages × 1 chunks are more than the model's 2 layers"),
+        (["--tp", "3"], "Choose another tp_size."),
+    ):
+        assert mm.run(["convert", str(source), str(divided), "--to", "megatron", *words]) != 0
+        assert told in capsys.readouterr().err
     assert mm.run(["convert", str(source), str(divided), "--to", "megatron", "--tp", "2"]) == 0
     assert sorted(path.name for path in (divided / "release").glob("mp_rank_*")) == ["mp_rank_00", "mp_rank_01"]
     assert mm.run(["convert", str(divided), str(back), "--to", "hf", "--model", str(source)]) == 0
     one, two = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_without_experts_there_is_nothing_to_stack(tmp_path: Path) -> None:
+    plain_folder(tmp_path / "hf")
+    words = ["ExpertMergeDcpConverter", "hf_to_dcp", f"--hf_dir={tmp_path / 'hf'}", f"--save_dir={tmp_path / 'd'}"]
+    with pytest.raises(ModelFolderError, match=r"no key is one of .*experts.*Use GenericDCPConverter"):
+        mm_convert.run(words)
+    assert not (tmp_path / "d").exists()
 
 
 def test_experts_one_by_one_are_stacked_and_come_back(tmp_path: Path) -> None:

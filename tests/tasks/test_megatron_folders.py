@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.runs import mm
 from tests.helpers.tiny_run import make_tiny_run
@@ -75,6 +76,27 @@ def test_without_a_configuration_the_way_is_named(made: Path) -> None:
     assert "mm convert" in said.err
 
 
+def test_a_folder_is_compared_with_the_checksums_of_its_conversion(made: Path, tmp_path: Path) -> None:
+    said = mm("convert", "--verify-only", made / "divided")
+    assert said.code == 0
+    assert re.search(r"divided: \d+ tensors, .* MiB, are what was written", said.out)
+    assert mm("convert", made / "divided", "--verify-only", "--json").out.startswith('{"tensors": ')
+    folder = tmp_path / "hf"
+    assert mm("convert", made / "divided", folder, "--to", "hf", "--model", made / "model").code == 0
+    tensors = load_file(folder / "model.safetensors")
+    key = next(iter(tensors))
+    save_file({**tensors, key: tensors[key] + 1}, folder / "model.safetensors")
+    said = mm("convert", "--verify-only", folder)
+    assert said.code == 4
+    assert re.search(rf"model\.safetensors  {re.escape(key)}  is not what was written", said.err)
+    (folder / "model.safetensors").unlink()
+    assert "model.safetensors  is missing" in mm("convert", "--verify-only", folder).err
+    said = mm("convert", "--verify-only", made / "model")
+    assert said.code == 4 and "no conversion wrote it" in said.err
+    assert mm("convert", "--verify-only", folder, tmp_path / "out").code == 2
+    assert mm("convert", folder).code == 2
+
+
 @pytest.mark.parametrize("to", ["megatron", "dcp"])
 def test_a_flipped_bit_is_named_when_the_folder_is_converted_again(to: str, made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
@@ -89,5 +111,6 @@ def test_a_flipped_bit_is_named_when_the_folder_is_converted_again(to: str, made
     said = mm("convert", folder, tmp_path / "out", "--to", "hf", "--model", made / "model")
     assert said.code == 4
     assert "conversion_manifest.json" in said.out + said.err
+    assert mm("convert", "--verify-only", folder).err == said.err
     assert not (tmp_path / "out").exists()
     assert mm("convert", folder, tmp_path / "out", "--to", "hf", "--model", made / "model", "--no-verify").code == 0

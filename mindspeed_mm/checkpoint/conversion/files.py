@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +28,11 @@ class TensorRecord:
     shape: tuple[int, ...]
     sha256: str
     """Of its bytes, row after row."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorRecord:

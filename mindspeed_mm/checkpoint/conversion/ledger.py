@@ -1,21 +1,30 @@
-"""The ledger of a conversion: what of each stored tensor the output takes, counted before anything is read."""
+"""The ledger of a conversion: which elements of each stored tensor the output takes, and which of its own each written
+tensor gets, found out before anything is read.
+
+Every expression is run once on tensors without memory. What is read of a source and what is written into a target are
+boxes then, and each element is used, and written, exactly once when boxes do not overlap and fill the tensor.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region, Stored, TensorReader
+from mindspeed_mm.checkpoint.dcp_folder.index_check import have_overlap
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region, Stored, TensorReader, whole
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 
 _SHOWN = 5
 
 
 class CountedTensor(Stored):
-    """A tensor of the source that counts what is read of it on the meta device.
+    """A tensor of the source that notes what is read of it on the meta device.
 
     Args:
         key: Its key.
@@ -24,26 +33,28 @@ class CountedTensor(Stored):
 
     def __init__(self, key: str, base: LazyTensor) -> None:
         super().__init__(key, base.shape, base.dtype, self._no_reader)
-        self.base, self.elements_read = base, 0
+        self.base = base
+        self.taken: Counter[Region] = Counter()
 
     def _no_reader(self) -> TensorReader:
         raise NotImplementedError
 
     def _copy_to(self, out: torch.Tensor, region: Region) -> None:
         if out.is_meta:
-            self.elements_read += math.prod(length for _, length in region)
+            self.taken[tuple(region)] += 1
+            out.zero_()
         else:
             self.base.copy_to(out, region)
 
     def read(self) -> torch.Tensor:  # noqa: D102
         if torch.get_default_device().type != "meta":
             return self.base.read()
-        self.elements_read += math.prod(self.shape)
+        self.taken[whole(self.shape)] += 1
         return torch.empty(self.shape, dtype=self.dtype)
 
 
 class SourceLedger:
-    """Proves that a conversion takes every element of its sources, and none more often than it says.
+    """What a conversion takes of its source.
 
     Args:
         sources: What is stored, by key.
@@ -55,43 +66,109 @@ class SourceLedger:
         self.tensors = {key: CountedTensor(key, tensor) for key, tensor in sources.items()}
         """The same tensors, counted: build the output from these."""
 
-    def check(self, made: Iterable[LazyTensor], repeated: Collection[str] = (), left_out: Collection[str] = ()) -> None:
-        """Count what the output takes. Nothing is read.
 
-        Args:
-            made: Every tensor of the output.
-            repeated: Keys that may be taken whole several times (a norm on every rank, a tied embedding).
-            left_out: Keys that the output leaves out on purpose.
+def check_ledgers(
+    ledgers: Sequence[SourceLedger],
+    made: Iterable[tuple[str, LazyTensor]],
+    *,
+    times: Mapping[str, int | None] | None = None,
+    left_out: Collection[str] = (),
+    padding: Mapping[str, int] | None = None,
+) -> None:
+    """Prove that every element of the sources is used, and every element of the output written, exactly once; nothing
+    is read.
 
-        Raises:
-            ModelFolderError: Naming keys that are unused, used in part, or used more than once.
-        """
-        for tensor in self.tensors.values():
-            tensor.elements_read = 0
-        with torch.device("meta"):
-            for item in made:
-                item.read()
-        problems: dict[str, list[Problem]] = {}
-        for key, tensor in self.tensors.items():
-            what = _complaint(tensor, key in repeated, key in left_out)
-            if what is not None:
-                problems.setdefault(what.partition(":")[0], []).append(Problem(what, key=key))
-        if problems:
-            shown = [problem for found in problems.values() for problem in _first(found)]
-            raise ModelFolderError(f"{self.where}: the conversion does not fit what is stored here", problems=shown)
+    Args:
+        ledgers: Of all sources.
+        made: Every tensor of the output, with its key.
+        times: Source keys that are used whole several times (a norm on every rank, a tied embedding) → how often; None:
+            as often as it takes.
+        left_out: Source keys that are not used, on purpose.
+        padding: Source keys → elements of each that fill a vocabulary up, and are not used.
+
+    Raises:
+        ModelFolderError: Naming keys that are unused, used in part or more often, or not written so.
+    """
+    for ledger in ledgers:
+        for tensor in ledger.tensors.values():
+            tensor.taken.clear()
+    told: dict[str, list[Problem]] = {}
+    with torch.device("meta"), _Writes() as writes:
+        for key, item in made:
+            _note(told, key, _fault("written", writes.of(item), math.prod(item.shape)))
+    _raise("the conversion does not write every tensor whole", told)
+    for ledger in ledgers:
+        told = {}
+        for key, tensor in ledger.tensors.items():
+            if key in left_out:
+                _note(told, key, "is left out, and used all the same" if tensor.taken else None)
+            else:
+                size = math.prod(tensor.shape) - (padding or {}).get(key, 0)
+                _note(told, key, _fault("used", tensor.taken, size, (times or {}).get(key, 1)))
+        _raise(f"{ledger.where}: the conversion does not fit what is stored here", told)
 
 
-def _complaint(tensor: CountedTensor, may_repeat: bool, is_left_out: bool) -> str | None:
-    taken, size = tensor.elements_read, math.prod(tensor.shape)
-    if is_left_out:
-        return "is left out, and used all the same" if taken else None
-    if taken == 0 and size:
-        return "is not used"
-    if taken < size or (may_repeat and size and taken % size):
-        return f"is used in part: {taken:,} of {size:,} elements"
-    if taken > size and not may_repeat:
-        return f"is used more than once: {taken:,} of {size:,} elements"
-    return None
+class _Writes(TorchFunctionMode):
+    """Notes which boxes of a tensor are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._target = torch.empty(0)
+        self._boxes: Counter[Region] = Counter()
+
+    def of(self, item: LazyTensor) -> Counter[Region]:
+        """The boxes that an expression fills."""
+        self._target, self._boxes = torch.empty(item.shape, dtype=item.dtype), Counter()
+        self._storage = self._target.untyped_storage()._cdata
+        item.copy_to(self._target, whole(item.shape))
+        return self._boxes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WRITING and args[0].untyped_storage()._cdata == self._storage:
+            self._boxes[_place(args[0], self._target)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+_WRITING = {torch.Tensor.copy_, torch.Tensor.zero_}
+
+
+def _place(view: torch.Tensor, target: torch.Tensor) -> Region:
+    """Which box of a contiguous tensor a view of it is: slices, selections and transposes of it are boxes."""
+    lengths = {stride: length for length, stride in zip(view.shape, view.stride(), strict=True) if length != 1}
+    rest, box = view.storage_offset(), []
+    for length, stride in zip(target.shape, target.stride(), strict=True):
+        start, rest = divmod(rest, stride) if length > 1 else (0, rest)
+        box.append((start, lengths.get(stride, 1) if length > 1 else length))
+    return tuple(box)
+
+
+def _fault(what: str, boxes: Counter[Region], size: int, times: int | None = 1) -> str | None:
+    """What is wrong with the boxes of a tensor: they have to fill `size` elements without overlap, each `times`."""
+    sizes = {box: math.prod(length for _, length in box) for box in boxes}
+    held = sum(sizes.values())
+    if size and not held:
+        return f"is not {what}"
+    other = next((n for box, n in boxes.items() if sizes[box] and times is not None and n != times), None)
+    if other is not None and times != 1:
+        return f"is {what} {other} times, and {times} are expected"
+    if other is not None or held > size or have_overlap([_ends(box) for box in boxes if sizes[box]]):
+        total = sum(sizes[box] * n for box, n in boxes.items())
+        return f"is {what} more than once: {total:,} of {size:,} elements"
+    return f"is {what} in part: {held:,} of {size:,} elements" if held < size else None
+
+
+def _ends(box: Region) -> list[tuple[int, int]]:
+    return [(start, start + length) for start, length in box]
+
+
+def _note(told: dict[str, list[Problem]], key: str, what: str | None) -> None:
+    if what is not None:
+        told.setdefault(what.partition(":")[0], []).append(Problem(what, key=key))
+
+
+def _raise(headline: str, told: Mapping[str, list[Problem]]) -> None:
+    if told:
+        raise ModelFolderError(headline, problems=[problem for found in told.values() for problem in _first(found)])
 
 
 def _first(problems: list[Problem]) -> list[Problem]:

@@ -8,30 +8,22 @@ with open_weights(source) as stored:
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile, TensorRecord
-from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
-from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
-from mindspeed_mm.checkpoint.layout import RELEASE
+from mindspeed_mm.checkpoint.conversion.files import OutputFile, SafetensorsFile, TensorRecord
+from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger, check_ledgers
+from mindspeed_mm.checkpoint.conversion.manifest import MB, check_source, differences, write_manifest
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem
-from mindspeed_mm.core.folder_writing import atomic_folder, check_target, copy_plain, folder_in_place
-from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.core.version import __version__
+from mindspeed_mm.core.folder_writing import atomic_folder, backup_of, check_target, copy_plain, folder_in_place
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
-
-MANIFEST = "conversion_manifest.json"
-FORMAT = "mindspeed-mm-conversion"
-_MB = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -41,15 +33,18 @@ class Conversion:
     sources: Sequence[Path]
     """Folders and files that are read meanwhile: the target may neither be one of them, nor hold or lie in one."""
     ledgers: Sequence[SourceLedger]
-    """Of the sources' tensors. Every element is used exactly once, but for what the next two fields say."""
+    """Of the sources' tensors. Every element is used exactly once, but for `times`, `left_out` and `padding`."""
     files: Mapping[str, OutputFile]
     """Relative name → content."""
     layout: Mapping[str, Any]
     """What the manifest says about how the tensors lie; plain JSON values."""
-    repeated: Collection[str] = ()
-    """Source keys that are written whole several times: a norm on every rank, a tied embedding."""
+    times: Mapping[str, int | None] = field(default_factory=dict)
+    """Source keys that are written whole several times (a norm on every rank, a tied embedding) → how often; None: as
+    often as it takes."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Source keys that are not written, each with the reason."""
+    padding: Mapping[str, int] = field(default_factory=dict)
+    """Source keys → elements of each that fill a vocabulary up, and are not written."""
     copies: Mapping[str, Path] = field(default_factory=dict)
     """Relative name → file or folder to copy."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -72,6 +67,15 @@ class Converted:
     write_s: float
     verify_s: float
     """Zero when it was not asked for."""
+    backup: Path | None = None
+    """Where the original of a conversion in place is kept."""
+
+    def lines(self, source: str = "") -> list[str]:
+        """For a person: what was written, after what it was made from, and where the original is."""
+        verified = f"verified in {self.verify_s:.1f} s" if self.verify_s else "not verified"
+        size = f"{self.tensors:,} tensors, {self.size_bytes / 2**20:,.1f} MiB"
+        line = f"{self.folder}: {', '.join([size, *([source] if source else [])])}, written in {self.write_s:.1f} s"
+        return [f"{line}, {verified}", *([f"the original is kept as {self.backup}"] if self.backup else [])]
 
 
 def convert(
@@ -107,8 +111,8 @@ def convert(
     check_complete(conversion)
     check_space(conversion, target)
     progress = WorkProgress(0, 1, stream, unit="MB") if stream is not None else None
-    if verify:
-        check_sources(conversion.sources)
+    for source in set(conversion.sources) if verify else ():
+        check_source(source)
     began = time.monotonic()
     with _explained(target, conversion), _folder(conversion, target, overwrite, in_place, keep_backup) as draft:
         records = _write(conversion, draft, progress)
@@ -117,19 +121,25 @@ def convert(
             _verify(conversion, draft, records, progress)
         verified = time.monotonic()
     tensors = sum(len(file.tensors) for file in conversion.files.values())
-    return Converted(target, tensors, conversion.size_bytes, written - began, verified - written)
+    backup = backup_of(target) if in_place and keep_backup else None
+    times = written - began, verified - written if verify else 0.0
+    return Converted(target, tensors, conversion.size_bytes, *times, backup)
 
 
 def check_complete(conversion: Conversion) -> None:
-    """The ledger, before anything is read: every stored element is used as often as the conversion says, and no key is
-    written into two safetensors files.
+    """The ledger, before anything is read: every stored element is used as often as the conversion says, every element
+    of the output written once, and no key into two safetensors files.
 
     Raises:
         ModelFolderError: Naming the keys.
     """
-    made = [tensor for file in conversion.files.values() for tensor in file.tensors.values()]
-    for ledger in conversion.ledgers:
-        ledger.check(made, conversion.repeated, conversion.left_out)
+    check_ledgers(
+        conversion.ledgers,
+        (item for file in conversion.files.values() for item in file.tensors.items()),
+        times=conversion.times,
+        left_out=conversion.left_out,
+        padding=conversion.padding,
+    )
     homes: dict[str, str] = {}
     problems = []
     for name, file in conversion.files.items():
@@ -151,41 +161,6 @@ def check_space(conversion: Conversion, target: Path) -> None:
         )
 
 
-def check_sources(sources: Sequence[Path]) -> None:
-    """Compare folders that an earlier conversion wrote with the checksums that it left in them.
-
-    Raises:
-        CheckpointError: A tensor is missing or another one, with the file and the key.
-    """
-    problems = []
-    for root, path in {(path.parent if path.name == RELEASE else path, path) for path in sources}:
-        if not (root / MANIFEST).is_file():
-            continue
-        recorded = read_json_object(root / MANIFEST, CheckpointError).get("files", {})
-        for name, records in recorded.items():
-            if not (root / name).exists() or not (root / name).is_relative_to(path):
-                continue  # whoever reads it says so in its own words
-            with _kind_of(root / name, records).open_written(root / name) as stored:
-                for key, record in records.items():
-                    if key not in stored or TensorRecord.of(stored[key].read()).sha256 != record["sha256"]:
-                        problems.append(Problem("is not what was written", str(root / name), key))
-    if problems:
-        raise CheckpointError(
-            f"{len(problems)} tensors differ from the checksums in {MANIFEST}. Copy the folder again, or take it "
-            "as it is: --no-verify, of mm-convert --verify false.",
-            problems=problems[:5],
-        )
-
-
-def _kind_of(path: Path, records: Mapping[str, Any]) -> OutputFile:
-    """A file of this kind without content, to open what is there."""
-    if path.suffix == ".safetensors":
-        return SafetensorsFile({})
-    if path.suffix == ".pt":
-        return PtFile({key.partition("/")[0] if "/" in key else "": {} for key in records})
-    return DcpFolder({})
-
-
 def _folder(
     conversion: Conversion, target: Path, overwrite: bool, in_place: bool, keep_backup: bool
 ) -> AbstractContextManager[Path]:
@@ -197,7 +172,7 @@ def _folder(
 def _write(conversion: Conversion, draft: Path, progress: WorkProgress | None) -> dict[str, dict[str, TensorRecord]]:
     """Everything into the draft; what each tensor is, by file and key."""
     if progress is not None:
-        progress.begin(conversion.size_bytes / _MB)
+        progress.begin(conversion.size_bytes / MB)
     records: dict[str, dict[str, TensorRecord]] = {}
     for name, source in conversion.copies.items():
         copy_plain(source, _place(draft, name))
@@ -209,25 +184,13 @@ def _write(conversion: Conversion, draft: Path, progress: WorkProgress | None) -
         def note(key: str, tensor: torch.Tensor, found: dict[str, TensorRecord] = found) -> None:
             found[key] = TensorRecord.of(tensor)
             if progress is not None:
-                progress.advance(tensor.nbytes / _MB)
+                progress.advance(tensor.nbytes / MB)
 
         file.write(_place(draft, name), note)
     if progress is not None:
         progress.end()
-    _write_manifest(conversion, draft, records)
+    write_manifest(draft, records, sources=conversion.sources, layout=conversion.layout, left_out=conversion.left_out)
     return records
-
-
-def _write_manifest(conversion: Conversion, draft: Path, records: Mapping[str, Mapping[str, TensorRecord]]) -> None:
-    content = {
-        "format": FORMAT,
-        "version": __version__,
-        "sources": [str(path) for path in conversion.sources],
-        "layout": dict(conversion.layout),
-        "left_out": dict(conversion.left_out),
-        "files": {name: {key: asdict(record) for key, record in found.items()} for name, found in records.items()},
-    }
-    (draft / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _verify(
@@ -238,19 +201,8 @@ def _verify(
 ) -> None:
     """Read back what was written and compare keys, shapes and checksums."""
     if progress is not None:
-        progress.begin(conversion.size_bytes / _MB)
-    problems = []
-    for name, file in conversion.files.items():
-        with file.open_written(draft / name) as stored:
-            for key in records[name].keys() ^ stored.keys():
-                what = "is missing" if key in records[name] else "is there and was not written"
-                problems.append(Problem(f"{what} in what was written", name, key))
-            for key in records[name].keys() & stored.keys():
-                found = TensorRecord.of(stored[key].read())
-                if found != records[name][key]:
-                    problems.append(Problem("does not read back as it was written", name, key))
-                if progress is not None:
-                    progress.advance(stored[key].size_bytes / _MB)
+        progress.begin(conversion.size_bytes / MB)
+    problems = differences(draft, records, conversion.files, progress)
     if progress is not None:
         progress.end()
     if problems:

@@ -7,7 +7,7 @@ linears are given, they say what the names are, and the folder's own keys are ta
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,20 @@ from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step, wrapper_prefix
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
-from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_files, safetensors_files
+from mindspeed_mm.checkpoint.hf_folder import (
+    MAX_SHARD_BYTES,
+    DtypeRule,
+    asset_files,
+    model_config,
+    safetensors_files,
+)
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor, Reshaped, Stored
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
+from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, find_entries, open_weights
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
-from mindspeed_mm.core.json_file import read_json_object
 
 NO_PLACE = "the model has no place for it"
+_SHOWN = 3
 
 
 class GenericDCPConverter(Converter):
@@ -65,12 +71,15 @@ class GenericDCPConverter(Converter):
             if outline is not None:
                 tensors, surplus = outline.own_tensors(ledger.tensors)
             aliases = _aliases(tie_weight_mapping or {}, tensors)
-            tensors = {
-                _renamed(key, hf_prefix, dcp_prefix): _flattened(key, tensor, fused_linear_names or ())
-                for key, tensor in tensors.items()
-            }
+            _check_prefix("--hf_prefix", hf_prefix, tensors, hf_dir)
+            _check_fused(fused_linear_names or (), tensors, hf_dir, dims=3)
+            tensors = _renamed(
+                {key: _flattened(key, tensor, fused_linear_names or ()) for key, tensor in tensors.items()},
+                hf_prefix,
+                dcp_prefix,
+            )
             aliases = {
-                _renamed(alias, hf_prefix, dcp_prefix): _renamed(key, hf_prefix, dcp_prefix)
+                _with_prefix(alias, hf_prefix, dcp_prefix): _with_prefix(key, hf_prefix, dcp_prefix)
                 for alias, key in aliases.items()
             }
             conversion = Conversion(
@@ -137,11 +146,14 @@ class GenericDCPConverter(Converter):
                 held = _unwrapped(ledger.tensors, outline)
                 left_out = _copies(held, outline)
                 held = {name: tensor for name, tensor in held.items() if tensor.key not in left_out}
-                made = outline.hub_tensors(held)
+                made = outline.hub_tensors(held, step)
                 made |= {key: held[name] for key, name in outline.tied_keys.items()}
             else:
+                _check_prefix("--dcp_prefix", dcp_prefix, ledger.tensors, step)
+                _check_fused(fused_linear_names or (), ledger.tensors, step, dims=2)
                 made = _by_flags(ledger.tensors, model_assets_dir, dcp_prefix, hf_prefix, fused_linear_names or ())
-            _check_wanted(made.keys() | taken_over.keys(), model_assets_dir, step, has_weights)
+            if has_weights:
+                check_same_tensors({**made, **taken_over}, step, model_assets_dir)
             rule = DtypeRule.of_source(model_assets_dir)
             tensors = {key: _cast(tensor, rule(key, tensor.dtype)) for key, tensor in {**made, **taken_over}.items()}
             files, texts = safetensors_files(tensors, max_shard_bytes)
@@ -150,7 +162,7 @@ class GenericDCPConverter(Converter):
                 ledgers=[ledger],
                 files=files,
                 layout={"kind": "hf"},
-                repeated={held[name].key for name in outline.tied_keys.values()} if outline is not None else (),
+                times={held[name].key: 2 for name in outline.tied_keys.values()} if outline is not None else {},
                 left_out=left_out,
                 copies={path.name: path for path in assets},
                 texts=texts,
@@ -161,8 +173,36 @@ class GenericDCPConverter(Converter):
         """Raise `UsageError` when the converter is not for this folder's model."""
 
 
-def _renamed(key: str, old: str, new: str) -> str:
-    return key.replace(old, new, 1) if old else f"{new}{key}"
+def _with_prefix(key: str, old: str, new: str) -> str:
+    return new + key.removeprefix(old) if key.startswith(old) else key
+
+
+def _renamed(tensors: Mapping[str, LazyTensor], old: str, new: str) -> dict[str, LazyTensor]:
+    """With another prefix; keys that do not begin with the old one stay as they are."""
+    homes: dict[str, str] = {}
+    for key in tensors:
+        name = _with_prefix(key, old, new)
+        if (first := homes.setdefault(name, key)) != key:
+            raise UsageError(f"{first} and {key} would both become this", key=name, way_out="Choose another prefix.")
+    return {name: tensors[key] for name, key in homes.items()}
+
+
+def _check_prefix(flag: str, prefix: str, keys: Collection[str], where: Path) -> None:
+    if prefix and not any(key.startswith(prefix) for key in keys):
+        raise UsageError(f"no key begins with '{prefix}'", where=str(where), key=flag, way_out=_some_keys(keys))
+
+
+def _check_fused(names: Sequence[str], tensors: Mapping[str, LazyTensor], where: Path, *, dims: int) -> None:
+    """Each is part of the name of a tensor that has the dims of stacked experts."""
+    for name in names:
+        keys = [key for key in tensors if name in key]
+        if not any(len(tensors[key].shape) >= dims for key in keys):
+            what = f"none of the keys with '{name}' has {dims} dims" if keys else f"no key holds '{name}'"
+            raise UsageError(what, where=str(where), key="--fused_linear_names", way_out=_some_keys(keys or tensors))
+
+
+def _some_keys(keys: Collection[str]) -> str:
+    return f"Keys there are {', '.join(sorted(keys)[:_SHOWN])}{' …' if len(keys) > _SHOWN else ''}."
 
 
 def _flattened(key: str, tensor: LazyTensor, fused: Sequence[str]) -> LazyTensor:
@@ -207,18 +247,23 @@ def _by_flags(
 ) -> dict[str, LazyTensor]:
     """What prefixes and fused linears say."""
     shapes = {key: entry.shape for key, entry in find_entries(assets).items()} if _has_weights(assets) else {}
-    made: dict[str, LazyTensor] = {}
+    made: dict[str, LazyTensor] = dict(tensors)
     for name, tensor in tensors.items():
-        key = hf_prefix + name.removeprefix(dcp_prefix) if name.startswith(dcp_prefix) else name
-        if key in made:
-            raise CheckpointError("two stored names become this one", key=key)
-        made[key] = tensor
+        key = _with_prefix(name, dcp_prefix, hf_prefix)
         if len(tensor.shape) == 2 and any(part in name for part in fused):
             if shapes:
-                made[key] = Reshaped(tensor, shapes.get(key, tensor.shape))
-            elif not name.endswith("weight"):
-                made[key] = Reshaped(tensor, (_number_of_experts(assets), -1, tensor.shape[-1]))
-    return made
+                made[name] = _unfolded(name, tensor, shapes.get(key, tensor.shape))
+            elif not key.endswith("weight"):
+                made[name] = _unfolded(name, tensor, (_number_of_experts(assets), -1, tensor.shape[-1]))
+    return _renamed(made, dcp_prefix, hf_prefix)
+
+
+def _unfolded(key: str, tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
+    try:
+        return Reshaped(tensor, shape)
+    except RuntimeError as error:
+        what = f"is {list(tensor.shape)}, and {list(shape)} is wanted of it"
+        raise CheckpointError(what, key=key, way_out="Is it another model's?") from error
 
 
 def _has_weights(folder: Path) -> bool:
@@ -226,7 +271,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _number_of_experts(assets: Path) -> int:
-    config = read_json_object(assets / "config.json", ModelFolderError)
+    config = model_config(assets)
     parts: list[Any] = [config]
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
@@ -237,22 +282,6 @@ def _number_of_experts(assets: Path) -> int:
     raise ModelFolderError(
         "says no number of experts, which --fused_linear_names needs", where=str(assets / "config.json")
     )
-
-
-def _check_wanted(made: set[str], assets: Path, step: Path, has_weights: bool) -> None:
-    """The keys of the model's own folder, all of them and no others."""
-    if not has_weights:
-        return
-    wanted = set(find_entries(assets))
-    problems = [Problem("is in the model's folder and not in the checkpoint", key=key) for key in sorted(wanted - made)]
-    problems += [
-        Problem("is in the checkpoint and not in the model's folder", key=key) for key in sorted(made - wanted)
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{step} does not give the keys of {assets}: {len(wanted - made)} missing, {len(made - wanted)} surplus",
-            problems=problems,
-        )
 
 
 def _cast(tensor: LazyTensor, dtype: Any) -> LazyTensor:

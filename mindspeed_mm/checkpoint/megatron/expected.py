@@ -59,7 +59,11 @@ def _shaped(shape: tuple[int, ...]) -> LazyTensor:
 
 
 def check_whole(
-    whole: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]] | None, model: MegatronModel, where: Path
+    whole: Mapping[str, LazyTensor],
+    expected: Mapping[str, tuple[int, ...]] | None,
+    model: MegatronModel,
+    where: Path,
+    home: Path,
 ) -> None:
     """Compare tensors with a model.
 
@@ -68,6 +72,7 @@ def check_whole(
         expected: As `expected_shapes` gives them; None: compare layers with one another.
         model: Towers and depths.
         where: What the tensors are of.
+        home: The model's folder, whose config.json `expected` and `model` come from.
 
     Raises:
         CheckpointError: Some are missing or surplus, or have another shape.
@@ -93,7 +98,9 @@ def check_whole(
             ),
         ]
     if problems:
-        raise CheckpointError(f"{where} does not hold the model that config.json describes", problems=problems)
+        way_out = ". Name the folder of the model that was divided." if where != home else ""
+        what = f"{where} does not hold the model that {home / 'config.json'} describes{way_out}"
+        raise CheckpointError(what, problems=problems)
 
 
 def _lacking_ends(whole: Mapping[str, LazyTensor], model: MegatronModel) -> Iterator[Problem]:

@@ -126,9 +126,9 @@ class MegatronFamily:
         """
         if config.get("model_type") not in self.model_types:
             raise ModelFolderError(
-                f"model_type is {config.get('model_type')!r}, and {self.name} is {' or '.join(self.model_types)}",
+                f"is {config.get('model_type')!r}, and {self.name} is {' or '.join(self.model_types)}",
                 key="model_type",
-                way_out="Choose the converter of this model.",
+                way_out="Choose the converter of this model; mm convert finds it by itself.",
             )
         describe = self.describe_canonical if canonical else self.describe
         if describe is None:

@@ -4,9 +4,10 @@ the files of one that is written hold.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,66 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
 _SHOWN = 100
+_OF_KERNELS = "is what Megatron's kernels keep for themselves"
 _CHUNK = re.compile(r"model\d*")
 _POWERS = tuple(2**n for n in range(13))
+
+
+@dataclass(frozen=True)
+class DividedWeights:
+    """What the files of a step hold."""
+
+    step: Path
+    shards: Shards
+    model: MegatronModel
+    layout: MegatronLayout
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """What else the files hold → why it is no part of the model."""
+
+    @property
+    def stored(self) -> dict[str, LazyTensor]:
+        """Every piece by its file's folder, its chunk and its name: `mp_rank_00_001/model.…`."""
+        return {self._key(rank, chunk, name): tensor for rank, chunk, name, tensor in self._pieces()}
+
+    def whole(self, stored: Mapping[str, LazyTensor] | None = None) -> dict[str, LazyTensor]:
+        """The whole tensors, under Megatron's names.
+
+        Args:
+            stored: Stand for `self.stored`, as a ledger counts them.
+
+        Raises:
+            CheckpointError: As `join`.
+        """
+        shards = self.shards
+        if stored is not None:
+            shards = {rank: {chunk: {} for chunk in chunks} for rank, chunks in self.shards.items()}
+            for rank, chunk, name, _ in self._pieces():
+                shards[rank][chunk][name] = stored[self._key(rank, chunk, name)]
+        return join(shards, self.model, self.layout)
+
+    @property
+    def padding(self) -> dict[str, int]:
+        """Key of `stored` → elements that fill the vocabulary up, and are no part of the model."""
+        found = {}
+        for rank, chunk, name, tensor in self._pieces():
+            cut = self.model.cut_of(name)
+            if cut is None or not cut.padded or self.model.vocabulary is None:
+                continue
+            rows = tensor.shape[cut.dim]
+            ranks = self.layout.tp_size(self.model.tower_of(name).name)
+            surplus = (rank.tp % ranks + 1) * rows - self.model.vocabulary
+            if surplus > 0:
+                found[self._key(rank, chunk, name)] = min(surplus, rows) * (math.prod(tensor.shape) // rows)
+        return found
+
+    def _pieces(self) -> Iterator[tuple[MegatronRank, str, str, LazyTensor]]:
+        for rank, chunks in self.shards.items():
+            for chunk, tensors in chunks.items():
+                for name, tensor in tensors.items():
+                    yield rank, chunk, name, tensor
+
+    def _key(self, rank: MegatronRank, chunk: str, name: str) -> str:
+        return f"{self.layout.folder_name(rank)}/{chunk}.{name}"
 
 
 def pt_files(folder: Path) -> list[Path]:
@@ -94,8 +153,8 @@ def hub_tensors(
         CheckpointError: A file is missing or broken, or files do not fit together.
         UsageError: `wanted` is another division than the folder's.
     """
-    whole, model, layout = whole_tensors(folder, family, config, wanted, canonical=canonical)
-    return renamed_to_hub(whole, model), layout
+    found = read_divided(folder, family, config, wanted, canonical=canonical)
+    return renamed_to_hub(found.whole(), found.model), found.layout
 
 
 def renamed_to_hub(whole: Mapping[str, LazyTensor], model: MegatronModel) -> dict[str, LazyTensor]:
@@ -110,15 +169,15 @@ def renamed_to_hub(whole: Mapping[str, LazyTensor], model: MegatronModel) -> dic
     return {key: made[key] for key in sorted(made, key=natural_order)}
 
 
-def whole_tensors(
+def read_divided(
     folder: Path,
     family: MegatronFamily,
     config: Mapping[str, Any],
     wanted: MegatronLayout | None = None,
     *,
     canonical: bool = False,
-) -> tuple[dict[str, LazyTensor], MegatronModel, MegatronLayout]:
-    """As `hub_tensors`, under Megatron's own names: for dividing them anew."""
+) -> DividedWeights:
+    """What a folder holds. Arguments and errors as of `hub_tensors`."""
     step = find_step(folder)
     kept = read_layout(step)
     told = kept or wanted
@@ -129,7 +188,20 @@ def whole_tensors(
     if wanted is not None:
         refuse_contradiction(wanted, layout, step)
     layout.check(model.depths, model.experts, where=str(step))
-    return join(_shards(step, contents, layout), model, layout), model, layout
+    shards = _shards(step, contents, layout)
+    return DividedWeights(step, shards, model, layout, _left_out(contents, shards, layout))
+
+
+def _left_out(contents: Mapping[MegatronRank, PtContent], shards: Shards, layout: MegatronLayout) -> dict[str, str]:
+    found = {}
+    for rank, content in contents.items():
+        at = layout.folder_name(rank)
+        for section, stored in content.tensors.items():
+            if (carried := shards[rank].get(section)) is None:
+                found[f"{at}/{section}"] = "is no part of the model"
+            else:
+                found |= {f"{at}/{section}.{name}": _OF_KERNELS for name in stored if name not in carried}
+    return found
 
 
 def read_layout(step: Path) -> MegatronLayout | None:

@@ -263,6 +263,21 @@ def even_layers(depths: Mapping[str, int], stages: int, chunks: int = 1) -> dict
     return layers
 
 
+def even_stages(depth: int, stages: int, chunks: int) -> Stages:
+    """As `even_layers` divides the language model, where no place may be empty.
+
+    Raises:
+        UsageError: There are more places than layers.
+    """
+    if stages * chunks > depth:
+        raise UsageError(
+            f"{stages} stages × {chunks} chunks are more than the model's {depth} layers",
+            key="pp_layers",
+            way_out="Take fewer; mm-convert takes the layers of each place, and some may have none.",
+        )
+    return even_layers({"text": depth}, stages, chunks)["text"]
+
+
 def _in_chunks(counts: list[int], stages: int) -> Stages:
     return tuple(tuple(counts[i : i + stages]) for i in range(0, len(counts), stages))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from mindspeed_mm.checkpoint.keymap import is_number, natural_order
-from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor
+from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, EXPERT, HEAD, MegatronModel, PipelineTower
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, MegatronRank, Place
@@ -53,12 +53,39 @@ def _pieces(
             [cut.piece(tensor, rank, size, layout.vocabulary_multiple) for rank in range(size)] if cut else [tensor]
         )
     except (ValueError, IndexError) as error:
-        raise ModelFolderError(f"cannot be divided by tensor parallelism of {size}: {error}", key=name) from error
+        raise ModelFolderError(
+            f"cannot be divided by tensor parallelism of {size}: {error}", key=name, way_out="Choose another tp_size."
+        ) from error
     expert_ranks, local_expert = _expert_ranks(name, model, layout)
     for place, local in _places(local_expert, tower, layout):
         for tp in range(layout.tp):
             for ep in expert_ranks:
                 yield MegatronRank(tp, place.stage, ep), layout.model_key(place.chunk), local, pieces[tp % len(pieces)]
+
+
+def times_written(whole: Tensors, model: MegatronModel, layout: MegatronLayout) -> dict[str, int | None]:
+    """How often `divide` writes each stored tensor, those that it writes once left out.
+
+    Args:
+        whole: Whole tensors by name, of which none is made of parts of a stored one that are held differently.
+        model: Names, cuts and stages.
+        layout: Checked against the model.
+    """
+    tied = model.tied_head and layout.stages > 1
+    found: dict[str, int | None] = {}
+    for name, tensor in whole.items():
+        names = (name, HEAD) if name == EMBEDDING and tied else (name,)
+        times = sum(_holders(each, model, layout) for each in names)
+        found |= dict.fromkeys(stored_keys(tensor), times)
+    return {key: times for key, times in found.items() if times != 1}
+
+
+def _holders(name: str, model: MegatronModel, layout: MegatronLayout) -> int:
+    """Ranks that hold the same piece of a tensor."""
+    tower = model.tower_of(name)
+    pieces = layout.tp_size(tower.name) if model.cut_of(name) else 1
+    expert_ranks, _ = _expert_ranks(name, model, layout)
+    return layout.tp // pieces * len(expert_ranks) * len(_places(name, tower, layout))
 
 
 def _places(name: str, tower: PipelineTower, layout: MegatronLayout) -> list[tuple[Place, str]]:

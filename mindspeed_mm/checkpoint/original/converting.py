@@ -17,10 +17,11 @@ from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, Safeten
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, safetensors_files
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, stored_keys
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, divided_files, find_step
 from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
+from mindspeed_mm.checkpoint.megatron.sharding import times_written
 from mindspeed_mm.checkpoint.original.diffusers_model import fitting_config, told_version
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, count, from_diffusers
 from mindspeed_mm.checkpoint.original.lora import LoraScaling, alphas_of, merge_lora
@@ -40,7 +41,7 @@ class GeneratorTarget:
     naming: Naming
     tp_size: int = 1
     pp_layers: Any = None
-    """Of MindSpeed-MM's layout: `[10, 10, 10]`, or one list for each virtual chunk; None or []: one stage."""
+    """As `layout_of` of `mm_division` takes it, for MindSpeed-MM's layout."""
     hf_dir: Path | None = None
     """A diffusers folder of the same model, whose config.json is taken; None: the source's, or what shapes tell."""
     max_shard_bytes: int = MAX_SHARD_BYTES
@@ -124,30 +125,30 @@ def plan_conversion(
     ledgers = [SourceLedger(weights.stored, weights.path)]
     hub = weights.under_diffusers_names(ledgers[0].tensors)
     config = fitting_config(hub, weights, wanted.hf_dir, wanted.task)
-    repeated: set[str] = set()
+    times: dict[str, int | None] = {}
     if adapter is not None:
         ledgers.append(adapter.ledger)
         hub = merge_lora(hub, family, adapter.ledger.tensors, adapter.alphas)
-        repeated |= set(adapter.ledger.tensors)  # a fused layer's A is read for each of its parts
     layout = {"kind": str(wanted.naming), "family": family.name, "version": told_version(hub, family)}
     texts: dict[str, str] = {}
     if wanted.naming is Naming.MM:
-        files, more = _mm_files(hub, family, wanted, texts)
+        files, times = _mm_files(hub, family, wanted, texts)
         texts[f"{RELEASE}/{CONFIG_FILE}"] = _json(config)
-        repeated |= more
     elif wanted.naming is Naming.ORIGINAL:
         files = _original_files(hub, family, config, wanted, texts)
     else:
         files = _weight_files(hub, wanted.max_shard_bytes, texts)
         texts[CONFIG_FILE] = _json(config)
+    if adapter is not None:  # a fused layer's A is read for each of its parts
+        times |= dict.fromkeys(adapter.ledger.tensors)
     sources = [weights.path, *([adapter.ledger.where] if adapter else [])]
-    return Conversion(sources, ledgers, files, layout, repeated, weights.left_out, texts=texts)
+    return Conversion(sources, ledgers, files, layout, times, weights.left_out, texts=texts)
 
 
 def _mm_files(
     hub: Mapping[str, LazyTensor], family: GeneratorLayouts, wanted: GeneratorTarget, texts: dict[str, str]
-) -> tuple[Files, set[str]]:
-    """The ranks' files, and the stored keys that several ranks hold whole."""
+) -> tuple[Files, dict[str, int | None]]:
+    """The ranks' files, and how often stored keys are written that several ranks hold."""
     whole = from_diffusers(hub, family, Naming.MM)
     depth = count(whole, DIVISIONS[family.name].layers)
     layout = layout_of(family, depth, wanted.tp_size, wanted.pp_layers)
@@ -159,8 +160,7 @@ def _mm_files(
     }
     texts[TRACKER] = RELEASE
     texts[f"{RELEASE}/{LAYOUT_FILE}"] = _json({"family": family.name, **layout.to_json()})
-    held_by_all = [tensor for name, tensor in whole.items() if layout.tp > 1 and model.cut_of(name) is None]
-    return files, {key for tensor in held_by_all for key in stored_keys(tensor)}
+    return files, times_written(whole, model, layout)
 
 
 def _original_files(

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.checkpoint.hf_folder import model_config
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, Tensors
 from mindspeed_mm.checkpoint.original.reading import GeneratorWeights
 from mindspeed_mm.core.errors import ModelFolderError, Problem
-from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 _SHOWN = 10
+_NAME_FOLDER = "Name a diffusers folder of the same model."
 _IN_BLOCK = re.compile(r"(?P<stack>.*?blocks)\.(?P<number>\d+)\.(?P<name>.+)")
 
 
@@ -47,12 +49,12 @@ def fitting_config(
     """
     family, given = weights.family, _given_config(weights, hf_dir)
     if given is None:
-        with _keys_needed(family):
-            told = family.config(hub, {**weights.config, "task": task})
+        with _keys_needed(family, hub) as asked:
+            told = family.config(asked, {**weights.config, "task": task})
         config = {"_class_name": family.class_name, **told}
-        _check(hub, family, config, [])
+        _check(hub, family, _GivenConfig(config, str(weights.path)), [])
         return config
-    _check(hub, family, given.content, _differences(hub, family, given, task))
+    _check(hub, family, given, _differences(hub, family, given, task))
     return given.content
 
 
@@ -62,8 +64,8 @@ def told_version(hub: Tensors, family: GeneratorLayouts) -> str:
     Raises:
         ModelFolderError: Those that tell it are missing.
     """
-    with _keys_needed(family):
-        return family.version(hub)
+    with _keys_needed(family, hub) as asked:
+        return family.version(asked)
 
 
 def check_fits(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[Problem]:
@@ -125,8 +127,15 @@ def _given_config(weights: GeneratorWeights, hf_dir: Path | None) -> _GivenConfi
     """What is said about the model; the authors' own config.json has other names, and is no such thing."""
     if hf_dir is not None:
         folder = hf_dir / "transformer" if (hf_dir / "transformer").is_dir() else hf_dir
-        file = folder / "config.json"
-        return _GivenConfig(read_json_object(file, ModelFolderError), str(file))
+        given = _GivenConfig(model_config(folder, _NAME_FOLDER), str(folder / "config.json"))
+        if "_class_name" not in given.content:
+            raise ModelFolderError(
+                "is missing: it is no configuration of diffusers",
+                where=given.where,
+                key="_class_name",
+                way_out=_NAME_FOLDER,
+            )
+        return given
     if weights.naming is Naming.ORIGINAL or not weights.config:
         return None
     return _GivenConfig(dict(weights.config), str(weights.path))
@@ -136,8 +145,8 @@ def _differences(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, ta
     """Numbers of the configuration that are not those of the weights, where these tell them."""
     config = given.content
     try:
-        with _keys_needed(family):
-            told = family.config(hub, {"num_heads": config.get("num_attention_heads", 1), "task": task})
+        with _keys_needed(family, hub) as asked:
+            told = family.config(asked, {"num_heads": config.get("num_attention_heads", 1), "task": task})
     except ModelFolderError:
         return []  # what is missing is told by the comparison with the model
     return [
@@ -147,24 +156,25 @@ def _differences(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, ta
     ]
 
 
-def _check(hub: Tensors, family: GeneratorLayouts, config: Mapping[str, Any], differences: list[Problem]) -> None:
-    shapes = _model_shapes(family, config)
+def _check(hub: Tensors, family: GeneratorLayouts, given: _GivenConfig, differences: list[Problem]) -> None:
+    shapes = _model_shapes(family, given)
     problems = check_blocks(hub) if shapes is None else check_fits(hub, shapes)
     if shapes is None or problems:
         problems = differences + problems
     if not problems:
         return
     more = [Problem(f"and {len(problems) - _SHOWN:,} more")] if len(problems) > _SHOWN else []
-    class_name = config.get("_class_name", family.class_name)
+    class_name = given.content.get("_class_name", family.class_name)
     raise ModelFolderError(
-        f"the weights do not fit the model of their configuration, {class_name}", problems=problems[:_SHOWN] + more
+        f"the weights are {family.name}, and do not fit {class_name} as {given.where} describes it. {_NAME_FOLDER}",
+        problems=problems[:_SHOWN] + more,
     )
 
 
-def _model_shapes(family: GeneratorLayouts, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+def _model_shapes(family: GeneratorLayouts, given: _GivenConfig) -> dict[str, tuple[int, ...]] | None:
     """Of the model's parameters and persistent buffers, without memory; None where diffusers, or its class of that
     name, is not there."""
-    class_name = str(config.get("_class_name", family.class_name))
+    class_name = str(given.content.get("_class_name", family.class_name))
     prepare_for_transformers()
     try:
         import diffusers  # an extra, and seconds to import
@@ -175,20 +185,43 @@ def _model_shapes(family: GeneratorLayouts, config: Mapping[str, Any]) -> dict[s
         return None
     try:
         with torch.device("meta"):
-            model = model_class.from_config(dict(config))
+            model = model_class.from_config(dict(given.content))
     except (ValueError, TypeError, KeyError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise ModelFolderError(
-            f"diffusers cannot build {class_name} from it: {error}", where="config.json of the model"
+            f"diffusers cannot build {class_name} from it: {error}", where=given.where, way_out=_NAME_FOLDER
         ) from error
     return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
 
 
+class _Asked(Mapping[str, LazyTensor]):
+    """Tensors, and the key that was asked for last."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors, self.last = tensors, ""
+
+    def __getitem__(self, key: str) -> LazyTensor:
+        self.last = key
+        return self._tensors[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 @contextmanager
-def _keys_needed(family: GeneratorLayouts) -> Iterator[None]:
+def _keys_needed(family: GeneratorLayouts, hub: Tensors) -> Iterator[Tensors]:
     """A family's facts are read from certain tensors, which may be missing or have too few dimensions."""
+    asked = _Asked(hub)
     try:
-        yield
+        yield asked
     except KeyError as error:
         raise ModelFolderError(f"is missing, and every {family.name} has it", key=str(error.args[0])) from error
     except (ValueError, TypeError, IndexError, ArithmeticError) as error:
-        raise ModelFolderError(f"the shapes are not those of {family.name}: {error}") from error
+        shape = list(hub[asked.last].shape) if asked.last in hub else None
+        what = f"has shape {shape}, which is none of {family.name}'s: {error}"
+        raise ModelFolderError(what, key=asked.last, way_out="Copy the weights again, or name other ones.") from error

@@ -13,8 +13,8 @@ from mindspeed_mm.checkpoint.hf_folder import asset_files, safetensors_files
 from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, find_step
 from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_weights
+from mindspeed_mm.core.errors import CheckpointError, UsageError
 
 _RANK = "mp_rank_00"
 
@@ -42,7 +42,7 @@ class LuminaConverter(Converter):
         (content,) = read_pt_files([step / _RANK / WEIGHTS_FILE])
         ledger = SourceLedger(content.tensors.get("model", {}), step)
         if any(cfg.hf_dir.glob("*.safetensors")):
-            _check_same_names(ledger, cfg)
+            check_same_tensors(ledger.tensors, step, cfg.hf_dir)
         files, texts = safetensors_files(ledger.tensors)
         copies = {path.name: path for path in asset_files(cfg.hf_dir)}
         return _run(Conversion([step, cfg.hf_dir], [ledger], files, {"kind": "hf"}, copies=copies, texts=texts), cfg)
@@ -50,15 +50,6 @@ class LuminaConverter(Converter):
 
 def _pt_file(ledger: SourceLedger) -> PtFile:
     return PtFile({"model": ledger.tensors}, {"checkpoint_version": CHECKPOINT_VERSION})
-
-
-def _check_same_names(ledger: SourceLedger, cfg: ConvertGeneratorConfig) -> None:
-    assert cfg.hf_dir is not None
-    wanted = find_entries(cfg.hf_dir).keys()
-    problems = [Problem("is missing", key=key) for key in wanted - ledger.tensors.keys()]
-    problems += [Problem("is none of the model's", key=key) for key in ledger.tensors.keys() - wanted]
-    if problems:
-        raise ModelFolderError(f"{cfg.source_path}: the names are not those of {cfg.hf_dir}", problems=problems[:10])
 
 
 def _refuse_division(cfg: ConvertGeneratorConfig) -> None:

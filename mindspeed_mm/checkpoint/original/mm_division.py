@@ -9,13 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Sliced
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.megatron.family import Config, MegatronFamily, MegatronModel, PipelineTower
-from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, parse_stages
+from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, even_stages, parse_stages
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts
 from mindspeed_mm.core.errors import UsageError
+
+
+class Places(NamedTuple):
+    """How many places layers are divided among evenly, where nobody said those of each."""
+
+    stages: int
+    chunks: int
+
+    def __str__(self) -> str:
+        return f"{self.stages} stages × {self.chunks} chunks"
 
 
 @dataclass(frozen=True)
@@ -127,25 +138,28 @@ def layout_of(family: GeneratorLayouts, depth: int, tp: int, pp_layers: object) 
         family: Of the model.
         depth: Layers.
         tp: Tensor ranks.
-        pp_layers: `[10, 10, 10]`, or one list for each virtual chunk; None or []: one stage.
+        pp_layers: `[10, 10, 10]`, or one list for each virtual chunk, or `Places`; None or []: one stage.
 
     Raises:
         UsageError: MindSpeed-MM does not divide this family so, or the layers are not the model's.
     """
     division = DIVISIONS[family.name]
-    stages = parse_stages(pp_layers, "pp_layers") if pp_layers else ((depth,),)
+    if isinstance(pp_layers, Places):
+        stages = even_stages(depth, *pp_layers)
+    else:
+        stages = parse_stages(pp_layers, "pp_layers") if pp_layers else ((depth,),)
     layout = MegatronLayout({"text": stages}, tp=tp)
     if tp > 1 and not division.cuts:
         raise UsageError(
             f"MindSpeed-MM's {family.name} is not divided by tensor parallelism, and tp_size is {tp}",
             key="target_parallel_config.tp_size",
-            way_out="Leave it at 1.",
+            way_out="Leave it at 1" + (", and divide its layers into stages." if division.has_stages else "."),
         )
     if layout.stages * layout.chunks > 1 and not division.has_stages:
         raise UsageError(
-            f"MindSpeed-MM's {family.name} is not divided into stages, and pp_layers is {pp_layers}",
+            f"MindSpeed-MM's {family.name} is not divided into stages, and {pp_layers} is asked for",
             key="target_parallel_config.pp_layers",
-            way_out="Leave it out.",
+            way_out="Leave it out" + (", and divide it by tensor parallelism." if division.cuts else "."),
         )
     if (given := sum(map(sum, stages))) != depth:
         raise UsageError(

@@ -12,8 +12,8 @@ from typing import Any
 from safetensors import safe_open
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.checkpoint.megatron.folder import find_step, whole_tensors
-from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE, MegatronLayout
+from mindspeed_mm.checkpoint.megatron.folder import DividedWeights, find_step, read_divided
+from mindspeed_mm.checkpoint.megatron.layout import WEIGHTS_FILE
 from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.original.families import generator_of
 from mindspeed_mm.checkpoint.original.generator import GeneratorLayouts, Naming, to_diffusers
@@ -38,17 +38,17 @@ class GeneratorWeights:
     family: GeneratorLayouts
     naming: Naming
     stored: Mapping[str, LazyTensor]
-    """By the names in the files; of MindSpeed-MM's folders, the whole tensors."""
+    """By the names in the files; of MindSpeed-MM's folders, every rank's pieces."""
     config: Mapping[str, Any]
     """The config.json beside them, {} where there is none: diffusers' own, but the authors' beside their names."""
-    layout: MegatronLayout | None = None
-    """How MindSpeed-MM's folder is divided."""
+    divided: DividedWeights | None = None
+    """MindSpeed-MM's folder."""
 
     @property
     def left_out(self) -> dict[str, str]:
         """Keys that are no part of the transformer → why."""
         if self.naming is not Naming.ORIGINAL:
-            return {}
+            return dict(self.divided.left_out) if self.divided is not None else {}
         reasons = {key: self.family.why_left_out(key) for key in self.stored}
         return {key: why for key, why in reasons.items() if why is not None}
 
@@ -61,7 +61,9 @@ class GeneratorWeights:
         Raises:
             ModelFolderError: The names do not fit the family; the keys are named.
         """
-        return to_diffusers(self.stored if tensors is None else tensors, self.family, self.naming)
+        tensors = self.stored if tensors is None else tensors
+        named = self.divided.whole(tensors) if self.divided is not None else tensors
+        return to_diffusers(named, self.family, self.naming)
 
 
 @contextmanager
@@ -152,8 +154,8 @@ def _mm_weights(path: Path) -> GeneratorWeights:
             way_out="Was it converted by another program? Convert the original weights anew.",
         )
     config = {"model_type": family.name, "num_layers": _depth(contents, DIVISIONS[family.name].layers)}
-    whole, _, layout = whole_tensors(step, megatron_family(family), config)
-    return GeneratorWeights(path, family, naming, whole, _config_of(step), layout)
+    divided = read_divided(step, megatron_family(family), config)
+    return GeneratorWeights(path, family, naming, divided.stored, _config_of(step), divided)
 
 
 def _depth(contents: Sequence[PtContent], layers: str) -> int:

@@ -16,8 +16,8 @@ from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelCon
 from mindspeed_mm.checkpoint.conversion.files import PtFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
-from mindspeed_mm.checkpoint.hf_folder import asset_files, safetensors_files
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
+from mindspeed_mm.checkpoint.hf_folder import asset_files, model_config, safetensors_files
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
 from mindspeed_mm.checkpoint.megatron.expected import check_whole, expected_shapes
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, MegatronFamily, MegatronModel
@@ -25,25 +25,24 @@ from mindspeed_mm.checkpoint.megatron.folder import (
     CHECKPOINT_VERSION,
     RELEASE,
     TRACKER,
+    DividedWeights,
     divided_files,
     find_step,
     megatron_tensors,
+    read_divided,
     read_layout,
     read_shards,
     refuse_contradiction,
     renamed_to_hub,
-    whole_tensors,
 )
 from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE, MegatronLayout
-from mindspeed_mm.checkpoint.megatron.sharding import divide, join
+from mindspeed_mm.checkpoint.megatron.sharding import divide, times_written
 from mindspeed_mm.checkpoint.ptd.config import AdapterModelConfig
 from mindspeed_mm.checkpoint.ptd.division import check_facts, depths_of, layout_of
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
-from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_weights
+from mindspeed_mm.core.errors import UsageError
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def hf_to_megatron(
     Raises:
         MMError: As `convert`; or the division does not fit the model.
     """
-    config = read_json_object(hf_dir / "config.json", ModelFolderError)
+    config = model_config(hf_dir)
     canonical = facts.enable_canonical_hf_struct
     model = family.model(config, canonical=canonical)
     check_facts(facts, model, config, hf_dir)
@@ -88,7 +87,9 @@ def hf_to_megatron(
         ledger = SourceLedger(stored, hf_dir)
         left_out = {key: "is no part of this layout" for key in stored if key.startswith(model.not_carried)}
         whole = megatron_tensors(ledger.tensors, model)
-        check_whole(whole, expected_shapes(hf_dir, family, config, canonical=canonical, weights=False), model, hf_dir)
+        check_whole(
+            whole, expected_shapes(hf_dir, family, config, canonical=canonical, weights=False), model, hf_dir, hf_dir
+        )
         if vision_only:
             whole, model, layout = _vision_alone(whole, model, layout)
             kept = {source for step in model.key_map.inverse.steps(whole) for source in step.targets}
@@ -97,7 +98,7 @@ def hf_to_megatron(
             sources=[hf_dir],
             ledgers=[ledger],
             **_megatron_output(divided_files(whole, model, layout), layout),
-            repeated=stored.keys() - left_out.keys() if len(layout.ranks) > 1 else (),
+            times=times_written(whole, model, layout),
             left_out=left_out,
             copies={path.name: path for path in asset_files(hf_dir)},
         )
@@ -128,26 +129,32 @@ def megatron_to_hf(
     Raises:
         MMError: As `convert`; or files are missing, damaged, or divided otherwise than was said.
     """
-    config = read_json_object(hf_dir / "config.json", ModelFolderError)
+    config = model_config(hf_dir)
     model = family.model(config, canonical=facts.enable_canonical_hf_struct)
     check_facts(facts, model, config, hf_dir)
     canonical = _is_canonical(mm_dir, facts.enable_canonical_hf_struct)
     wanted = layout_of(said, model.depths, canonical=canonical) if said else None
-    whole, model, layout = whole_tensors(mm_dir, family, config, wanted, canonical=canonical)
-    check_whole(whole, expected_shapes(hf_dir, family, config, canonical=layout.canonical), model, mm_dir)
-    tensors = renamed_to_hub(whole, model)
+    found = read_divided(mm_dir, family, config, wanted, canonical=canonical)
+    ledger, layout = SourceLedger(found.stored, found.step), found.layout
+    whole = found.whole(ledger.tensors)
+    check_whole(whole, expected_shapes(hf_dir, family, config, canonical=layout.canonical), found.model, mm_dir, hf_dir)
+    tensors = renamed_to_hub(whole, found.model)
     has_weights = any(hf_dir.glob("*.safetensors"))
     with _opened(hf_dir, has_weights) as own:
         tensors |= {key: own[key] for key in own if key.startswith(model.not_carried)}
+        twice = _copy_of_tied_head(tensors, own, model)
+        tensors |= twice
         if has_weights:
-            tensors |= _copy_of_tied_head(tensors, own, model)
-            _check_keys(tensors, hf_dir, mm_dir)
+            check_same_tensors(tensors, mm_dir, hf_dir)
         files, texts = safetensors_files(tensors)
         conversion = Conversion(
             sources=[mm_dir, hf_dir],
-            ledgers=[],
+            ledgers=[ledger],
             files=files,
             layout={"kind": "hf"},
+            times={key: 2 for tensor in twice.values() for key in stored_keys(tensor)},
+            left_out=found.left_out,
+            padding=found.padding,
             copies={path.name: path for path in asset_files(hf_dir)},
             texts=texts,
         )
@@ -179,16 +186,21 @@ def divide_anew(
         MMError: As `convert`; or a division does not fit the model, or no config.json is there.
     """
     home = hf_dir or _home_of_config(source_dir)
-    config = read_json_object(home / "config.json", ModelFolderError)
+    config = model_config(home)
     depths = family.model(config).depths
     wanted = layout_of(said, depths, canonical=_is_canonical(source_dir, False)) if said else None
-    whole, model, layout = whole_tensors(source_dir, family, config, wanted)
-    check_whole(whole, expected_shapes(home, family, config, canonical=layout.canonical), model, source_dir)
-    layout = layout_of(target, model.depths, canonical=layout.canonical)
+    found = read_divided(source_dir, family, config, wanted)
+    ledger, model, canonical = SourceLedger(found.stored, found.step), found.model, found.layout.canonical
+    whole = found.whole(ledger.tensors)
+    check_whole(whole, expected_shapes(home, family, config, canonical=canonical), model, source_dir, home)
+    layout = layout_of(target, model.depths, canonical=canonical)
     conversion = Conversion(
         sources=[source_dir],
-        ledgers=[],
+        ledgers=[ledger],
         **_megatron_output(divided_files(whole, model, layout), layout),
+        times=times_written(whole, model, layout),
+        left_out=found.left_out,
+        padding=found.padding,
         copies={path.name: path for path in asset_files(home)},
     )
     return _run(conversion, target_dir, writing)
@@ -220,14 +232,15 @@ def adapters_to_megatron(
     model = _adapter_model(family, layout, naming)
     with open_weights(hf_dir) as stored:
         ledger = SourceLedger(stored, hf_dir)
-        shards = divide(megatron_tensors(ledger.tensors, model), model, layout)
+        whole = megatron_tensors(ledger.tensors, model)
+        shards = divide(whole, model, layout)
         files = {f"{layout.folder_name(rank)}/{WEIGHTS_FILE}": content for rank, content in shards.items()}
         adapter_config = hf_dir / ADAPTER_CONFIG
         conversion = Conversion(
             sources=[hf_dir],
             ledgers=[ledger],
             **_megatron_output(files, layout),
-            repeated=stored.keys() if len(layout.ranks) > 1 else (),
+            times=times_written(whole, model, layout),
             copies={ADAPTER_CONFIG: adapter_config} if adapter_config.is_file() else {},
         )
         return _run(conversion, mm_dir, writing)
@@ -267,13 +280,15 @@ def adapters_to_hf(
     if kept and wanted:
         refuse_contradiction(wanted, kept, step)
     model = _adapter_model(family, layout, naming)
-    tensors = renamed_to_hub(join(read_shards(step, layout), model, layout), model)
+    found = DividedWeights(step, read_shards(step, layout), model, layout)
+    ledger = SourceLedger(found.stored, step)
+    tensors = renamed_to_hub(found.whole(ledger.tensors), model)
     files, texts = safetensors_files(tensors, float("inf"), ADAPTER_FILE.partition(".")[0])
     home = step.parent if step.parent.joinpath(ADAPTER_CONFIG).is_file() else step
     config = home / ADAPTER_CONFIG
     conversion = Conversion(
         sources=[mm_dir],
-        ledgers=[],
+        ledgers=[ledger],
         files=files,
         layout={"kind": "adapters"},
         copies={ADAPTER_CONFIG: config} if config.is_file() else {},
@@ -328,26 +343,6 @@ def _copy_of_tied_head(
     name_of = {rule.targets[0]: rule.sources[0] for rule in model.rules if rule.targets[0] in (EMBEDDING, HEAD)}
     head = name_of[HEAD]
     return {head: tensors[name_of[EMBEDDING]]} if model.tied_head and head in own and head not in tensors else {}
-
-
-def _check_keys(made: Mapping[str, LazyTensor], hf_dir: Path, mm_dir: Path) -> None:
-    """The keys of the model's own folder, all of them and no others, each in its shape there."""
-    wanted = find_entries(hf_dir)
-    missing, surplus = sorted(wanted.keys() - made.keys()), sorted(made.keys() - wanted.keys())
-    problems = [Problem("is in the model's folder and not in the checkpoint", key=key) for key in missing[:_SHOWN]]
-    problems += [Problem("is in the checkpoint and not in the model's folder", key=key) for key in surplus[:_SHOWN]]
-    shared = sorted(wanted.keys() & made.keys())
-    reshaped = [key for key in shared if tuple(made[key].shape) != tuple(wanted[key].shape)]
-    problems += [
-        Problem(f"has shape {tuple(made[key].shape)}, in the model's folder {tuple(wanted[key].shape)}", key=key)
-        for key in reshaped[:_SHOWN]
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{mm_dir} does not give the tensors of {hf_dir}: {len(missing)} missing, {len(surplus)} surplus, "
-            f"{len(reshaped)} of another shape",
-            problems=problems,
-        )
 
 
 def _is_canonical(folder: Path, said: bool) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.checkpoint import layout
+from mindspeed_mm.checkpoint.conversion.manifest import converted_root
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.fsdp.checkpoint.manifest import (
@@ -94,6 +95,8 @@ def open_checkpoint(path: Path, ranks: Ranks, verification: Verification) -> Com
         return found
     if kind == "foreign":
         note = f"{folder} has no {layout.MANIFEST}: it comes from elsewhere, and damage to it would not be noticed"
+        if (root := converted_root(folder)) is not None:
+            note = f"the checksums of {root} are not looked at here: mm convert --verify-only {root} compares them"
         return CommittedCheckpoint(folder, None, None, (note,))
     try:
         manifest = _verified(folder, ranks, verification)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
+from mindspeed_mm.checkpoint.conversion.manifest import check_converted
 from mindspeed_mm.checkpoint.conversion.run import Converted
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
+from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.megatron.families import family_of
+from mindspeed_mm.checkpoint.megatron.family import MegatronFamily
 from mindspeed_mm.checkpoint.megatron.folder import find_step, pt_files
-from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, even_layers
+from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, even_stages
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
 from mindspeed_mm.checkpoint.original.converting import GeneratorTarget, convert_generator
 from mindspeed_mm.checkpoint.original.families import recognise_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
-from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS
+from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, Places
 from mindspeed_mm.checkpoint.ptd.conversions import Writing, divide_anew, hf_to_megatron, megatron_to_hf
-from mindspeed_mm.checkpoint.recognise import recognise
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
+from mindspeed_mm.checkpoint.recognise import Layout, recognise, told_ways
+from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.tasks.export.source import noted_model
+from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+from mindspeed_mm.tasks.export.source import NAME_MODEL, noted_model
 
-Layout = Literal["hf", "dcp", "megatron", "diffusers", "original"]
+_FLAGS = {"tp_size": "--tp", "pp_layers": "--pp", "llm_pp_layers": "--pp", "ep_size": "--ep"}
+"""Last part of a configuration key → the option here that it comes from."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def run(
         What the source was recognised as, and what was written.
 
     Raises:
-        UsageError: There is no way from that source to that layout, or ranks were given for another layout.
+        UsageError: There is no way from that source to that layout, or an option is given that is not used on it.
     """
     if division is not None and to != "megatron":
         raise UsageError(
@@ -72,44 +76,76 @@ def run(
         )
     writing = Writing(overwrite, verify)
     if to in ("diffusers", "original"):
-        return "generator", _generator(source, target, Naming(to), 1, model_folder, writing)
+        return "generator", _generator(source, target, Naming(to), model_folder, writing)
     kind = "generator" if source.is_file() else recognise(source)
     wanted = to or ("dcp" if kind == "hf" else "hf")
-    if wanted == "megatron" and _is_generator(source, kind):
-        return "generator", _divided_generator(source, target, division or Division(), model_folder, writing)
+    if wanted == "megatron":
+        with told_as(_as_option):
+            return _to_megatron(source, target, kind, division or Division(), model_folder, writing)
     if wanted == "hf" and kind != "hf" and _is_generator(source, kind):
-        return "generator", _generator(source, target, Naming.DIFFUSERS, 1, model_folder, writing)
+        return "generator", _generator(source, target, Naming.DIFFUSERS, model_folder, writing)
     if (kind, wanted) == ("hf", "dcp"):
+        _refuse_model(model_folder)
         return kind, GenericDCPConverter().hf_to_dcp(source, target, overwrite=overwrite, verify=verify)
     if kind in ("dcp", "run") and wanted == "hf":
         assets = _model_of(source, model_folder)
         return kind, GenericDCPConverter().dcp_to_hf(source, target, assets, overwrite=overwrite, verify=verify)
     if kind == "megatron" and wanted == "hf":
         assets = _model_of(source, model_folder)
-        family = family_of(_config(assets))
-        facts = CommonModelConfig()
+        family, facts = _family_of(assets, kind), CommonModelConfig()
         return kind, megatron_to_hf(family, source, assets, target, None, facts=facts, writing=writing)
-    if kind in ("hf", "megatron") and wanted == "megatron":
-        return kind, _divided(source, target, kind, division or Division(), model_folder, writing)
-    raise UsageError(
-        f"there is nothing to convert from a folder of kind '{kind}' to '{wanted}'", where=str(source), key="--to"
+    raise _no_way(source, kind, wanted)
+
+
+def compare(folder: Path) -> tuple[int, int]:
+    """Compare a folder that a conversion wrote with the checksums that it left there: numbers of tensors and bytes, all
+    as they were written.
+
+    Raises:
+        CheckpointError: No conversion wrote it; or a tensor is missing or another one, with its file and key.
+    """
+    return check_converted(folder, WorkProgress(0, 1, sys.stderr, unit="MB"))
+
+
+def _to_megatron(
+    source: Path, target: Path, kind: str, division: Division, model_folder: Path | None, writing: Writing
+) -> tuple[str, Converted]:
+    if _is_generator(source, kind):
+        return "generator", _divided_generator(source, target, division, model_folder, writing)
+    if kind not in ("hf", "megatron"):
+        raise _no_way(source, kind, "megatron")
+    return kind, _divided(source, target, kind, division, model_folder, writing)
+
+
+def _no_way(source: Path, kind: str, wanted: str) -> UsageError:
+    way_out = f"Possible are {told_ways()}."
+    return UsageError(
+        f"there is nothing to convert from a folder of kind '{kind}' to '{wanted}'",
+        where=str(source),
+        key="--to",
+        way_out="Merge adapters with mm merge; mm-convert converts them too." if kind == "adapters" else way_out,
     )
+
+
+def _as_option(problem: Problem) -> Problem:
+    """What is wrong with a division that was asked for, under the name that it was asked by."""
+    option = _FLAGS.get(problem.key.rpartition(".")[2])
+    return replace(problem, key=option) if option and not problem.where else problem
+
+
+def _refuse_model(model_folder: Path | None) -> None:
+    if model_folder is not None:
+        raise UsageError("is not used: the source has its own config.json", key="--model", way_out="Leave it out.")
 
 
 def _divided(
     source: Path, target: Path, kind: str, division: Division, model_folder: Path | None, writing: Writing
 ) -> Converted:
+    if kind == "hf":
+        _refuse_model(model_folder)
     assets = source if kind == "hf" else _model_of(source, model_folder)
-    config = _config(assets)
-    family = family_of(config)
-    depths = family.model(config).depths
-    if division.pp * division.vpp > depths["text"]:
-        raise UsageError(
-            f"{division.pp} stages × {division.vpp} chunks are more than the language model's {depths['text']} layers",
-            key="--pp",
-            way_out="Take fewer; mm-convert takes the layers of each place, and some may have none.",
-        )
-    layers = even_layers(depths, division.pp, division.vpp)["text"]
+    family = _family_of(assets, kind)
+    layers = even_stages(family.model(model_config(assets)).depths["text"], division.pp, division.vpp)
     said = ParallelConfig(llm_pp_layers=[list(chunk) for chunk in layers], tp_size=division.tp, ep_size=division.ep)
     if kind == "hf":
         return hf_to_megatron(family, source, target, said, facts=CommonModelConfig(), writing=writing)
@@ -128,21 +164,28 @@ def _is_generator(source: Path, kind: str) -> bool:
         contents = read_pt_files(pt_files(source))
         names = {name for content in contents for of in content.tensors.values() for name in of}
         return recognise_generator(names) is not None
-    return kind == "hf" and (source / "config.json").is_file() and "_class_name" in _config(source)
+    return kind == "hf" and (source / "config.json").is_file() and "_class_name" in model_config(source)
 
 
 def _divided_generator(
     source: Path, target: Path, division: Division, model_folder: Path | None, writing: Writing
 ) -> Converted:
-    if (division.pp, division.vpp, division.ep) != (1, 1, 1):
-        raise UsageError("of a generator, --tp alone is taken here", key="--pp", way_out="See mm-convert --help.")
-    return _generator(source, target, Naming.MM, division.tp, model_folder, writing)
+    if division.ep > 1:
+        raise UsageError("a generator has no experts", key="ep_size", way_out="Leave it out.")
+    return _generator(source, target, Naming.MM, model_folder, writing, division)
 
 
 def _generator(
-    source: Path, target: Path, naming: Naming, tp: int, model_folder: Path | None, writing: Writing
+    source: Path,
+    target: Path,
+    naming: Naming,
+    model_folder: Path | None,
+    writing: Writing,
+    division: Division | None = None,
 ) -> Converted:
-    wanted = GeneratorTarget(naming, tp_size=tp, hf_dir=model_folder)
+    division = division or Division()
+    places = Places(division.pp, division.vpp) if division.pp * division.vpp > 1 else None
+    wanted = GeneratorTarget(naming, division.tp, places, hf_dir=model_folder)
     return convert_generator(
         source, target, wanted, overwrite=writing.overwrite, verify=writing.verify, stream=sys.stderr
     )
@@ -154,13 +197,14 @@ def _model_of(source: Path, told: Path | None) -> Path:
     if found is None and (source / "config.json").is_file():
         found = source
     if found is None:
-        raise UsageError(
-            "does not say which model it was trained from",
-            where=str(source),
-            way_out="Name the folder with its config.json and tokenizer: --model FOLDER.",
-        )
+        raise UsageError("does not say which model it was trained from", where=str(source), way_out=NAME_MODEL)
+    model_config(found, NAME_MODEL)
     return found
 
 
-def _config(folder: Path) -> dict[str, object]:
-    return read_json_object(folder / "config.json", ModelFolderError)
+def _family_of(folder: Path, kind: str) -> MegatronFamily:
+    """Of the model whose folder was named."""
+    way_out = "Any other trains from a distributed checkpoint: --to dcp."
+    if kind == "megatron":
+        way_out = "Name the folder of the model that was divided: --model FOLDER."
+    return family_of(model_config(folder, NAME_MODEL), str(folder / "config.json"), way_out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,13 +12,12 @@ from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, conver
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
-from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_files, safetensors_files
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_files, model_config, safetensors_files
 from mindspeed_mm.checkpoint.key_ops import Concat, Stack
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
+from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
-from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.tasks.export import merge
 
@@ -78,8 +76,7 @@ class _FamilyConverter(GenericDCPConverter):
         print(f"{done.folder}: {done.tensors:,} tensors, {done.size_bytes / 2**20:,.1f} MiB")
 
     def _check_family(self, folder: Path) -> None:
-        config = read_json_object(folder / "config.json", ModelFolderError)
-        if (found := config.get("model_type")) not in self.model_types:
+        if (found := model_config(folder).get("model_type")) not in self.model_types:
             raise UsageError(
                 f"model_type is {found!r}, and this converter is for {' and '.join(self.model_types)}",
                 where=str(folder / "config.json"),
@@ -147,7 +144,7 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
             conversion = Conversion(
                 sources=[hf_dir],
                 ledgers=[ledger],
-                files={layout.RELEASE: DcpFolder(_mapped(_EXPERTS, ledger.tensors))},
+                files={layout.RELEASE: DcpFolder(_mapped(_EXPERTS, ledger))},
                 layout={"kind": "dcp", "names": "folder", "experts": "stacked"},
                 texts={layout.TRACKER: f"{layout.RELEASE}\n"},
             )
@@ -177,11 +174,10 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
         rule = DtypeRule.of_source(hf_dir)
         made = {
             key: tensor if tensor.dtype == rule(key, tensor.dtype) else Cast(tensor, rule(key, tensor.dtype))
-            for key, tensor in _mapped(_EXPERTS.inverse, ledger.tensors).items()
+            for key, tensor in _mapped(_EXPERTS.inverse, ledger).items()
         }
-        wanted = find_entries(hf_dir).keys() if any(hf_dir.glob("*.safetensors")) else made.keys()
-        if differing := sorted(made.keys() ^ wanted):
-            raise ModelFolderError("is in one of checkpoint and folder only", where=str(hf_dir), key=differing[0])
+        if any(hf_dir.glob("*.safetensors")):
+            check_same_tensors(made, step, hf_dir)
         files, texts = safetensors_files(made, max_shard_bytes)
         conversion = Conversion(
             sources=[step, hf_dir],
@@ -194,6 +190,13 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
         return convert(conversion, save_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
 
 
-def _mapped(key_map: KeyMap, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    made = {key: tensor for step in key_map.steps(tensors) for key, tensor in step.targets.items()}
+def _mapped(key_map: KeyMap, ledger: SourceLedger) -> dict[str, LazyTensor]:
+    steps = key_map.steps(ledger.tensors)
+    made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+    if made.keys() == ledger.tensors.keys():
+        raise ModelFolderError(
+            f"no key is one of {' or '.join(pattern for rule in key_map.rules for pattern in rule.sources)}",
+            where=str(ledger.where),
+            way_out="Use GenericDCPConverter for a model whose experts stay as they are.",
+        )
     return {key: made[key] for key in sorted(made, key=natural_order)}

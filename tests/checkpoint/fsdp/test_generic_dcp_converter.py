@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 
@@ -139,6 +140,43 @@ def test_prefixes_and_fused_linears_say_the_names_and_lead_back(tmp_path: Path) 
     assert same(held, {"model.layers.0.experts.gate_up_proj": experts, "model.norm.weight": torch.ones(4)})
     GenericDCPConverter().dcp_to_hf(tmp_path / "dcp", tmp_path / "back", folder, **flags)
     assert same(stored(tmp_path / "back"), tensors)
+
+
+def test_prefixes_and_parts_of_names_that_match_no_key_are_refused_with_keys_that_are_there(tmp_path: Path) -> None:
+    folder, out = tmp_path / "hf", tmp_path / "out"
+    folder.mkdir()
+    tensors = {"thinker.lm.thinker.norm.weight": torch.ones(4), "thinker.experts.up": torch.ones(2, 3, 4)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    convert = GenericDCPConverter()
+    there = r"Keys there are thinker\.experts\.up, thinker\.lm\.thinker\.norm\.weight\."
+    for flags, told in (
+        ({"hf_prefix": "thinkr."}, f"--hf_prefix  no key begins with 'thinkr.'. {there}"),
+        ({"hf_prefix": "lm.", "dcp_prefix": "model."}, "--hf_prefix  no key begins with 'lm.'"),
+        ({"fused_linear_names": ["experts.up", "gate"]}, f"--fused_linear_names  no key holds 'gate'. {there}"),
+        ({"fused_linear_names": ["norm"]}, "none of the keys with 'norm' has 3 dims. Keys there are thinker.lm"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            convert.hf_to_dcp(folder, out, **flags)  # type: ignore[arg-type]
+    convert.hf_to_dcp(folder, tmp_path / "dcp", hf_prefix="thinker.", fused_linear_names=["experts.up"])
+    held = DcpReader(tmp_path / "dcp/release").model_tensors()
+    assert held.keys() == {"lm.thinker.norm.weight", "experts.up"}  # the first alone: a prefix stands in front
+    for more, told in (
+        ({"dcp_prefix": "model."}, "--dcp_prefix  no key begins with 'model.'. Keys there are experts.up"),
+        ({"hf_prefix": "thinker.", "fused_linear_names": ["gate"]}, "--fused_linear_names  no key holds 'gate'"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            convert.dcp_to_hf(tmp_path / "dcp", out, folder, **more)  # type: ignore[arg-type]
+    assert not out.exists()
+
+
+def test_two_keys_that_a_prefix_makes_one_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_file({"a.x": torch.ones(1), "b.x": torch.zeros(1)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"b\.x  a\.x and b\.x would both become this"):
+        GenericDCPConverter().hf_to_dcp(folder, tmp_path / "dcp", hf_prefix="a.", dcp_prefix="b.")
 
 
 def test_what_the_model_has_no_place_for_is_kept_from_its_own_folder(tmp_path: Path) -> None:

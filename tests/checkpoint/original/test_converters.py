@@ -174,6 +174,10 @@ def test_mm_convert_takes_wan_to_every_layout_and_back(tmp_path: Path, capsys: p
     assert convert_by_command(tmp_path / "mm_of_original", tmp_path / "third", "--to", "diffusers") == 0
     for name in ("from_original", "from_mm", "third"):
         same(weights(tmp_path / name), before)
+    capsys.readouterr()
+    assert convert_by_command(tmp_path / "third", tmp_path / "third", "--to", "original") == 0
+    assert f"the original is kept as {tmp_path / 'third.bak'}" in capsys.readouterr().out
+    same(weights(tmp_path / "third.bak"), before)
 
 
 def test_mm_convert_takes_the_configuration_of_a_generator_from_the_model_folder(
@@ -193,8 +197,47 @@ def test_mm_convert_takes_the_configuration_of_a_generator_from_the_model_folder
     texts = [(tmp_path / name / "config.json").read_text() for name in ("out", "hub/transformer")]
     assert json.loads(texts[0]) == json.loads(texts[1])
     assert convert_by_command(tmp_path / "mm", tmp_path / "again", "--to", "megatron", *model_folder) == 0
-    assert convert_by_command(tmp_path / "mm", tmp_path / "x", "--to", "megatron", "--pp", "2", *model_folder) == 2
-    assert convert_by_command(tmp_path / "mm", tmp_path / "x", "--to", "megatron", "--tp", "2", *model_folder) == 2
+    for name, told in (("nowhere", "does not exist"), ("mm", "has no config.json")):
+        assert convert_by_command(tmp_path / "mm", tmp_path / "x", "--model", str(tmp_path / name)) == 4
+        assert f"{tmp_path / name}  {told}. Name a diffusers folder" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text('{"model_type": "qwen3"}')
+    assert convert_by_command(tmp_path / "mm", tmp_path / "x", "--model", str(tmp_path / "other")) == 4
+    assert "config.json  _class_name  is missing: it is no configuration of diffusers" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_mm_convert_divides_a_generator_as_its_family_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for case in ("Wan", "VACE", "HunyuanVideo"):
+        small_model(case).save_pretrained(tmp_path / case)
+    place = tmp_path / "mm"
+    assert convert_by_command(tmp_path / "Wan", place, "--to", "megatron", "--pp", "3") == 0
+    layers = [
+        {name.split(".")[1] for name in torch.load(file, weights_only=True)["model"] if name.startswith("blocks.")}
+        for file in sorted(place.glob("release/mp_rank_00_00*/model_optim_rng.pt"))
+    ]
+    assert list(map(len, layers)) == [2, 1, 1]  # of four blocks
+    assert convert_by_command(place, tmp_path / "again", "--to", "megatron", "--pp", "2", "--vpp", "2") == 0
+    layout = json.loads((tmp_path / "again/release/layout.json").read_text())
+    assert layout["llm_pp_layers"] == [[1, 1], [1, 1]]
+    assert convert_by_command(tmp_path / "again", tmp_path / "back", "--model", str(tmp_path / "Wan")) == 0
+    same(weights(tmp_path / "back"), weights(tmp_path / "Wan"))
+    for case, words, told in (
+        (
+            "Wan",
+            ["--tp", "2"],
+            "--tp  MindSpeed-MM's Wan is not divided by tensor parallelism, and tp_size is 2. Leave it",
+        ),
+        ("Wan", ["--pp", "5"], "--pp  5 stages × 1 chunks are more than the model's 4 layers. Take fewer"),
+        ("Wan", ["--ep", "2"], "--ep  a generator has no experts. Leave it out."),
+        ("VACE", ["--pp", "2"], "--pp  MindSpeed-MM's VACE is not divided into stages, and 2 stages × 1 chunks is"),
+        ("HunyuanVideo", ["--pp", "2"], "Leave it out, and divide it by tensor parallelism."),
+    ):
+        capsys.readouterr()
+        assert convert_by_command(tmp_path / case, tmp_path / "x", "--to", "megatron", *words) == 2
+        assert told in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mindspeed_mm.checkpoint.lazy_tensor import Concatenated
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.original.converting import Adapter, GeneratorTarget, convert_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.lora import LoraScaling
@@ -135,6 +137,16 @@ def test_the_authors_pickled_file_with_other_parts_becomes_mindspeed_mms(
     assert manifest["left_out"] == left
     convert_generator(tmp_path / "mm", tmp_path / "back", DIFFUSERS)
     same(weights(tmp_path / "back"), weights(folders["CogVideoX"]))
+
+
+def test_a_piece_of_a_generator_that_is_left_out_is_named(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert_generator(folders["CogVideoX"], tmp_path / "mm", mm(2))
+    monkeypatch.setattr(TensorCut, "whole", lambda self, pieces, *_: Concatenated([pieces[0]] * len(pieces), self.dim))
+    with pytest.raises(ModelFolderError, match=r"mp_rank_01/model\..*  is not used"):
+        convert_generator(tmp_path / "mm", tmp_path / "out", DIFFUSERS)
+    assert not (tmp_path / "out").exists()
 
 
 def test_wan_is_converted_in_place_and_the_original_is_kept(folders: dict[str, Path], tmp_path: Path) -> None:

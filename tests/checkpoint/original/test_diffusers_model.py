@@ -50,6 +50,7 @@ def replaced(key: str, value: object) -> Callable[[dict[str, Any]], Any]:
         (without("patch_embedding.weight"), r"patch_embedding\.weight +is missing"),
         (replaced("blocks.2.ffn.net.0.proj.bias", torch.zeros(3, 3)), r"has shape \[3, 3\], the model wants \[24\]"),
         (replaced("proj_out.weight", torch.zeros(3)), r"proj_out\.weight +has shape \[3\]"),
+        (without("proj_out.bias"), r"are Wan, and do not fit WanTransformer3DModel as .*source describes it\. Name a"),
     ],
 )
 @pytest.mark.parametrize("target", Naming)
@@ -129,6 +130,13 @@ def test_a_version_that_no_tensor_tells_names_the_tensor() -> None:
     family = next(found for found in GENERATORS if found.name == "Wan")
     with pytest.raises(ModelFolderError, match=r"patch_embedding\.weight +is missing, and every Wan has it"):
         told_version({}, family)
+
+
+def test_a_shape_that_tells_nothing_names_the_tensor() -> None:
+    family = next(found for found in GENERATORS if found.name == "Wan")
+    tensors = lazy(dict(outline("Wan").state_dict()) | {"patch_embedding.weight": torch.ones(3)})
+    with pytest.raises(ModelFolderError, match=r"patch_embedding\.weight +has shape \[3\], which is none of Wan's"):
+        told_version(tensors, family)
 
 
 def test_the_head_size_and_all_else_of_the_configuration_come_back(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from mindspeed_mm.checkpoint.common.config import (
     ParallelConfig,
 )
 from mindspeed_mm.checkpoint.common.converter import Converter
+from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, LazyTensor, Sliced
+from mindspeed_mm.checkpoint.megatron import sharding
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
 from mindspeed_mm.checkpoint.ptd.config import (
     AdapterModelConfig,
     ConvertLoraHFConfig,
@@ -35,7 +39,7 @@ from mindspeed_mm.checkpoint.ptd.converters import (
     Qwen2VLConverter,
     Qwen3VLMegatronConverter,
 )
-from mindspeed_mm.core.errors import CheckpointError, UsageError
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from tests.helpers.megatron_models import save_tiny
 
 CONVERTERS = {
@@ -154,6 +158,56 @@ def test_a_rank_that_is_missing_is_named(saved: Callable[[str], Path], tmp_path:
     shutil.rmtree(mm / "release/mp_rank_01_001")
     with pytest.raises(CheckpointError, match="mp_rank_01_001 is missing"):
         to_hf("glm4v", mm, hf, tmp_path / "hf")
+
+
+def twice_the_first(self: TensorCut, pieces: Sequence[LazyTensor], true_length: int | None = None) -> LazyTensor:
+    """A fault: rank 0's piece instead of every other's. Keys and shapes are as they should be."""
+    whole = Concatenated([pieces[0]] * len(pieces), self.dim)
+    return whole if true_length is None or not self.padded else Sliced(whole, self.dim, 0, true_length)
+
+
+def test_a_piece_that_is_left_out_on_the_way_back_is_named(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, mm = saved("glm4v"), tmp_path / "mm"
+    to_mm("glm4v", hf, mm, CHUNKED)
+    monkeypatch.setattr(TensorCut, "whole", twice_the_first)
+    resplit = ResplitConfig(source_dir=mm, target_dir=tmp_path / "out", target_parallel_config=division("glm4v", FLAT))
+    for convert in (lambda: to_hf("glm4v", mm, hf, tmp_path / "out"), lambda: GlmConverter().resplit(resplit)):
+        with pytest.raises(ModelFolderError, match=r"mp_rank_01_000/model0\..*  is not used") as caught:
+            convert()
+        assert "mp_rank_00_000/model0." in str(caught.value)  # and this is used twice
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_that_is_not_written_is_named(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_division = sharding._pieces
+
+    def without_last_norm(name: str, *more: Any) -> Iterator[Any]:
+        pieces = list(whole_division(name, *more))
+        return iter(pieces[:-1] if name.endswith("final_layernorm.weight") else pieces)
+
+    monkeypatch.setattr(sharding, "_pieces", without_last_norm)
+    with pytest.raises(ModelFolderError, match=r"model\.language_model\.norm\.weight  is used 1 times, and 2 are"):
+        to_mm("glm4v", saved("glm4v"), tmp_path / "mm", CHUNKED)
+
+
+def test_what_kernels_keep_and_an_optimizer_are_left_out_by_name(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    hf, mm = saved("glm4v"), tmp_path / "mm"
+    to_mm("glm4v", hf, mm, CHUNKED)
+    (mm / "conversion_manifest.json").unlink()
+    file = mm / "release/mp_rank_00_000/model_optim_rng.pt"
+    content = torch.load(file, weights_only=True)
+    content["model0"]["text_decoder.decoder.layers.0.x._extra_state"] = torch.ones(3)
+    torch.save({**content, "optimizer": {"exp_avg": torch.ones(2)}}, file)
+    to_hf("glm4v", mm, hf, tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/conversion_manifest.json").read_text())["left_out"] == {
+        "mp_rank_00_000/model0.text_decoder.decoder.layers.0.x._extra_state": "is what Megatron's kernels keep for "
+        "themselves",
+        "mp_rank_00_000/optimizer": "is no part of the model",
+    }
 
 
 def test_a_talker_stays_in_the_original_folder_and_comes_back_from_there(

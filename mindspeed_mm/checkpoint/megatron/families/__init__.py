@@ -26,8 +26,13 @@ __all__ = [
 FAMILIES = (QWEN2_VL, QWEN2_5_VL, QWEN2_5_OMNI, QWEN3_VL, INTERNVL, GLM_4V, DEEPSEEK_VL)
 
 
-def family_of(config: Config) -> MegatronFamily:
+def family_of(config: Config, where: str = "", way_out: str = "") -> MegatronFamily:
     """The family of a config.json.
+
+    Args:
+        config: Its content.
+        where: The file, for errors.
+        way_out: What else to do about another family's.
 
     Raises:
         ModelFolderError: No family has this model type.
@@ -38,7 +43,8 @@ def family_of(config: Config) -> MegatronFamily:
             return family
     known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
     raise ModelFolderError(
-        f"model_type is {model_type!r}, whose Megatron-style names are not known",
+        f"is {model_type!r}, whose Megatron-style names are not known",
+        where=where,
         key="model_type",
-        way_out=f"Known are {known}.",
+        way_out=f"Known are {known}. {way_out}".rstrip(),
     )

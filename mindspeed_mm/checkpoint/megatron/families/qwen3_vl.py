@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mindspeed_mm.checkpoint.expert_order import in_order_of_module
 from mindspeed_mm.checkpoint.key_ops import SwapTo, Unstack
 from mindspeed_mm.checkpoint.keymap import KeyRule
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
@@ -42,7 +43,7 @@ def _describe(config: Config) -> MegatronModel:
         depths={"text": text["num_hidden_layers"], "vision": vision["depth"]},
         rules=[
             *text_rules(text, _TEXT, "lm_head"),
-            *(_expert_rules(text, experts, in_order_of_module(config)) if experts else []),
+            *(_expert_rules(text, experts, in_order_of_module(config.get("transformers_version"))) if experts else []),
             *_vision_rules(vision),
         ],
         cuts={**text_cuts(text), **gated_mlp_cuts(_LOCAL), **_vision_cuts(vision)},
@@ -53,15 +54,8 @@ def _describe(config: Config) -> MegatronModel:
     )
 
 
-def in_order_of_module(config: Config) -> bool:
-    """Whether the folder holds experts as the module has them, (E, 2I, H), and not as the released ones, (E, H, 2I):
-    transformers 5 saves them so. It reads both."""
-    version = str(config.get("transformers_version") or "4")
-    return int(version.partition(".")[0]) >= 5
-
-
-def _expert_rules(text: Config, e: int, as_module: bool) -> list[KeyRule]:
-    # E experts, I their inner width, H the model's
+def _expert_rules(text: Config, e: int, as_module: bool | None) -> list[KeyRule]:
+    # E experts, I their inner width, H the model's: the module's (E, 2I, H) is (E, H, 2I) in the released folders
     i, h = text["moe_intermediate_size"], text["hidden_size"]
     return [
         KeyRule(f"{_TEXT}layers.{{n}}.mlp.gate.weight", f"{LAYER}mlp.router.weight"),
