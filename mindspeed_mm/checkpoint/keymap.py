@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mindspeed_mm.checkpoint.key_ops import Column, Op
+from mindspeed_mm.checkpoint.key_ops import Column, Drop, Op
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 
@@ -33,6 +33,8 @@ class RuleMatch:
 
     sources: tuple[str, ...]
     targets: Mapping[str, LazyTensor]
+    dropped: tuple[LazyTensor, ...] = ()
+    """What of the sources is in no target, by rule (`Drop`)."""
 
 
 class KeyRule:
@@ -72,14 +74,16 @@ class KeyRule:
         work: list[Column] = [[tensors[key] for key, _ in column] for column in columns]
         values = {name: columns[0][0][1][name] for name in self.shared}
         keys = tuple(key for column in columns for key, _ in column)
+        dropped: list[LazyTensor] = []
         try:
             for op in self.ops:
+                dropped += work[op.position] if isinstance(op, Drop) else ()
                 work = op.apply(work)
             made = [self._named(pattern, column, values) for pattern, column in zip(self.targets, work, strict=True)]
         except (ValueError, IndexError) as error:
             way_out = getattr(error, "way_out", "")
             raise ModelFolderError(f"{error} (rule {self})", key=keys[0], way_out=way_out) from error
-        return RuleMatch(keys, {key: tensor for column in made for key, tensor in column})
+        return RuleMatch(keys, {key: tensor for column in made for key, tensor in column}, tuple(dropped))
 
     def _named(self, pattern: str, column: Column, values: dict[str, str]) -> list[tuple[str, LazyTensor]]:
         dealt = [name for name in _names([pattern]) if name not in values]

@@ -36,6 +36,11 @@ class CountedTensor(Stored):
         self.base = base
         self.taken: Counter[Region] = Counter()
 
+    def take(self) -> Counter[Region]:
+        """What was noted since the last time."""
+        taken, self.taken = self.taken, Counter()
+        return taken
+
     def _no_reader(self) -> TensorReader:
         raise NotImplementedError
 
@@ -73,7 +78,7 @@ def check_ledgers(
     *,
     times: Mapping[str, int | None] | None = None,
     left_out: Collection[str] = (),
-    padding: Mapping[str, int] | None = None,
+    dropped: Iterable[LazyTensor] = (),
 ) -> None:
     """Prove that every element of the sources is used, and every element of the output written, exactly once; nothing
     is read.
@@ -84,27 +89,30 @@ def check_ledgers(
         times: Source keys that are used whole several times (a norm on every rank, a tied embedding) → how often; None:
             as often as it takes.
         left_out: Source keys that are not used, on purpose.
-        padding: Source keys → elements of each that fill a vocabulary up, and are not used.
+        dropped: Made of parts of the sources that are not used, by a rule: rows that fill a vocabulary up, say.
 
     Raises:
         ModelFolderError: Naming keys that are unused, used in part or more often, or not written so.
     """
-    for ledger in ledgers:
-        for tensor in ledger.tensors.values():
-            tensor.taken.clear()
+    for tensor in (tensor for ledger in ledgers for tensor in ledger.tensors.values()):
+        tensor.take()
     told: dict[str, list[Problem]] = {}
     with torch.device("meta"), _Writes() as writes:
         for key, item in made:
             _note(told, key, _fault("written", writes.of(item), math.prod(item.shape)))
+        used = {id(tensor): tensor.take() for ledger in ledgers for tensor in ledger.tensors.values()}
+        for item in dropped:
+            item.read()
     _raise("the conversion does not write every tensor whole", told)
     for ledger in ledgers:
         told = {}
         for key, tensor in ledger.tensors.items():
+            boxes, as_often = used[id(tensor)], (times or {}).get(key, 1)
             if key in left_out:
-                _note(told, key, "is left out, and used all the same" if tensor.taken else None)
+                _note(told, key, "is left out, and used all the same" if boxes else None)
             else:
-                size = math.prod(tensor.shape) - (padding or {}).get(key, 0)
-                _note(told, key, _fault("used", tensor.taken, size, (times or {}).get(key, 1)))
+                boxes += Counter(dict.fromkeys(tensor.take(), as_often or 1))
+                _note(told, key, _fault("used", boxes, math.prod(tensor.shape), as_often))
         _raise(f"{ledger.where}: the conversion does not fit what is stored here", told)
 
 

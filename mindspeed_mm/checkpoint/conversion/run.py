@@ -20,6 +20,7 @@ import torch
 from mindspeed_mm.checkpoint.conversion.files import OutputFile, SafetensorsFile, TensorRecord
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger, check_ledgers
 from mindspeed_mm.checkpoint.conversion.manifest import MB, check_source, differences, write_manifest
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.artifacts import free_bytes, is_disk_full
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem
 from mindspeed_mm.core.folder_writing import atomic_folder, backup_of, check_target, copy_plain, folder_in_place
@@ -33,7 +34,7 @@ class Conversion:
     sources: Sequence[Path]
     """Folders and files that are read meanwhile: the target may neither be one of them, nor hold or lie in one."""
     ledgers: Sequence[SourceLedger]
-    """Of the sources' tensors. Every element is used exactly once, but for `times`, `left_out` and `padding`."""
+    """Of the sources' tensors. Every element is used exactly once, but for `times`, `left_out` and `dropped`."""
     files: Mapping[str, OutputFile]
     """Relative name → content."""
     layout: Mapping[str, Any]
@@ -43,8 +44,8 @@ class Conversion:
     often as it takes."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Source keys that are not written, each with the reason."""
-    padding: Mapping[str, int] = field(default_factory=dict)
-    """Source keys → elements of each that fill a vocabulary up, and are not written."""
+    dropped: Sequence[LazyTensor] = ()
+    """Parts of the sources that are not written, by a rule: rows that fill a vocabulary up, say."""
     copies: Mapping[str, Path] = field(default_factory=dict)
     """Relative name → file or folder to copy."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -138,7 +139,7 @@ def check_complete(conversion: Conversion) -> None:
         (item for file in conversion.files.values() for item in file.tensors.items()),
         times=conversion.times,
         left_out=conversion.left_out,
-        padding=conversion.padding,
+        dropped=conversion.dropped,
     )
     homes: dict[str, str] = {}
     problems = []

@@ -4,7 +4,6 @@ the files of one that is written hold.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import check_used_once, is_number, natural_order
-from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor
+from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, Sliced
 from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.layout import (
     LAYOUT_FILE,
@@ -69,19 +68,17 @@ class DividedWeights:
                 shards[rank][chunk][name] = stored[self._key(rank, chunk, name)]
         return join(shards, self.model, self.layout)
 
-    @property
-    def padding(self) -> dict[str, int]:
-        """Key of `stored` → elements that fill the vocabulary up, and are no part of the model."""
-        found = {}
+    def padding(self, stored: Mapping[str, LazyTensor]) -> list[LazyTensor]:
+        """The rows that fill the vocabulary up, and are no part of the model. `stored` as of `whole`."""
+        found: list[LazyTensor] = []
         for rank, chunk, name, tensor in self._pieces():
             cut = self.model.cut_of(name)
             if cut is None or not cut.padded or self.model.vocabulary is None:
                 continue
-            rows = tensor.shape[cut.dim]
-            ranks = self.layout.tp_size(self.model.tower_of(name).name)
-            surplus = (rank.tp % ranks + 1) * rows - self.model.vocabulary
+            rows, ranks = tensor.shape[cut.dim], self.layout.tp_size(self.model.tower_of(name).name)
+            surplus = min(rows, (rank.tp % ranks + 1) * rows - self.model.vocabulary)
             if surplus > 0:
-                found[self._key(rank, chunk, name)] = min(surplus, rows) * (math.prod(tensor.shape) // rows)
+                found.append(Sliced(stored[self._key(rank, chunk, name)], cut.dim, rows - surplus, surplus))
         return found
 
     def _pieces(self) -> Iterator[tuple[MegatronRank, str, str, LazyTensor]]:
@@ -167,6 +164,11 @@ def renamed_to_hub(whole: Mapping[str, LazyTensor], model: MegatronModel) -> dic
     made = {key: tensor for step in steps for key, tensor in step.targets.items()}
     check_used_once(steps, whole, made)
     return {key: made[key] for key in sorted(made, key=natural_order)}
+
+
+def without_a_name(whole: Mapping[str, LazyTensor], model: MegatronModel) -> list[LazyTensor]:
+    """What `renamed_to_hub` drops, since the hub has no tensor for it: a bias that changes nothing, say."""
+    return [tensor for step in model.key_map.inverse.steps(whole) for tensor in step.dropped]
 
 
 def read_divided(

@@ -34,6 +34,7 @@ from mindspeed_mm.checkpoint.megatron.folder import (
     read_shards,
     refuse_contradiction,
     renamed_to_hub,
+    without_a_name,
 )
 from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE, MegatronLayout
 from mindspeed_mm.checkpoint.megatron.sharding import divide, times_written
@@ -154,7 +155,7 @@ def megatron_to_hf(
             layout={"kind": "hf"},
             times={key: 2 for tensor in twice.values() for key in stored_keys(tensor)},
             left_out=found.left_out,
-            padding=found.padding,
+            dropped=[*found.padding(ledger.tensors), *without_a_name(whole, found.model)],
             copies={path.name: path for path in asset_files(hf_dir)},
             texts=texts,
         )
@@ -200,7 +201,7 @@ def divide_anew(
         **_megatron_output(divided_files(whole, model, layout), layout),
         times=times_written(whole, model, layout),
         left_out=found.left_out,
-        padding=found.padding,
+        dropped=found.padding(ledger.tensors),
         copies={path.name: path for path in asset_files(home)},
     )
     return _run(conversion, target_dir, writing)

@@ -72,10 +72,15 @@ def test_what_is_written_several_times_is_written_so_often() -> None:
 def test_padding_and_what_is_left_out_are_not_used() -> None:
     of = ledger(words=(8, 2), extra=(2,))
     true = {"words": Sliced(of.tensors["words"], 0, 0, 5)}
-    check_ledgers([of], true.items(), padding={"words": 6}, left_out={"extra"})
-    assert "words  is used in part: 10 of 12 elements" in told(of, true, padding={"words": 4}, left_out={"extra"})
+    padding = [Sliced(of.tensors["words"], 0, 5, 3)]
+    check_ledgers([of], true.items(), dropped=padding, left_out={"extra"})
+    less, more = [Sliced(of.tensors["words"], 0, 6, 2)], [Sliced(of.tensors["words"], 0, 4, 4)]
+    assert "words  is used in part: 14 of 16 elements" in told(of, true, dropped=less, left_out={"extra"})
+    assert "words  is used more than once: 18 of 16" in told(of, true, dropped=more, left_out={"extra"})
     both = {**true, "extra": of.tensors["extra"]}
-    assert "extra  is left out, and used all the same" in told(of, both, padding={"words": 6}, left_out={"extra"})
+    assert "extra  is left out, and used all the same" in told(of, both, dropped=padding, left_out={"extra"})
+    twice = {**true, "head": true["words"]}  # of a tied head, the padding is dropped once
+    check_ledgers([of], twice.items(), dropped=padding, left_out={"extra"}, times={"words": 2})
 
 
 @pytest.mark.parametrize("compared", [False, True])

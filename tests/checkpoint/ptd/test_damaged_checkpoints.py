@@ -97,7 +97,7 @@ class Damaged:
 
     def refused(self, *directions: str) -> str:
         """What is said in each of these directions, and that nothing is left of the attempt."""
-        told = []
+        told: list[MMError] = []
         for direction in directions:
             with pytest.raises(MMError) as caught:
                 if direction == "hf_to_mm":
@@ -107,9 +107,9 @@ class Damaged:
                 else:
                     resplit(self.name, self.mm, self.at / "out")
             assert not (self.at / "out").exists()
-            told.append(str(caught.value))
-        assert len(set(told)) == 1, told
-        return told[0]
+            told.append(caught.value)
+        assert len({error.problems for error in told}) == 1, told
+        return str(told[0])
 
 
 Damage = Callable[[str], Damaged]
