@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -122,6 +123,7 @@ def start_mm(*words: object, log: Path) -> ForkServerProcess:
 
 
 def _mm_main(words: list[str], log: Path) -> None:
+    gc.freeze()
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -200,6 +202,7 @@ def _text(path: Path) -> str:
 
 
 def _rank_main(job: Job, rank: int) -> None:
+    gc.freeze()  # looking for garbage among what the server has imported would copy all of its memory
     with (job.folder / f"stack{rank}.txt").open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         faulthandler.dump_traceback_later(job.timeout_s + LAST_RESORT_S, exit=True, file=stack_file)

@@ -294,12 +294,15 @@ class Trainer:
 def _kept() -> Iterator[None]:
     """Inside, what has been built is no garbage: the collector need not look at it, nor workers copy its pages.
     Afterwards it may be: a model's cycles hold its process group, whose threads wake a hundred times a second."""
-    gc.freeze()
+    was_frozen = gc.get_freeze_count() > 0  # by the caller: thawing would thaw what is his, too
+    if not was_frozen:
+        gc.freeze()
     gc.enable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ does over a pipe, and prints into a log of its own.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -170,6 +171,7 @@ def _without_accelerators() -> Iterator[None]:
 
 
 def _main(pipe: connection.Connection, place: _Process, function: str, job: Any) -> None:
+    gc.freeze()  # looking for garbage among what the server has imported would copy all of its memory
     _print_into(place.folder / f"rank{place.rank}.log")
     os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
     try:
