@@ -1,12 +1,11 @@
 """Features that change nothing of what is computed, those that do, and which two do not go together.
 
-Every pair must equal the run without the first kind, in loss, every gradient, clip norm and every weight after two
-steps; a pair that is refused must be refused before the first step, by a `ConfigError`. There are no holes.
+Every pair is in a configuration that must equal the run without the first kind, in loss, every gradient, clip norm and
+every weight after two steps; or it must be refused by `mm check`. There are no holes.
 """
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.covering import covering
 from tests.helpers.plan_matrix import EP, RING, TP, ULYSSES
 from tests.helpers.planned_steps import overrides, train_steps
 
@@ -62,6 +62,30 @@ FAMILY_WORDS = {
     },
 }  # fmt: skip
 
+FEATURES = NEUTRAL | CHANGING
+
+REFUSED: dict[frozenset[str], str] = {
+    # A re-entrant pass has no results of single operations to keep.
+    frozenset(("selective", "reentrant")): "features.recompute_plan.use_reentrant",
+    frozenset(("reentrant", "attention kept")): "features.recompute_plan.use_reentrant",
+    # All is on the host already.
+    frozenset(("gradient offload", "cpu_offload")): "parallel.fsdp_plan.cpu_offload",
+    frozenset(("swap", "cpu_offload")): "parallel.fsdp_plan.cpu_offload",
+    # Beside adapters there are no matrices left for it.
+    frozenset(("muon", "lora")): "training.optimizer",
+    frozenset(("muon", "dora")): "training.optimizer",
+    frozenset(("muon", "projector whole")): "training.optimizer",
+    # A rank that has a part of a row cannot measure it.
+    frozenset(("tp2", "dora")): "training.lora.use_dora",
+}
+"""Two that do not go together → the key that the refusal names."""
+
+HIDDEN_BY = {"chunk loss": "dynamic chunk loss"}
+"""Feature → another, beside which it does nothing."""
+
+LIMIT = 6
+"""Most features of a configuration, a plan included."""
+
 OF_LANGUAGE = {"chunk loss", "dynamic chunk loss", "by sample", "z-loss", "projector whole"}
 """What a generator has nothing of."""
 
@@ -81,29 +105,42 @@ PLANS: dict[str, tuple[int, list[str]]] = {
 def words_of(family: str, names: tuple[str, ...], folder: str) -> list[str]:
     """The overrides that switch these features on."""
     told = FAMILY_WORDS[family.partition(" ")[0]] | {"folder": folder}
-    words = [word for name in names for word in (NEUTRAL | CHANGING)[name]]
+    words = [word for name in names for word in FEATURES[name]]
     for key, value in told.items():
         words = [word.replace(f"{{{key}}}", value) for word in words]
     return list(dict.fromkeys([*words, *(SHORT if is_short(family, names) else ())]))
 
 
-def conflicts(one: str, other: str, family: str, refused: dict[Any, str]) -> str | None:
-    """Words of the refusal of a pair in either order, or None."""
-    return refused.get((family, one, other), refused.get((family, other, one)))
+def may_meet(one: str, other: str) -> bool:
+    """Whether two features, or a feature and a plan, can be in one configuration: the two are not one choice, and not
+    refused."""
+    if one in PLANS or other in PLANS:
+        is_one_choice = one in PLANS and other in PLANS
+    else:
+        first, second = (dict(word.split("=", 1) for word in FEATURES[name]) for name in (one, other))
+        sets_otherwise = any(second.get(key, value) != value for key, value in first.items())
+        is_kind_of = first.items() <= second.items() or second.items() <= first.items()
+        is_one_choice = sets_otherwise or is_kind_of
+    return not is_one_choice and frozenset((one, other)) not in REFUSED
 
 
-def same_section(one: str, other: str) -> bool:
-    """Whether two features set the same key to different values: they are one choice, not two."""
-    first, second = (dict(word.split("=", 1) for word in (NEUTRAL | CHANGING)[name]) for name in (one, other))
-    return any(second.get(key, value) != value for key, value in first.items())
+def features_of(family: str) -> list[str]:
+    """The features that a family has, neutral ones first."""
+    return [name for name in FEATURES if family != "wan" or name not in OF_LANGUAGE]
 
 
-def pairs_of(family: str) -> list[tuple[str, str]]:
-    """Every pair with a neutral feature that is not a choice between the two."""
-    neutral = [name for name in NEUTRAL if family != "wan" or name not in OF_LANGUAGE]
-    changing = [name for name in CHANGING if family != "wan" or name not in OF_LANGUAGE]
-    found = [*itertools.combinations(neutral, 2), *itertools.product(neutral, changing)]
-    return [pair for pair in found if not same_section(*pair)]
+def configurations(family: str) -> list[tuple[str, ...]]:
+    """Few configurations with every pair of features in at least one of them; of the language model also every feature
+    under every plan."""
+    plans = list(PLANS) if family == "vlm" else []
+    return covering([*plans, *features_of(family)], may_meet, LIMIT, lambda names, pair: shows(family, names, pair))
+
+
+def shows(family: str, names: tuple[str, ...], pair: tuple[str, str]) -> bool:
+    """Whether a configuration shows something about a pair in it. What is compared in fp32 shows less: it counts for
+    the feature alone that makes it so."""
+    is_hidden = any(HIDDEN_BY.get(name) in names and HIDDEN_BY[name] not in pair for name in pair)
+    return not is_hidden and (not is_short(family, names) or is_short(family, pair))
 
 
 def is_short(family: str, names: tuple[str, ...]) -> bool:
@@ -119,8 +156,3 @@ def outcome(yaml: str, words: list[str]) -> Any:
             return train_steps(yaml, words)
     except ConfigError as error:
         return str(error)
-
-
-def outcomes(yaml: str, cases: dict[str, list[str]]) -> dict[str, Any]:
-    """The outcome of each case, on this rank."""
-    return {name: outcome(yaml, words) for name, words in cases.items()}
