@@ -118,9 +118,6 @@ def train(
     check_flags(**flags)
     check_counts(steps=steps)
     options = {"steps": steps, "resume": wants_resume(resume), **flags}
-    from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
-
-    ensure_torchvision()
     sections = {"data": data, "parallel": parallel, "training": training, "features": features, "tools": tools}
     given = GivenConfig.of(config, model, overrides, **sections, inference=inference)
     from mindspeed_mm.tasks.given.training import train_given

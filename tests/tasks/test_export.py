@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.loader import dump_resolved, load_config
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.export import contents, export
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 prepare_for_transformers()
@@ -170,7 +170,7 @@ def test_refusals(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     other = make_tiny_qwen3_vl(tmp_path / "other", num_hidden_layers=3)
     with pytest.raises(CheckpointError, match=r"saved from another model: \d+ tensors are missing"):
         export.run(run_folder, tmp_path / "out", model_folder=other)
-    monkeypatch.setattr(export, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(contents, "free_bytes", lambda path: 1000)
     with pytest.raises(MachineError, match=r"bytes are needed, but only 1,000 are free"):
         export.run(run_folder, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]

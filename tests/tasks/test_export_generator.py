@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import Trainer
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
-from mindspeed_mm.tasks.export import export
+from mindspeed_mm.tasks.export import contents, export
 from mindspeed_mm.tasks.model_source import resolve_model
 from tests.helpers.adapters import denoised
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
@@ -137,7 +137,7 @@ def test_refusals(flux: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     language = make_tiny_qwen3(tmp_path / "language")
     with pytest.raises(UsageError, match=r"--transformer-only +the model is not a generator"):
         export.run(run, tmp_path / "out", transformer_only=True, model_folder=language)
-    monkeypatch.setattr(export, "free_bytes", lambda path: 300_000)
+    monkeypatch.setattr(contents, "free_bytes", lambda path: 300_000)
     with pytest.raises(MachineError, match=r"bytes are needed, but only 300,000 are free"):
         export.run(run, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["language"]

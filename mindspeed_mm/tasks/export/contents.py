@@ -3,7 +3,7 @@ written: memory holds one file at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,9 @@ from mindspeed_mm.checkpoint.hf_folder import DtypeRule, copy_assets, write_weig
 from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.core.artifacts import free_bytes
+from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
+from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
 from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
@@ -52,6 +54,32 @@ class ExportContents:
     """Size of components that are copied; small files do not count."""
     write: Callable[[Path], object]
     """Writes everything into a folder that exists."""
+
+    def write_to(
+        self,
+        target: Path,
+        sources: Sequence[Path],
+        *,
+        overwrite: bool,
+        finish: Callable[[Path], object] = lambda _draft: None,
+    ) -> None:
+        """Write everything; the folder appears when it is complete.
+
+        Args:
+            target: The folder to write.
+            sources: What is read, which `target` must not be.
+            overwrite: Replace what an earlier export or merge has written there.
+            finish: Writes more into the folder before it appears.
+
+        Raises:
+            MachineError: There is not enough space.
+        """
+        with atomic_folder(target, overwrite=overwrite, sources=sources) as draft:
+            needed = self.size_bytes + self.other_bytes
+            if (free := free_bytes(draft)) < needed:
+                raise MachineError(f"{needed:,} bytes are needed, but only {free:,} are free", where=str(target))
+            self.write(draft)
+            finish(draft)
 
 
 @contextmanager

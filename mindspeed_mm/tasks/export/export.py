@@ -4,6 +4,7 @@ one process."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig
@@ -11,15 +12,14 @@ from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES
 from mindspeed_mm.checkpoint.megatron.families import family_of
 from mindspeed_mm.checkpoint.ptd.conversions import Writing, megatron_to_hf
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
-from mindspeed_mm.core.artifacts import free_bytes
-from mindspeed_mm.core.errors import MachineError, ModelFolderError
-from mindspeed_mm.core.folder_writing import atomic_folder, check_target
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.folder_writing import check_target
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors, Weights
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
-from mindspeed_mm.tasks.export.contents import ContentKind, folders_read, open_contents
+from mindspeed_mm.tasks.export.contents import ContentKind, ExportContents, folders_read, open_contents
 from mindspeed_mm.tasks.export.model_card import write_model_card
-from mindspeed_mm.tasks.export.source import NAME_MODEL, resolve_source
+from mindspeed_mm.tasks.export.source import NAME_MODEL, ExportSource, resolve_source
 
 
 @dataclass(frozen=True)
@@ -81,32 +81,39 @@ def run(
         return _export_megatron(source, target, model_folder or source, overwrite=overwrite)
     found = resolve_source(source, step, model_folder)
     reader = DcpTensors(found.checkpoint, weights)
-    with (
-        open_contents(
-            found,
-            reader,
-            dtype=torch_dtype(dtype),
-            merge=merge,
-            transformer_only=transformer_only,
-            max_shard_bytes=max_shard_bytes,
-        ) as contents,
-        atomic_folder(target, overwrite=overwrite, sources=folders_read(found)) as draft,
-    ):
-        needed = contents.size_bytes + contents.other_bytes
-        if (free := free_bytes(draft)) < needed:
-            raise MachineError(f"{needed:,} bytes are needed, but only {free:,} are free", where=str(target))
-        contents.write(draft)
-        write_model_card(
-            draft, found.run, found.checkpoint.iteration, found.model_folder, title=target.name, kind=contents.kind
-        )
+    opened = open_contents(
+        found,
+        reader,
+        dtype=torch_dtype(dtype),
+        merge=merge,
+        transformer_only=transformer_only,
+        max_shard_bytes=max_shard_bytes,
+    )
+    with opened as contents:
+        return _write(contents, found, reader.weights, target, overwrite=overwrite)
+
+
+def _write(
+    contents: ExportContents, found: ExportSource, weights: Weights, target: Path, *, overwrite: bool
+) -> Exported:
+    checkpoint = found.checkpoint
+    card = partial(
+        write_model_card,
+        run=found.run,
+        step=checkpoint.iteration,
+        model_folder=found.model_folder,
+        title=target.name,
+        kind=contents.kind,
+    )
+    contents.write_to(target, folders_read(found), overwrite=overwrite, finish=card)
     return Exported(
         target,
-        found.checkpoint.path,
-        found.checkpoint.iteration,
+        checkpoint.path,
+        checkpoint.iteration,
         contents.tensors,
         contents.size_bytes,
-        found.checkpoint.notes,
-        reader.weights,
+        checkpoint.notes,
+        weights,
         contents.kind,
     )
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.core.artifacts import free_bytes
-from mindspeed_mm.core.errors import MachineError, ModelFolderError, UsageError
-from mindspeed_mm.core.folder_writing import atomic_folder, check_target
+from mindspeed_mm.core.errors import ModelFolderError, UsageError
+from mindspeed_mm.core.folder_writing import check_target
 from mindspeed_mm.core.model_kinds import kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
@@ -90,10 +89,7 @@ def run(
         made, rule = complete(outline, tensors, expected, weights), DtypeRule.of_source(weights, torch_type)
         view = view_writer(view_of_adapters(adapters[-1]), base) if kind_of_folder(base).has_tokens else None
         contents = WholeModel(base, outline, made, rule, max_shard_bytes, torch_type, view).contents()
-        with atomic_folder(out, overwrite=overwrite, sources=(base, *adapters)) as draft:
-            if (free := free_bytes(draft)) < (needed := contents.size_bytes + contents.other_bytes):
-                raise MachineError(f"{needed:,} bytes are needed, but only {free:,} are free", where=str(out))
-            contents.write(draft)
+        contents.write_to(out, (base, *adapters), overwrite=overwrite)
     return Merged(out, tuple(map(str, adapters)), contents.tensors, contents.size_bytes)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_mm.core.errors import UsageError, told_as
 from mindspeed_mm.fsdp.train.train_engine import Hook
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
+from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 from mindspeed_mm.tasks.given.arguments import named_by, short
 from mindspeed_mm.tasks.given.configuration import GivenConfig, resolved
 from mindspeed_mm.tasks.given.objects import with_objects
@@ -20,6 +21,7 @@ def train_given(
     config: GivenConfig, rows: Any, val_rows: Any, processor: Any, callbacks: Any, options: Mapping[str, Any]
 ) -> Run:
     """Train in this process; arguments as of `mm.train`, `options` for `TrainOptions`."""
+    ensure_torchvision()  # before callbacks and data sets of the caller import transformers
     hooks = _listed(callbacks)
     with ExitStack() as stack, collecting_later(), told_as(named_by(rows=rows, val_rows=val_rows)):
         words, objects = with_objects(
