@@ -23,10 +23,10 @@ Examples:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option(
-    "--config-only", is_flag=True, help="Check only the text, keys and values: import no plugin, build nothing."
+    "--config-only", is_flag=True, help="Check only the text, keys and values; import no plugin and build nothing."
 )
 @click.option("--nproc", type=click.IntRange(min=1), help="Check the parallel sizes for this many ranks.")
-@click.option("--accept-data-change", is_flag=True, help="Accept features of rows that have changed, as in mm train.")
+@click.option("--accept-data-change", is_flag=True, help="Accept features whose rows have changed, as in mm train.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def command(
@@ -38,11 +38,11 @@ def command(
     accept_data_change: bool,
     as_json: bool,
 ) -> None:
-    """Find what is wrong with CONFIG before training, each finding with its remedy.
+    """Find what is wrong with CONFIG before training, and say how to mend it.
 
-    In this order: the configuration, plugins, paths, module patterns against the model (built without weights), first
-    samples, batch keys against the model's forward, the memory that the first batch will take (with --nproc on a rank
-    of so many). OVERRIDES are section.key=value, each parsed as YAML.
+    Checked in this order: the configuration, plugins, paths, module patterns against the model (built without weights),
+    the first samples, batch keys against the model's forward, and the memory that the first batch will take (on one of
+    --nproc ranks). OVERRIDES are section.key=value, each parsed as YAML.
     """
     result = task.run(config, overrides, config_only=config_only, nproc=nproc, accept_data_change=accept_data_change)
     click.echo(_as_json(result) if as_json else _as_text(result))

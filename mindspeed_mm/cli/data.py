@@ -49,10 +49,10 @@ def command() -> None:
     """Look at the rows of a configuration before training on them."""
 
 
-@command.command(epilog=CHECK_EXAMPLES)
+@command.command(epilog=CHECK_EXAMPLES, short_help="Find what is wrong with the rows, and how to mend it.")
 @click.argument("config", type=PATH)
 @click.argument("overrides", nargs=-1)
-@click.option("--decode", is_flag=True, help="Decode every medium; otherwise only its header is read.")
+@click.option("--decode", is_flag=True, help="Decode every image, clip and sound; otherwise only its header is read.")
 @click.option("--limit", type=POSITIVE, help="Number of rows to read, spread evenly over the data.")
 @click.option("--bad-rows", type=PATH, help="File that every bad row is written to, one JSON object per line.")
 @click.option("--nproc", type=POSITIVE, help="Number of ranks that share the global batch; default: WORLD_SIZE, or 1.")
@@ -76,9 +76,9 @@ def check(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Read every row of CONFIG once and say what is wrong, each finding with what to change and how many rows it saves.
+    """Read every row of CONFIG once and say what is wrong, what to change, and how many rows that saves.
 
-    Missing and broken media, roles, placeholders, label masks, rows that are too long, duplicates, the chat template,
+    Looks at media, roles, placeholders, label masks, rows that are too long or occur twice, the chat template and the
     shares of a mixture. OVERRIDES are section.key=value. Exit code 4 when training would stop.
     """
     from mindspeed_mm.tasks.data import check as task  # torch: the help does without
@@ -97,12 +97,12 @@ def check(
     ctx.exit(result.exit_code)
 
 
-@command.command(epilog=PREVIEW_EXAMPLES)
+@command.command(epilog=PREVIEW_EXAMPLES, short_help="Show rows as the tokens that the model gets.")
 @click.argument("config", type=PATH)
 @click.argument("overrides", nargs=-1)
 @click.option("--rows", help="Row numbers, counted from 0 and separated by commas: 0,5.")
 @click.option("--row-id", "row_ids", multiple=True, help="A row by its id, or by its location: train.jsonl:12.")
-@click.option("--count", type=POSITIVE, help="Number of rows, in the order of training; default: 3.")
+@click.option("--count", type=POSITIVE, help="Number of rows to show, in the order of training; default: 3.")
 @click.option("--tokens", is_flag=True, help="List every token with its id and weight.")
 @click.option(
     "--nproc", type=POSITIVE, default=1, show_default=True, help="Number of ranks that steps are divided among."
@@ -122,10 +122,10 @@ def preview(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the exact tokens of some rows of CONFIG, those that are trained in colour, with their media.
+    """Show the exact tokens of some rows of CONFIG, trained ones in colour, with their media.
 
-    Without --rows or --row-id: the first rows in the order of training, and the first micro-batch as the model gets it,
-    with the borders of packs. In plain text trained tokens stand between « and ».
+    Without --rows and --row-id: the first rows in the order of training, and the first micro-batch as the model gets
+    it, with the borders of packs. Where there are no colours, trained tokens stand between « and ».
     """
     from mindspeed_mm.tasks.data import preview as task
     from mindspeed_mm.tasks.data.page import preview_page
@@ -146,7 +146,7 @@ def preview(
     _print(found.to_dict() if as_json else preview_lines(found, Paint.of(sys.stdout), tokens=tokens))
 
 
-@command.command(epilog=STATS_EXAMPLES)
+@command.command(epilog=STATS_EXAMPLES, short_help="Describe lengths, media and how full batches are.")
 @click.argument("config", type=PATH)
 @click.argument("overrides", nargs=-1)
 @click.option("--limit", type=POSITIVE, help="Number of rows to read, spread evenly over the data.")
@@ -165,7 +165,7 @@ def stats(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Describe the rows of CONFIG: lengths, media, trained share, how full batches and packs would be."""
+    """Describe the rows of CONFIG: lengths, media, share of trained tokens, and how full batches and packs would be."""
     from mindspeed_mm.tasks.data import stats as task
     from mindspeed_mm.tasks.data.page import stats_page
     from mindspeed_mm.tasks.data.paint import Paint

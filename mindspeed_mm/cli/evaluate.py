@@ -35,9 +35,7 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     type=click.Path(path_type=Path),
     help="Folder for the results; default: eval, inside the run folder if there is one.",
 )
-@click.option(
-    "--media-dir", type=click.Path(path_type=Path), help="Folder that relative media paths in --data start from."
-)
+@click.option("--media-dir", type=click.Path(path_type=Path), help="Folder that media paths in --data are relative to.")
 @click.option(
     "--batch-size", type=click.IntRange(min=1), help="Number of rows at a time; default: 64, or 8 with --loss."
 )
@@ -80,7 +78,7 @@ def command(
     character (white space aside), or by its words or characters with --metric. Writes results.json and samples.jsonl.
 
     With --loss the mean cross-entropy of the answers' tokens is measured instead, and its exponential, the perplexity:
-    rows are encoded as in training, of a conversation every answer counts. Writes loss.json and loss_rows.jsonl.
+    rows are encoded as in training, and every answer of a conversation counts. Writes loss.json and loss_rows.jsonl.
     """
     if loss:
         generating = {"--max-new-tokens": max_new_tokens, "--metric": metric, "--ignore-case": ignore_case or None}

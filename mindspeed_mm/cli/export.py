@@ -64,8 +64,8 @@ def command(
     """Write a run's weights as a folder OUT that loads without this package, with a model card.
 
     RUN_OR_CHECKPOINT is a run folder or one of its iter_* folders. OUT is a Hugging Face folder with configuration,
-    tokenizer and processor; of a generator a whole folder for diffusers; of a run that trained adapters a folder of
-    adapters for PEFT or for a diffusers pipeline. It appears when it is complete.
+    tokenizer and processor; for a generator, a whole folder for diffusers; for a run that trained adapters, a folder of
+    adapters for PEFT or for a diffusers pipeline. It appears once it is complete.
     """
     from mindspeed_mm.tasks.export import export  # torch: not for --help
 

@@ -25,12 +25,14 @@ Examples:
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
-    help="Number of samples encoded at a time; default: by their number of pixels.",
+    help="Number of samples encoded at a time; default: chosen by the number of pixels.",
 )
 @click.option(
     "--nproc", type=click.IntRange(min=1), default=1, help="Number of ranks on this host; more than 1 starts torchrun."
 )
-@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), help="Type that encoders compute in; default: as stored.")
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp32"]), help="Type that the encoders compute in; default: the stored one."
+)
 @click.option("--overwrite", is_flag=True, help="Delete the existing features and start again.")
 @click.option(
     "--verify",
@@ -54,7 +56,7 @@ def command(
     """Encode the media and captions of CONFIG, the YAML that mm train takes. OVERRIDES are section.key=value.
 
     Training then reads the features instead of running the encoders. Running the same command again continues: what is
-    done is verified and kept, what is damaged is made again. Ctrl-C or SIGTERM stops after the batch in work, with exit
+    done is verified and kept, what is damaged is made again. Ctrl-C or SIGTERM stops after the current batch, with exit
     code 75. Rows that cannot be used are skipped and listed in skipped.jsonl; more than a tenth of them are an error,
     unless max_bad_fraction says otherwise.
     """

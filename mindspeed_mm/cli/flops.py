@@ -52,7 +52,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.command(epilog=EXAMPLES)
 @click.argument("target", metavar="MODEL_FOLDER|CONFIG", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--seq", type=_COUNT, help="Tokens of a sample, media included; for a generator, those of its caption.")
+@click.option("--seq", type=_COUNT, help="Tokens in a sample, media included; for a generator, in its caption.")
 @click.option("--batch", type=_COUNT, default=1, show_default=True, help="Number of samples in a step.")
 @click.option(
     "--labels", type=click.IntRange(min=0), help="Number of tokens with a label; default: all that are not media."
@@ -74,7 +74,9 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--audio", "sound_s", type=_POSITIVE, default=None, help="Seconds of audio in a sample.")
 @click.option("--lora", is_flag=True, help="Train adapters on the default layers and nothing else.")
 @click.option("--recompute", type=click.Choice(["full", "selective"]), help="Recompute blocks in the backward pass.")
-@click.option("--tokens-per-s", type=_POSITIVE, help="Rate this throughput of one device, in tokens per second.")
+@click.option(
+    "--tokens-per-s", type=_POSITIVE, help="Compare this throughput of one device with its peak, in tokens per second."
+)
 @click.option("--device", help="Device whose peak the throughput is compared with: H100, H200, A100, 910B …")
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), default="bf16", show_default=True, help="Precision of the peak."
@@ -86,7 +88,7 @@ def command(
     image_size: tuple[int, int] | None, frames: int, sound_s: float | None, lora: bool, recompute: str | None,
     tokens_per_s: float | None, device: str | None, precision: str, peak_tflops: float | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """FLOPs of a training step of MODEL_FOLDER, or of the model of CONFIG, by module.
+    """Count the FLOPs of a training step of MODEL_FOLDER, or of the model of CONFIG, by module.
 
     Needs the folder's config.json, no weights. OVERRIDES are section.key=value, for CONFIG.
     """

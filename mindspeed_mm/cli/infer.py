@@ -65,7 +65,7 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option(
     "--out", type=PATH, help="File that the answers to --data are written to, as JSON lines; or a folder for samples."
 )
-@click.option("--media-dir", type=PATH, help="Folder that relative media paths in --data or --prompts start from.")
+@click.option("--media-dir", type=PATH, help="Folder that media paths in --data or --prompts are relative to.")
 @click.option(
     "--batch-size", type=POSITIVE, help="Number of questions or samples at a time; default: 32 questions, 1 sample."
 )
@@ -94,7 +94,7 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     help="Generators: guidance scale; 1 switches it off.",
 )
 @click.option("--negative-prompt", help="Generators: prompt that guidance steers away from.")
-@click.option("--size", help="Generators: height and width in pixels, 480x832.")
+@click.option("--size", help="Generators: height and width in pixels, such as 480x832.")
 @click.option("--frames", "num_frames", type=POSITIVE, help="Generators: number of frames of a video.")
 @click.option(
     "--fps", type=click.FloatRange(min=0, min_open=True), callback=finite, help="Generators: frames per second."
@@ -102,9 +102,9 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
-    help="Generators: seed of the noise, together with the numbers of prompt and sample.",
+    help="Generators: seed of the noise; prompts and samples each draw their own from it.",
 )
-@click.option("--num-samples", type=POSITIVE, help="Generators: number of samples of each prompt.")
+@click.option("--num-samples", type=POSITIVE, help="Generators: number of samples per prompt.")
 @click.option("--lora", type=PATH, help="Folder of adapters to apply to the weights.")
 @click.option("--plugin", "plugins", multiple=True, help="Package to import first that registers the model's family.")
 @click.option("--nproc", type=POSITIVE, default=1, help="Generators: number of ranks on this host.")
@@ -113,9 +113,9 @@ def command(context: click.Context, /, model: Path, **options: Any) -> int:
     """Let MODEL answer a prompt about pictures, videos or sounds, or every row of a file; or, if it is a generator,
     make pictures or clips from prompts.
 
-    MODEL is a model folder or a run. A file of answers, or a folder of samples, that exists is continued: what is there
-    is not made again. Generators take what is not given here from the run's configuration; each line of --prompts is a
-    prompt, an empty one too.
+    MODEL is a model folder or a run. An existing file of answers or folder of samples is continued: what is there is
+    not made again. Generators take what is not given here from the run's configuration. Each line of --prompts is a
+    prompt, even an empty one.
     """
     from mindspeed_mm.tasks.model_kind import kind_of_path  # with the verb, not with the help
 

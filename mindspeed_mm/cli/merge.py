@@ -27,7 +27,7 @@ PATH = click.Path(path_type=Path)
     "scales",
     type=float,
     multiple=True,
-    help="Factor on an adapter; give one for all, or one for each. -1 removes an adapter that was merged before.",
+    help="Factor on an adapter; give one for all, or one each. -1 removes an adapter that was merged before.",
 )
 @click.option(
     "--dtype",
@@ -35,7 +35,7 @@ PATH = click.Path(path_type=Path)
     help="Type of the merged weights; default: that of the base.",
 )
 @click.option("--plugin", "plugins", multiple=True, help="Package to import first that registers the model's family.")
-@click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote to it.")
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier export or merge wrote to --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
     base: Path,
@@ -50,8 +50,8 @@ def command(
     """Add adapters to the weights of a model and write it as a folder that loads without them.
 
     BASE is a model folder of transformers, or a generator in diffusers' layout; an ADAPTER is a folder or a file as
-    PEFT, diffusers or mm train writes it: LoRA, rsLoRA, DoRA, with ranks by layer, on experts, with modules trained
-    whole. A RUN alone is merged with what it started from.
+    PEFT, diffusers or mm train writes it: LoRA, rsLoRA or DoRA, also with ranks that differ by layer, on experts, or
+    with modules that were trained whole. A RUN by itself is merged into the model that it started from.
     """
     from mindspeed_mm.fsdp.utils.register import import_plugin
     from mindspeed_mm.tasks.export import merge  # torch: not for --help

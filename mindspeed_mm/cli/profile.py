@@ -15,7 +15,7 @@ Examples:
   mm profile runs/mine/profiling --top 20
 
 \b
-`python -m mindspeed_mm.fsdp.tools.profiler analyse TRACE` is the second one.
+`python -m mindspeed_mm.fsdp.tools.profiler analyse TRACE` does the same with a trace.
 """
 
 
@@ -39,7 +39,7 @@ class Steps(click.ParamType):
 @click.command(epilog=EXAMPLES)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--steps", type=Steps(), help="With a YAML: record steps A to B - 1, then end training.  [3:6]")
+@click.option("--steps", type=Steps(), help="With a YAML: record steps A to B - 1, then end training.  [default: 3:6]")
 @click.option("--nproc", type=click.IntRange(min=1), help="With a YAML: number of ranks on this host.  [1]")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="With a YAML: folder for traces; default: under profiling/."
@@ -59,9 +59,9 @@ def command(
 ) -> int:
     """Show where the time of training steps goes, and what limits them.
 
-    TARGET is a YAML: it is trained for a few steps, which are recorded on every rank; nothing is saved. Or it is a
-    trace, or a folder of traces, one of each rank. OVERRIDES are section.key=value;
-    tools.profile.static_param.level=2 also records modules.
+    TARGET is a YAML, which is trained for a few steps that are recorded on every rank, saving nothing; or a trace, or a
+    folder with a trace of each rank. OVERRIDES are section.key=value; tools.profile.static_param.level=2 also records
+    modules.
     """
     from mindspeed_mm.fsdp.tools.trace_report import bottleneck, summary_lines  # numpy: the help does without
     from mindspeed_mm.tasks import profile as task

@@ -43,7 +43,7 @@ Examples:
 @click.option(
     "--accept-data-change",
     is_flag=True,
-    help="Continue even though the data set or its order has changed; train on features even though their rows have.",
+    help="Continue although the data set or its order has changed; train on features although their rows have changed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
 def command(

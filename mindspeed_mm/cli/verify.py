@@ -29,9 +29,9 @@ Faults:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option("--full", is_flag=True, help="Use the real model with its weights instead of a small one.")
-@click.option("--inject", metavar="FAULT", help="Plant a fault, which must be detected (exit code 5).")
+@click.option("--inject", metavar="FAULT", help="Plant a fault, to see that it is detected (exit code 5).")
 @click.option("--nproc", type=click.IntRange(min=1), help="Number of processes; default: as few as the plan needs.")
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparisons as JSON.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -42,11 +42,11 @@ def command(
     nproc: int | None,
     as_json: bool,
 ) -> None:
-    """Show that CONFIG computes as planned what one process computes. OVERRIDES are section.key=value.
+    """Verify that the plan of CONFIG computes what one process computes. OVERRIDES are section.key=value.
 
-    Two steps on your own rows, in fp64 on the CPU: loss, every gradient, clip norm and weights, as planned, accumulated
-    and resumed. The model is yours with fewer and narrower layers, of every kind that it has. Exit code 5 when
-    something is off. Nothing is written outside of a temporary folder.
+    Trains two steps on your own rows in fp64 on the CPU and compares loss, every gradient, clip norm and weights: under
+    the plan, with accumulated micro-batches, and after a resume. The model is yours with fewer and narrower layers, at
+    least one of each kind. Exit code 5 when something differs. Nothing is written outside a temporary folder.
     """
     found = task.run(config, overrides, nproc=nproc, full=full, fault=inject)
     click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if as_json else "\n".join(found.lines()))
