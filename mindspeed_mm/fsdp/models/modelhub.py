@@ -19,7 +19,6 @@ from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour import multi_token
-from mindspeed_mm.fsdp.models.behaviour.attention import resolve_attn_implementation
 from mindspeed_mm.fsdp.models.diffusion.transformer import build_transformer, kind_of_section, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.construction import (
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
     from mindspeed_mm.fsdp.params.model_args import ModelArguments
 
-__all__ = ["LoadReport", "ModelHub", "resolve_attn_implementation"]
+__all__ = ["LoadReport", "ModelHub"]
 
 
 class ModelHub:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -17,7 +17,6 @@ from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.tools_args import ToolsArguments
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
-from mindspeed_mm.fsdp.params.value_types import Section
 
 STEPS = 2
 SMALLEST_AXIS = 2
@@ -29,8 +28,6 @@ LEAST_ADAM_EPS = 1e-8
 """Below it AdamW turns rounding noise of gradients that are zero into whole steps."""
 _AXES = ("pipeline_parallel_size", "tensor_parallel_size", "ring_attention_size", "ulysses_parallel_size")
 _NO_CPU_KERNEL = ("flash_attention_2", "flash_attention_3", "flex", "flex_attention", "native-sparse")
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mindspeed_mm.checkpoint.key_ops import Concat
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule
 from mindspeed_mm.core.errors import ConfigError, MachineError, ModelFolderError
 from mindspeed_mm.fsdp.models.base_model import BaseModel
-from mindspeed_mm.fsdp.models.behaviour.attention import resolve_attn_implementation
+from mindspeed_mm.fsdp.models.behaviour.attention import choose_attention
 from mindspeed_mm.fsdp.models.loading.folder import code_hash
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.models.modelhub import LoadReport, ModelHub
@@ -112,15 +112,15 @@ def test_overrides_reach_the_configuration(folders: dict[str, Path]) -> None:
 
 
 def test_attention_choice(folders: dict[str, Path]) -> None:
-    assert resolve_attn_implementation(None) == "sdpa"
-    assert resolve_attn_implementation("flex") == "flex_attention"
-    assert resolve_attn_implementation(None, type("NoSdpa", (), {"_supports_sdpa": False})) == "eager"
+    assert choose_attention(None).name == "sdpa"
+    assert choose_attention("flex").name == "flex_attention"
+    assert choose_attention(None, type("NoSdpa", (), {"_supports_sdpa": False})).name == "eager"
     for name, expected in (("eager", "eager"), (None, "mm_varlen"), ("sdpa", "sdpa")):
         model = ModelHub.build(arguments(folders["vision"], attn_implementation=name))
         assert model.config._attn_implementation == expected
     if not torch.accelerator.is_available():
         with pytest.raises(MachineError, match="does not run on a CPU"):
-            resolve_attn_implementation("flash_attention_2", param_dtype=torch.bfloat16)
+            choose_attention("flash_attention_2", param_dtype=torch.bfloat16)
 
 
 def test_parameter_on_two_modules_stays_one_on_meta() -> None:

@@ -26,23 +26,6 @@ _BACKENDS = {
 """Our names → those of diffusers' attention dispatcher."""
 
 
-def resolve_attn_implementation(
-    requested: str | None, model_class: Any = None, *, param_dtype: torch.dtype | None = None
-) -> str:
-    """The name to hand to transformers: the one asked for, or the best that runs here.
-
-    Args:
-        requested: `model.attn_implementation`.
-        model_class: Says what it supports (`_supports_sdpa`, `_supports_flash_attn`); anything when None.
-        param_dtype: What the model computes in: flash attention takes bf16 and fp16 only.
-
-    Raises:
-        MachineError: The package of the kernel asked for is not installed.
-        ConfigError: The kernel asked for does not compute in `param_dtype`.
-    """
-    return choose_attention(requested, model_class, param_dtype=param_dtype).name
-
-
 class AttentionChoice(NamedTuple):
     """A kernel, and why it was taken."""
 
@@ -54,7 +37,17 @@ class AttentionChoice(NamedTuple):
 def choose_attention(
     requested: str | None, model_class: Any = None, *, param_dtype: torch.dtype | None = None
 ) -> AttentionChoice:
-    """What `resolve_attn_implementation` decides, with the reason; arguments and errors are the same."""
+    """The name to hand to transformers, with the reason: the one asked for, or the best that runs here.
+
+    Args:
+        requested: `model.attn_implementation`.
+        model_class: Says what it supports (`_supports_sdpa`, `_supports_flash_attn`); anything when None.
+        param_dtype: What the model computes in: flash attention takes bf16 and fp16 only.
+
+    Raises:
+        MachineError: The package of the kernel asked for is not installed.
+        ConfigError: The kernel asked for does not compute in `param_dtype`.
+    """
     name = _ALIASES.get(requested or "", requested or "")
     if name:
         _check_kernel(name, param_dtype)
@@ -132,7 +125,7 @@ def check_attention_trains(requested: str | None) -> None:
 
 
 def _check_kernel(name: str, param_dtype: torch.dtype | None) -> None:
-    """Raise what `resolve_attn_implementation` raises."""
+    """Raise what `choose_attention` raises."""
     key, device_type, package = "model.attn_implementation", get_device_type(), _PACKAGES.get(name)
     if package is None:
         return

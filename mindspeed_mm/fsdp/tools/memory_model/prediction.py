@@ -98,11 +98,6 @@ class MemoryPrediction:
         return sum(self.kept.values())
 
     @property
-    def temporary(self) -> int:
-        """What the peak holds only for a moment: temporaries and what is computed again."""
-        return self.category(TEMPORARY) + self.category(RECOMPUTED)
-
-    @property
     def of_batch(self) -> int:
         """Of the peak, what grows with the rows and tokens of a micro-batch."""
         if self.phase == "optimizer":
