@@ -154,20 +154,24 @@ class StreamedAdamW(torch.optim.AdamW):
             moments = [(how, [_stretch(flat[key], own, start, end) for key in how.state_keys()]) for how in formats]
             piece = ParameterSlice(
                 own[start:end],
-                None if away is not None else gradient[start:end],
-                away.factor if away is not None else None,
+                gradient[start:end] if away is None else None,
+                None if away is None else away.factor,
                 moments,
                 step,
                 _seed(self._names[parameter], step, start),
             )
+            # What lives on the host comes and goes around the update; a gradient only comes.
             updated = [tensor for _, tensors in moments for tensor in tensors] if self.swaps else []
-            read_only = [gradient[start:end]] if away is not None else []
+            read_only = [] if away is None else [gradient[start:end]]
             yield StreamedItem(piece, updated, read_only, self._extra(formats, piece))
 
     def _extra(self, formats: list[Format], piece: ParameterSlice) -> int:
         """Bytes of moments as numbers, and of what packing takes."""
-        packed = [how for how in formats if how.dtype != piece.parameter.dtype]
-        return sum((48 if how.block else 16) * piece.parameter.numel() for how in packed)
+        bytes_of_a_number = 0
+        for how in formats:
+            if how.dtype != piece.parameter.dtype:
+                bytes_of_a_number += 48 if how.block else 16
+        return bytes_of_a_number * piece.parameter.numel()
 
     def _formats(self, parameter: torch.Tensor) -> list[Format]:
         return [format_of(key, parameter, self.state_dtype) for key in MOMENTS]

@@ -146,9 +146,10 @@ class GenericCollator:
         if self._positions is None:
             batch: Batch = padded_rows(documents, fills, self._multiple)
         else:
-            inputs = inputs_of_samples(samples, media)
-            pairs = zip(documents, inputs, strict=True)
-            positions = [self._positions(document["input_ids"], own | document) for document, own in pairs]
+            # Positions are counted sample by sample, each from its own tokens and media, before the rows are joined.
+            positions = []
+            for document, own in zip(documents, inputs_of_samples(samples, media), strict=True):
+                positions.append(self._positions(document["input_ids"], own | document))
             batch = packed_row(documents, fills, self._multiple, in_one_form(positions))
         batch |= media | _names(samples)
         check_batch(batch, of_processor)
@@ -159,7 +160,7 @@ class GenericCollator:
         is_weighted = any("loss_weights" in sample for sample in samples)
         documents = []
         for sample in samples:
-            ids, labels = (np.asarray(sample[name], dtype=np.int64) for name in ("input_ids", "labels"))  # type: ignore[literal-required]
+            ids, labels = np.asarray(sample["input_ids"], dtype=np.int64), np.asarray(sample["labels"], dtype=np.int64)
             document = {"input_ids": ids, "labels": labels, "shift_labels": shifted(labels, IGNORED_LABEL)}
             if is_weighted:
                 document["loss_weights"] = _weights_of(sample)

@@ -82,8 +82,6 @@ class SampleOutline(NamedTuple):
     """(L,) float32: how much each token counts in the loss; 0: not trained."""
     media_spans: list[Span]
     """The tokens of each item, in order of place."""
-    media_sizes: list[ItemSize]
-    """Size of each item, in the order of the sample's media."""
     size: SampleSize
     full_tokens: int
     """Before whole turns were left out."""
@@ -189,7 +187,7 @@ class SampleEncoder:
             if sample.text is not None:
                 ids, full = self._document(sample)
                 weights = np.ones(len(ids), dtype=np.float32)
-                return SampleOutline(sample.text, ids, ids, weights, [], [], SampleSize(len(ids), 0), full, 0)
+                return SampleOutline(sample.text, ids, ids, weights, [], SampleSize(len(ids), 0), full, 0)
             chosen = self._outline_conversation(sample)
             return chosen if sample.rejected is None else (chosen, self._outline_conversation(sample.rejected))
         except DataError as error:
@@ -252,12 +250,20 @@ class SampleEncoder:
 
     def _outline_conversation(self, sample: Sample) -> SampleOutline:
         sizes = self._sizes(sample)
-        end, full = self._fitting(sample, expansions := self._expansions_of_sizes(sample, sizes))
+        expansions = self._expansions_of_sizes(sample, sizes)
+        end, full = self._fitting(sample, expansions)
         turns = self._turns(sample, end, expansions)
         self._check_mask(turns, sample, end)
         size = SampleSize(len(turns.ids), _patches(sample, end, sizes))
         return SampleOutline(
-            self._tokens.shown(turns.text), *turns[1:], sizes, size=size, full_tokens=full, messages=end
+            text=self._tokens.shown(turns.text),
+            input_ids=turns.ids,
+            labels=turns.labels,
+            weights=turns.weights,
+            media_spans=turns.media_spans,
+            size=size,
+            full_tokens=full,
+            messages=end,
         )
 
     def _measure_conversation(self, sample: Sample) -> SampleSize:

@@ -80,7 +80,11 @@ class BufferedOrder(Order):
         return size is not None and size <= (EXACT_KNOWN_ROWS if self.sizes.knows(size) else EXACT_ROWS)
 
     def steps_for(self, epochs: float) -> int:
-        """Optimizer steps until so many epochs are done."""
+        """Optimizer steps until so many epochs are done.
+
+        Raises:
+            ConfigError: The rows are a stream, which has no epochs.
+        """
         if self._sampler.size is None:
             raise no_epochs()
         return math.ceil(round(epochs * self._steps_of_an_epoch, 6))
@@ -160,18 +164,31 @@ class BufferedOrder(Order):
     def _usable(self, picks: Sequence[Pick]) -> list[SampleSize | DataError]:
         """Sizes, or why a sample cannot be used: it alone may exceed a micro-batch."""
         found = self.sizes.of([pick.row for pick in picks])
-        return [
-            size if isinstance(size, DataError) or self.shape.fits(size) else self._too_large(size) for size in found
-        ]
+        usable: list[SampleSize | DataError] = []
+        for size in found:
+            if isinstance(size, SampleSize) and not self.shape.fits(size):
+                usable.append(self._too_large(size))
+            else:
+                usable.append(size)
+        return usable
+
+    def _cost(self, buffer: _Buffer, batch: Sequence[int]) -> float:
+        return self.shape.cost([buffer.sizes[i] for i in batch])
 
     def _planned(self, buffer: _Buffer) -> Planned:
+        """The step that the buffer gives: those of its micro-batches that cost about the same, and what waits."""
         made = self.shape.micro_batches(buffer.sizes, buffer.overdue)
-        costs = [self.shape.cost([buffer.sizes[i] for i in each]) for each in made]
-        due = max(1, buffer.overdue)  # the oldest leaves the buffer with every step
-        wanted = sorted((n for n, each in enumerate(made) if each[0] < due), key=lambda n: made[n][0])
+        costs = [self._cost(buffer, batch) for batch in made]
+        # The oldest sample leaves the buffer with every step, and so do those that an epoch before left over. Indices
+        # of a micro-batch are in order of age, so its first one says how old it is.
+        due = max(1, buffer.overdue)
+        wanted = [number for number, batch in enumerate(made) if batch[0] < due]
+        wanted.sort(key=lambda number: made[number][0])
         chosen = nearest_in_cost(costs, wanted[: self._count], self._count)
-        step = [MicroBatch(tuple(buffer.picks[i] for i in made[n]), cost=costs[n]) for n in chosen]
-        taken = {i for n in chosen for i in made[n]}
+        step, taken = [], set[int]()
+        for number in chosen:
+            step.append(MicroBatch(tuple(buffer.picks[i] for i in made[number]), cost=costs[number]))
+            taken.update(made[number])
         waiting = tuple(pick for i, pick in enumerate(buffer.picks) if i not in taken)
         overdue = sum(i not in taken for i in range(buffer.overdue))
         after = DataPosition(buffer.epoch, buffer.index, waiting, tuple(buffer.carried), overdue)
@@ -181,12 +198,12 @@ class BufferedOrder(Order):
         """The rest of a pass, in steps of which every rank has a part."""
         if not buffer.picks:
             raise self._too_little(buffer)
-        made = sorted(
-            self.shape.micro_batches(buffer.sizes), key=lambda each: -self.shape.cost([buffer.sizes[i] for i in each])
-        )
+        made = self.shape.micro_batches(buffer.sizes)
+        made.sort(key=lambda batch: -self._cost(buffer, batch))
         left_out = tuple(buffer.left_out)
         for start in range(0, len(made), self._count):
             parts = divided(made[start : start + self._count], self._count)
+            # A rank for which nothing is left gets the oldest sample as a blank row.
             step = [MicroBatch(tuple(buffer.picks[i] for i in part or [0]), int(not part)) for part in parts]
             yield Planned(step, DataPosition(1, 0), left_out)
             left_out = ()

@@ -110,19 +110,23 @@ def even_borders(layers: Sequence[int], front: int, back: int, stages: int) -> t
     sums = [0]
     for cost in layers:
         sums.append(sums[-1] + cost)
-    # best[e] = (sum of squares, borders) of the stages so far, which hold the layers before e.
+    # Stage by stage: best[e] = (sum of squares, borders) of the cheapest way for the stages so far to hold the layers
+    # before e. How the stages after them are cut depends on e alone, so of each e only the cheapest way is kept.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(stages):
-        extra = (front if stage == 0 else 0) + (back if stage == stages - 1 else 0)
-        ends = [len(layers)] if stage == stages - 1 else range(stage + 1, len(layers) - (stages - stage - 1) + 1)
-        best = {
-            end: min(
-                (total + (sums[end] - sums[start] + extra) ** 2, (*borders, end))
-                for start, (total, borders) in best.items()
-                if start < end
-            )
-            for end in ends
-        }
+        is_last, later = stage == stages - 1, stages - stage - 1
+        extra = (front if stage == 0 else 0) + (back if is_last else 0)
+        # Each stage before has a layer, and each later one finds one.
+        ends = [len(layers)] if is_last else range(stage + 1, len(layers) - later + 1)
+        extended = {}
+        for end in ends:
+            ways = []
+            for start, (total, borders) in best.items():
+                if start < end:
+                    cost = sums[end] - sums[start] + extra
+                    ways.append((total + cost**2, (*borders, end)))
+            extended[end] = min(ways)
+        best = extended
     return best[len(layers)][1][:-1]
 
 

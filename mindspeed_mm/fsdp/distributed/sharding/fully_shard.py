@@ -112,11 +112,19 @@ def shard_units(
         ignored_params=ignored_params,
         shard_placement_fn=placement,
     )
-    whole = [""] if plan.reshard_after_forward is True else []
-    whole += [name for unit in units if len(unit.names) > 1 for name in unit.names]
-    kept = fsdp_modules(model) if plan.reshard_after_forward is False else map(model.get_submodule, whole)
-    _keeps_parameters.update(module for module in kept if isinstance(module, FSDPModule))
+    _keeps_parameters.update(_kept_whole(model, units, plan))
     _expect_logits_to_be_a_view(model)
+
+
+def _kept_whole(model: nn.Module, units: Sequence[Unit], plan: FsdpPlan) -> Iterator[FSDPModule]:
+    """What is not cut between the forward and the backward pass, by the choices that `shard_units` makes."""
+    if plan.reshard_after_forward is False:
+        kept: Iterable[nn.Module] = fsdp_modules(model)
+    else:
+        tied = [name for unit in units if len(unit.names) > 1 for name in unit.names]
+        root = [""] if plan.reshard_after_forward is True else []
+        kept = map(model.get_submodule, [*root, *tied])
+    return (module for module in kept if isinstance(module, FSDPModule))
 
 
 def _placement_of(cut_dims: Mapping[nn.Parameter, int]) -> Callable[[nn.Parameter], Shard | None] | None:

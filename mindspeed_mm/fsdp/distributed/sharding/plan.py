@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -105,9 +105,11 @@ def resolve_sharding(
         errors.attempt(check_reshard, section.reshard_after_forward, sizes.fsdp)
     errors.attempt(_check_unit_dtypes, model, units, wishes.experts, ignored)
     errors.raise_all(_HEADLINE)
-    is_even = not wishes.experts
-    cut_dims = {name: dim for name, _, dim in undivided(model, sizes.fsdp) if dim is not None} if is_even else {}
-    costs = padding_warnings(model, sizes.fsdp) if is_even and ranks_known else []
+    cut_dims: dict[str, int] = {}
+    costs: list[str] = []
+    if not wishes.experts:  # those that are spread are cut over a mesh of their own
+        cut_dims = {name: dim for name, _, dim in undivided(model, sizes.fsdp) if dim is not None}
+        costs = padding_warnings(model, sizes.fsdp) if ranks_known else []
     copies = [name for name in ignored if sizes.world > 1 and _is_trained(model.get_submodule(name))]
     plan = ShardingPlan(
         section,
@@ -190,11 +192,17 @@ def _check_unit_dtypes(
     model: nn.Module, units: Sequence[Unit], experts: Collection[str], ignored: Collection[str]
 ) -> None:
     """Raise `ConfigError` when trainable parameters that would be reduced together differ in dtype."""
-    taken = {p for name in (*experts, *ignored) for p in model.get_submodule(name).parameters()}
-    for names in [*(unit.names for unit in innermost_first(units)), ("",)]:
-        own = {p for name in names for p in model.get_submodule(name).parameters()} - taken
-        check_dtypes(names if names != ("",) else ("the root",), own)
+
+    def parameters_of(names: Iterable[str]) -> set[nn.Parameter]:
+        return {parameter for name in names for parameter in model.get_submodule(name).parameters()}
+
+    # From the inside out, as they are wrapped: a unit reduces what no unit inside it holds, the root what is left.
+    taken = parameters_of((*experts, *ignored))
+    for unit in innermost_first(units):
+        own = parameters_of(unit.names) - taken
+        check_dtypes(unit.names, own)
         taken |= own
+    check_dtypes(("the root",), parameters_of([""]) - taken)
 
 
 def innermost_first(units: Sequence[Unit]) -> Iterator[Unit]:

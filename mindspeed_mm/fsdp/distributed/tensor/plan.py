@@ -170,20 +170,22 @@ def is_linear_or_adapted(module: nn.Module) -> bool:
 def _given(model: nn.Module, tp_plan: TpPlan, linear: Mapping[str, nn.Module]) -> dict[str, SplitRule]:
     columns = resolve_patterns(tp_plan.colwise_parallel, _names(model), key=f"{KEY}.colwise_parallel")
     rows = resolve_patterns(tp_plan.rowwise_parallel, _names(model), key=f"{KEY}.rowwise_parallel")
-    problems = [Problem("is in colwise_parallel and in rowwise_parallel", key=n) for n in columns if n in rows]
+    # An embedding has no output features to be cut by: it may only be named among the rows.
     embeddings = [name for name in rows if isinstance(model.get_submodule(name), nn.Embedding)]
-    others = [name for name in (*columns, *rows) if name not in linear and name not in embeddings]
-    problems += [
-        Problem(f"is a {type(model.get_submodule(name)).__name__}, no linear layer", key=name) for name in others
-    ]
+    problems = [Problem("is in colwise_parallel and in rowwise_parallel", key=name) for name in columns if name in rows]
+    for name in (*columns, *rows):
+        if name not in linear and name not in embeddings:
+            problems.append(Problem(f"is a {type(model.get_submodule(name)).__name__}, no linear layer", key=name))
     if problems:
         raise ConfigError(f"{KEY}: {len(problems)} module(s) cannot be split as asked", problems=problems)
     head = output_head(model)
-    rules = {name: SplitRule(Style.HEAD if name == head else Style.COLUMN, _fused(model, name)) for name in columns}
-    rules |= {name: SplitRule(Style.EMBEDDING) for name in embeddings}
-    return rules | {
-        name: SplitRule(Style.ROW, _blocks_of(model.get_submodule(name))) for name in rows if name in linear
-    }
+    rules: dict[str, SplitRule] = {}
+    for name in columns:
+        rules[name] = SplitRule(Style.HEAD if name == head else Style.COLUMN, _fused(model, name))
+    for name in rows:
+        is_linear = name in linear
+        rules[name] = SplitRule(Style.ROW, _blocks_of(linear[name])) if is_linear else SplitRule(Style.EMBEDDING)
+    return rules
 
 
 def _own(model: nn.Module, linear: Mapping[str, nn.Module]) -> _Draft:
@@ -269,16 +271,24 @@ def _check_pairs(rules: Mapping[str, SplitRule]) -> None:
     columns = [name for name, rule in rules.items() if rule.style is Style.COLUMN]
     problems = [
         Problem("is split by output features, and no layer near it by input features", key=name)
-        for name in columns
-        if not any(row.startswith(f"{around}.") for around in _around(name) for row in rows)
+        for name in _without_partner(columns, rows)
     ]
     problems += [
         Problem("is split by input features, and no layer near it by output features", key=name)
-        for name in rows
-        if not any(column.startswith(f"{around}.") for around in _around(name) for column in columns)
+        for name in _without_partner(rows, columns)
     ]
     if problems:
         raise ConfigError(f"{KEY}: half of a pair is missing", problems=problems)
+
+
+def _without_partner(names: Iterable[str], partners: Collection[str]) -> list[str]:
+    """Those of the layers that have none of the partners in their attention, MLP or block."""
+    alone = []
+    for name in names:
+        prefixes = tuple(f"{module}." for module in _around(name))
+        if not any(partner.startswith(prefixes) for partner in partners):
+            alone.append(name)
+    return alone
 
 
 def _around(name: str) -> list[str]:
@@ -307,47 +317,56 @@ def _add_embeddings(model: nn.Module, rules: dict[str, SplitRule]) -> None:
             raise ConfigError(f"{', '.join(modules)} share a parameter and cannot be split", key=KEY)
 
 
+def _head_layers(model: nn.Module, rules: Mapping[str, SplitRule]) -> list[tuple[str, str, int]]:
+    """Layers of queries and keys whose heads are divided: the attention, the layer, and its features on all ranks."""
+    found = []
+    for name, rule in rules.items():
+        attention, _, last = name.rpartition(".")
+        if rule.style is Style.COLUMN and not rule.blocks and _QUERIES_AND_KEYS.fullmatch(last):
+            linear: Any = model.get_submodule(name)
+            found.append((attention, name, getattr(linear, "base_layer", linear).weight.shape[0]))
+    return found
+
+
 def _add_head_norms(model: nn.Module, rules: dict[str, SplitRule]) -> None:
     """Norms of queries and keys see this rank's heads only, whether a plan lists them or not."""
-    for name in [name for name, rule in rules.items() if rule.style is Style.COLUMN and not rule.blocks]:
-        parent_name, _, last = name.rpartition(".")
-        if not _QUERIES_AND_KEYS.fullmatch(last):
-            continue
-        attention, linear = model.get_submodule(parent_name), model.get_submodule(name)
+    for attention_name, layer, width in _head_layers(model, rules):
+        attention = model.get_submodule(attention_name)
         for child_name, child in attention.named_children():
             weight = getattr(child, "weight", None)
-            if "norm" in child_name and weight is not None and weight.ndim == 1:
-                width = getattr(linear, "base_layer", linear).weight.shape[0]
-                style = _norm_style(child, weight.numel(), getattr(attention, "head_dim", None), width)
-                if style is None:
-                    raise ConfigError(
-                        f"{parent_name}.{child_name} norms {weight.numel()} features, which is not one head",
-                        key=KEY,
-                        way_out=f"Leave {name} out of colwise_parallel: this norm needs the features of all ranks.",
-                    )
-                rules[f"{parent_name}.{child_name}"] = SplitRule(style)
+            if "norm" not in child_name or weight is None or weight.ndim != 1:
+                continue
+            style = _norm_style(child, weight.numel(), getattr(attention, "head_dim", None), width)
+            if style is None:
+                raise ConfigError(
+                    f"{attention_name}.{child_name} norms {weight.numel()} features, which is not one head",
+                    key=KEY,
+                    way_out=f"Leave {layer} out of colwise_parallel: this norm needs the features of all ranks.",
+                )
+            rules[f"{attention_name}.{child_name}"] = SplitRule(style)
 
 
 def _add_head_numbers(model: nn.Module, rules: dict[str, SplitRule]) -> None:
     """Sinks and the like: an attention whose heads are split reads its heads' part."""
-    attentions: dict[str, int] = {}
-    for name in [name for name, rule in rules.items() if rule.style is Style.COLUMN and not rule.blocks]:
-        parent, _, last = name.rpartition(".")
-        if _QUERIES_AND_KEYS.fullmatch(last):
-            linear: Any = model.get_submodule(name)
-            attentions[parent] = max(attentions.get(parent, 0), getattr(linear, "base_layer", linear).weight.shape[0])
-    for name, width in attentions.items():
+    widths: dict[str, int] = {}
+    for attention_name, _, width in _head_layers(model, rules):
+        # With grouped queries there are fewer heads of keys; the numbers are those of queries.
+        widths[attention_name] = max(widths.get(attention_name, 0), width)
+    for name, width in widths.items():
         attention: Any = model.get_submodule(name)
         own = {key: tuple(p.shape) for key, p in attention._parameters.items() if p is not None}
-        heads = width // attention.head_dim if own and isinstance(getattr(attention, "head_dim", None), int) else 0
-        if strange := [f"{key} {shape}" for key, shape in own.items() if shape != (heads,)]:
+        if not own:
+            continue
+        head_dim = getattr(attention, "head_dim", None)
+        heads = width // head_dim if isinstance(head_dim, int) else 0
+        strange = [f"{key} {shape}" for key, shape in own.items() if shape != (heads,)]
+        if strange:
             raise ConfigError(
                 f"{name} has parameters of its own, {', '.join(strange)}, that are not one number a head",
                 key=KEY,
                 way_out="Leave the layers of this attention out of colwise_parallel and rowwise_parallel.",
             )
-        if own:
-            rules[name] = SplitRule(Style.HEAD_NUMBERS)
+        rules[name] = SplitRule(Style.HEAD_NUMBERS)
 
 
 def _norm_style(norm: nn.Module, size: int, head_width: int | None, width: int) -> Style | None:

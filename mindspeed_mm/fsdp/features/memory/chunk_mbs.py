@@ -44,8 +44,9 @@ def check_slices(model: nn.Module, names: Iterable[str], plan: ChunkMbsPlan) -> 
     """Raise `ConfigError` for arguments that a module does not take."""
     for name in names:
         parameters = inspect.signature(type(model.get_submodule(name)).forward).parameters.values()
-        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
         kinds = {parameter.kind for parameter in parameters}
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        del places[0]  # the module itself
         missing = [place for place in plan.chunk_arg_indexs if not 0 <= place < len(places)]
         if missing and inspect.Parameter.VAR_POSITIONAL not in kinds:
             raise ConfigError(

@@ -186,13 +186,14 @@ class DiffusionAdapter(ABC):
         _ = self.task
         self.require("scheduler")
         where = str(self.transformer_folder / "config.json")
-        problems = [
-            Problem(f"{held}, but {need.source} asks for {need.value}", where=where, key=need.setting)
-            for need in self.requirements()
-            if need.value is not None
-            and not self._is_unknown(need)
-            and (held := self.transformer_config.get(need.setting, need.value)) != need.value
-        ]
+        problems = []
+        for need in self.requirements():
+            if need.value is None or self._is_unknown(need):
+                continue
+            held = self.transformer_config.get(need.setting, need.value)
+            if held != need.value:
+                what = f"{held}, but {need.source} asks for {need.value}"
+                problems.append(Problem(what, where=where, key=need.setting))
         if problems:
             raise ModelFolderError("the transformer does not fit the folder's other parts", problems=problems)
 

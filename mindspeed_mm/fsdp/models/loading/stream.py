@@ -119,8 +119,10 @@ def stream_weights(
         wanted = {key: tensor for key, tensor in made.items() if aliases.get(key, key) in targets}
         nonfinite = _copy(_own_targets(model), aliases, wanted, folder, packings, fetch)
         size_bytes = sum(tensor.size_bytes for tensor in stored.values())
+    # Names are the folder's up to here; what is initialised goes by the names of the model with its adapters.
     unfilled = set(initialized)
-    if fresh := {name for name, _ in model.named_parameters() if stored_name(name) in unfilled}:
+    fresh = {name for name, _ in model.named_parameters() if stored_name(name) in unfilled}
+    if fresh:
         initialize(model, seed=seed, units=units, names=fresh)
     return LoadReport(
         folder=str(folder),
@@ -234,13 +236,12 @@ def _compare(
     diff = _Diff(
         missing=[name for name in missing if not may_lack(name)],
         unexpected=[key for key in unexpected if not may_hold(key)],
-        mismatched=[
-            problem
-            for key, tensor in made.items()
-            if aliases.get(key, key) in targets
-            and (problem := _mismatch(key, tensor, targets[aliases.get(key, key)])) is not None
-        ],
     )
+    for key, tensor in made.items():
+        target = targets.get(aliases.get(key, key))
+        problem = _mismatch(key, tensor, target) if target is not None else None
+        if problem is not None:
+            diff.mismatched.append(problem)
     return diff, [name for name in missing if may_lack(name)], [key for key in unexpected if may_hold(key)]
 
 

@@ -52,12 +52,11 @@ class Qwen2VLDataset(MMDataset):
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
     ) -> None:
-        dataset_param = with_view(
-            dataset_param.model_copy(
-                update={"basic_parameters": basic_param, "preprocess_parameters": preprocess_param}
-            ),
-            preprocess_param.model_name_or_path,
+        # The two sections count, whatever the whole one holds in their places.
+        dataset_param = dataset_param.model_copy(
+            update={"basic_parameters": basic_param, "preprocess_parameters": preprocess_param}
         )
+        dataset_param = with_view(dataset_param, preprocess_param.model_name_or_path)
         basic_param = dataset_param.basic_parameters
         self.basic_parameters, self._preprocess = basic_param, dataset_param.preprocess_parameters
         self._param = dataset_param
@@ -65,7 +64,8 @@ class Qwen2VLDataset(MMDataset):
         self.streams = basic_param.streaming
         self._looks_beside = "dataset_dir" not in basic_param.model_fields_set
         """Nobody has said where media are: they are looked for beside their rows first."""
-        self._rows: Any = (open_streamed_rows if self.streams else open_rows)(basic_param, dataset_param.attr)
+        open_table: Any = open_streamed_rows if self.streams else open_rows
+        self._rows: Any = open_table(basic_param, dataset_param.attr)
         self.parts = self._rows.parts
         self._check_pairs()
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
@@ -130,7 +130,9 @@ class Qwen2VLDataset(MMDataset):
             packs: Put all samples of a micro-batch into one row; None: as configured.
         """
         positions = None
-        if self.basic_parameters.packs if packs is None else packs:
+        if packs is None:
+            packs = self.basic_parameters.packs
+        if packs:
             preprocess = self._preprocess
             assert preprocess.model_name_or_path is not None  # the processor came from there
             positions = build_positions(
@@ -208,6 +210,8 @@ class Qwen2VLDataset(MMDataset):
 
     def _check_first_rows(self) -> None:
         """Raise when none of the first rows converts: then it is the mapping that is off, not the rows."""
+        if not self.has(0):
+            raise DataError("there are no rows", key=f"{_BASIC}.dataset", way_out="Give files with rows.")
         first: DataError | None = None
         tried = 0
         while tried < _ROWS_TRIED and self.has(tried):
@@ -219,9 +223,9 @@ class Qwen2VLDataset(MMDataset):
                     raise
                 first, tried = first or error, tried + 1
         raise DataError(
-            f"none of the first {tried} rows fits: {first}" if tried else "there are no rows",
-            key="data.dataset_param.attr" if tried else f"{_BASIC}.dataset",
-            way_out="Check the columns and tags in attr." if tried else "Give files with rows.",
+            f"none of the first {tried} rows fits: {first}",
+            key="data.dataset_param.attr",
+            way_out="Check the columns and tags in attr.",
         )
 
 
