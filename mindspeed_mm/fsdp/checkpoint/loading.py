@@ -129,7 +129,11 @@ def load_state(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
 
 
 def load_rng(checkpoint: CommittedCheckpoint, ranks: Ranks) -> dict[str, torch.Tensor] | None:
-    """This rank's random-number state; None when it was not kept, or was kept by another number of ranks."""
+    """This rank's random-number state; None when it was not kept, or was kept by another number of ranks.
+
+    Raises:
+        CheckpointError: Its file is damaged.
+    """
     if checkpoint.manifest is None or checkpoint.manifest.world_size != ranks.world_size:
         return None
     path = checkpoint.path / layout.rng_file(ranks.rank)
@@ -213,7 +217,11 @@ class TensorIndex:
             )
 
     def optimizer_room(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Room for the optimizer state that the checkpoint holds."""
+        """Room for the optimizer state that the checkpoint holds.
+
+        Raises:
+            CheckpointError: It is of another optimizer, or of a parameter that is not trained here.
+        """
         self._check_optimizer(optimizer)
         parameters = trained_parameters(model, optimizer)
         for copy, first in first_names(model).items():

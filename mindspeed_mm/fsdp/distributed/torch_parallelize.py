@@ -113,6 +113,9 @@ class ParallelApplier:
         """Shard parameters, gradients and optimizer state; gradients are summed.
 
         A model's own `fully_shard(fsdp_plan) -> bool` is asked first; True means that it has done the work.
+
+        Raises:
+            ConfigError: The model shards itself, and its whole towers would not be summed.
         """
         plan = self._resolved(model)
         sharding = plan.sharding

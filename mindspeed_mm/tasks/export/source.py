@@ -71,7 +71,11 @@ def resolve_source(source: Path, step: int | None, model_folder: Path | None) ->
 
 
 def noted_model(run: Path) -> Path | None:
-    """The model folder that a run's record names; None when it names none."""
+    """The model folder that a run's record names; None when it names none.
+
+    Raises:
+        CheckpointError: The record names something else than a folder.
+    """
     record = RunFolder(run).run_json
     if not record.exists():
         return None

@@ -14,7 +14,11 @@ from mindspeed_mm.tasks.given.configuration import GivenConfig
 
 
 def check_given(config: GivenConfig, rows: Any, val_rows: Any, nproc: int | None) -> check_task.CheckResult:
-    """What is wrong with a configuration; arguments as of `mm.check`."""
+    """What is wrong with a configuration; arguments as of `mm.check`.
+
+    Raises:
+        UsageError: A model object or a data set of one's own is given, which cannot be checked.
+    """
     if config.model is not None:
         raise UsageError(
             "a model object is not checked", key="model", way_out="Give its folder, or train it for a step: steps=1."

@@ -19,7 +19,11 @@ from mindspeed_mm.tasks.model_kind import kind_of_path
 
 
 def model_path(model: Any) -> Path:
-    """A run's folder, or the path itself."""
+    """A run's folder, or the path itself.
+
+    Raises:
+        UsageError: It is neither, or a run that kept nothing.
+    """
     try:
         return named_path(os.fspath(model), "model")
     except TypeError as error:

@@ -40,6 +40,9 @@ def with_objects(
         processor: Of the model object.
         stack: Ends with the run.
         keeps: Objects are stored in the run's folder; False: in one that goes away with `stack`.
+
+    Raises:
+        UsageError: Training rows and validation rows are of two kinds.
     """
     own_sets = [is_data_set(one) for one in rows if one is not None]
     if any(own_sets) and not all(own_sets):

@@ -54,7 +54,11 @@ def _loopback_store() -> Any:
 
 
 def told_meeting_place(environment: Mapping[str, str]) -> list[str] | None:
-    """What the environment says of it, in torchrun's words; None when it says nothing."""
+    """What the environment says of it, in torchrun's words; None when it says nothing.
+
+    Raises:
+        MachineError: There are several hosts, and a name that belongs to it is not set.
+    """
     if "PET_MASTER_ADDR" in environment or "PET_RDZV_ENDPOINT" in environment:
         return []  # torchrun reads these, and all that belong to them, by itself
     hosts = environment.get("NNODES", "1")

@@ -180,7 +180,12 @@ def compare(
 
 
 def steps_of(job: VerifyJob, case: Case) -> tuple[TrainEngine, list[StepRecord]]:
-    """The recorded steps of one run of the trainer."""
+    """The recorded steps of one run of the trainer.
+
+    Raises:
+        DivergedError: The loss is not finite.
+        MMError: No step was run.
+    """
     arguments = arguments_of(job.setup, case)
     # The real model may start from another run's checkpoint: from its weights, at step 0.
     options = TrainOptions(

@@ -129,7 +129,11 @@ class BucketOrder(Order):
         self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool
     ) -> tuple[DataPosition, str]:
         """As `Order.go_on`. Steps of other micro-batches are other steps: the place in the epoch is kept when one of
-        today's begins there and those before it take the same samples as the ones that were done."""
+        today's begins there and those before it take the same samples as the ones that were done.
+
+        Raises:
+            CheckpointError: None of today's steps begins there, and `may_skip` is False.
+        """
         done = self._before(before)._layout(position.epoch)
         if position.index == 0 or position.index >= done.samples:
             return (position if position.index == 0 else DataPosition(position.epoch + 1, 0)), ""

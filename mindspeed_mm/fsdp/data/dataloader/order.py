@@ -178,7 +178,11 @@ class GlobalOrder(Order):
         return size // self._global_batch if self._drop_last else -(-size // self._global_batch)
 
     def steps_for(self, epochs: float) -> int:
-        """Optimizer steps until so many epochs are done; without `drop_last` their ends run on into each other."""
+        """Optimizer steps until so many epochs are done; without `drop_last` their ends run on into each other.
+
+        Raises:
+            ConfigError: The rows are a stream, which has no epochs.
+        """
         if self._sampler.size is None:
             raise no_epochs()
         if self._drop_last:

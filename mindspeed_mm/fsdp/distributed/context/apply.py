@@ -120,7 +120,11 @@ def apply_to_decoder(model: nn.Module) -> None:
 
 
 def split_rows(batch: Batch, groups: ContextGroups) -> Batch:
-    """A batch of text with its share: labels of own tokens, borders in the layout instead of beside it."""
+    """A batch of text with its share: labels of own tokens, borders in the layout instead of beside it.
+
+    Raises:
+        DataError: Rows are padded on the left.
+    """
     labels = batch["shift_labels"]
     mask = batch.get("attention_mask")
     if mask is not None and not is_right_padded(mask):
@@ -164,6 +168,9 @@ def own_rows(batch: Batch, share: ContextShare, length: int) -> Batch:
         batch: Prepared.
         share: Of this rank.
         length: Tokens of a row when it was prepared.
+
+    Raises:
+        MMError: The objective has prepared something that cannot be split.
     """
     unknown = [key for key in batch if key.startswith("_") and key not in ("_rows", *_BY_ROW, *_WHOLE)]
     if unknown:

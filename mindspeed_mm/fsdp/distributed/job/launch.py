@@ -125,7 +125,11 @@ def gather_hosts() -> list[str]:
 
 
 def first_host(node_list: str) -> str:
-    """The first name of Slurm's compressed list: `node[07-09,12],gpu1` → `node07`."""
+    """The first name of Slurm's compressed list: `node[07-09,12],gpu1` → `node07`.
+
+    Raises:
+        MachineError: It is no such list.
+    """
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", node_list)
     if match is None:
         raise MachineError(f"cannot read the host list {node_list!r}", key="SLURM_STEP_NODELIST")

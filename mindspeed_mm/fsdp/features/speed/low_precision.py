@@ -181,6 +181,9 @@ def linears_of(model: nn.Module, plan: QuantizationPlan, recipe: Recipe) -> tupl
 
     Without patterns: every linear layer but output heads, and those whose sizes do not fit. Patterns name linear
     layers, which must fit, or modules that hold some, of which those that fit are taken.
+
+    Raises:
+        ConfigError: A pattern names a layer that does not fit or nothing at all, or no layer is left.
     """
     names = [name for name, _ in model.named_modules()]
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}

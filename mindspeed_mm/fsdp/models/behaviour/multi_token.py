@@ -177,7 +177,11 @@ def find_layered_decoder(model: nn.Module) -> Any:
 
 
 def like_layer(decoder: Any) -> int:
-    """The decoder's last layer that sees the whole sequence: released heads are of that kind."""
+    """The decoder's last layer that sees the whole sequence: released heads are of that kind.
+
+    Raises:
+        ConfigError: There is none.
+    """
     kinds = getattr(decoder.config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     if not full:

@@ -127,7 +127,11 @@ class FluxAdapter(DiffusionAdapter):
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
-        """A transformer that takes guidance as an input gets it; any other is guided away from the negative prompt."""
+        """A transformer that takes guidance as an input gets it; any other is guided away from the negative prompt.
+
+        Raises:
+            ConfigError: There is a negative prompt, which would have no effect.
+        """
         height, width = (side * self.geometry.spatial_ratio for side in latents.shape[-2:])
         arguments = {
             "height": height,

@@ -139,6 +139,9 @@ def build_layout(
         borders: Document borders of a packed row; one document when None.
         balanced: Zigzag inside each document, which gives every ring rank the same causal work: a document is cut into
             2 · ring parts, and a rank takes one from the front and its mirror image. Otherwise one run a rank.
+
+    Raises:
+        LayoutError: The borders are out of order, or do not end at `length`.
     """
     documents = tuple(borders) if borders is not None else (0, length)
     if documents[-1:] != (length,):
@@ -198,7 +201,11 @@ def plan_rectangles(
 
 
 def meet(queries: Sequence[Segment], keys: Sequence[Segment], causal: bool) -> list[Rectangle]:
-    """Rectangles in which segments of the same document meet."""
+    """Rectangles in which segments of the same document meet.
+
+    Raises:
+        LayoutError: Causal segments overlap in part.
+    """
     by_document: dict[int, list[Segment]] = defaultdict(list)
     for key in keys:
         by_document[key.document].append(key)

@@ -62,7 +62,11 @@ def imagined_batch(model: nn.Module, sample: SampleShape, samples: int) -> Batch
 
 
 def with_labels(batch: Batch, lengths: Lengths, sample: SampleShape, samples: int) -> Batch:
-    """The batch with rows for the output head."""
+    """The batch with rows for the output head.
+
+    Raises:
+        ConfigError: The media have more tokens than the sample.
+    """
     if "latents" in batch:
         return batch
     of_media = int(sum(sum(lengths.get(name, ())) for name in (MEDIA, SOUND_TOKENS)))

@@ -85,6 +85,9 @@ def explained_out_of_memory(
         step: Its number.
         rank: This rank.
         autopsy: Asked about the largest of them. When it fails, the error says less.
+
+    Raises:
+        MachineError: In the place of the out-of-memory error.
     """
     try:
         yield

@@ -171,7 +171,11 @@ class ShownFrames:
 def play(
     frames: Iterator[Any], wanted_s: np.ndarray, first_s: float, frame_s: float, shown: ShownFrames, name: str
 ) -> float:
-    """Show, for each time, the last frame that begins before it or hardly after; returns where the last one begins."""
+    """Show, for each time, the last frame that begins before it or hardly after; returns where the last one begins.
+
+    Raises:
+        DataError: The timestamps run backwards.
+    """
     before, time_s = None, -math.inf
     for number, frame in enumerate(frames):
         earlier_s = time_s
@@ -229,7 +233,11 @@ def too_short(name: str, found: int, asked: int) -> DataError:
 
 @contextmanager
 def open_video(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream."""
+    """The container and its first video stream.
+
+    Raises:
+        DataError: It cannot be read, is no video, has no video stream, or is cut off.
+    """
     import av  # here and not above: importing a data set of language should not load FFmpeg
 
     start = file.read(_SNIFFED_BYTES)
@@ -266,7 +274,11 @@ def decode_frames(container: Any, stream: Any, name: str) -> Iterator[Any]:
 
 
 def read_start(container: Any, stream: Any, name: str) -> tuple[VideoHeader, Iterator[Any]]:
-    """The header, and all frames from the first on."""
+    """The header, and all frames from the first on.
+
+    Raises:
+        DataError: There is no frame that can be decoded, or no frame rate.
+    """
     played = decode_frames(container, stream, name)
     first = next(played, None)
     if first is None:

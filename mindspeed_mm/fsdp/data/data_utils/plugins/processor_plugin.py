@@ -112,7 +112,11 @@ class ProcessorPlugin:
         return made
 
     def encode_audio(self, sound: AudioClip) -> MediaFeatures:
-        """A sound that fits the model's window."""
+        """A sound that fits the model's window.
+
+        Raises:
+            DataError: The model takes no sound, or the sound does not fit.
+        """
         options = {"sampling_rate": sound.rate}
         if "audio" in self.placeholders:
             made = self._asked("audio", sound.samples, f"a sound of {sound.seconds:.2f} s", audio_kwargs=options)

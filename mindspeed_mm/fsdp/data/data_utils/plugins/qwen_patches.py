@@ -206,7 +206,11 @@ def _grid(part: Any, target: Resize) -> PatchGrid:
 
 
 def pixel_limits(size: Any, preprocess: Any) -> tuple[int, int]:
-    """Least and most pixels of an image: the processor's own limits, narrowed by those that are configured."""
+    """Least and most pixels of an image: the processor's own limits, narrowed by those that are configured.
+
+    Raises:
+        ConfigError: The least is above the most.
+    """
     shortest = max(int(size["shortest_edge"]), preprocess.image_min_pixels or 0)
     longest = int(size["longest_edge"])
     if preprocess.image_max_pixels is not None:
@@ -229,6 +233,9 @@ def frame_limits(size: Any, preprocess: Any, frames: int) -> tuple[int, int]:
         size: The processor's limits, of so many frames together.
         preprocess: `preprocess_parameters`.
         frames: That the processor's limits are of.
+
+    Raises:
+        ConfigError: The configured least is above the configured most.
     """
     least = max(int(size["shortest_edge"]), (preprocess.video_min_pixels or 0) * frames)
     most = int(size["longest_edge"])

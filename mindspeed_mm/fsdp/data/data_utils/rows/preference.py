@@ -65,7 +65,11 @@ def _as_message(answer: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(row: Row, row_format: RowFormat, place: RowLocation) -> Sample:
-    """The messages before the answers: a list of them, or one text of the user."""
+    """The messages before the answers: a list of them, or one text of the user.
+
+    Raises:
+        DataError: There is nothing before the answers, or it is something else.
+    """
     column = first_column(row, row_format.messages, (*MESSAGE_COLUMNS, "prompt"))
     if column is None:
         raise DataError(
