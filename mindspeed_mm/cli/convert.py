@@ -43,7 +43,16 @@ PATH = click.Path(path_type=Path)
 @click.option("--ep", type=click.IntRange(min=1), help="To megatron: ranks that divide the experts.")
 @click.option("--model", "model_folder", type=PATH, help="Folder with config.json and tokenizer, for a checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Replace what an earlier conversion wrote to TARGET.")
-@click.option("--verify/--no-verify", default=True, show_default=True, help="Read everything back and compare.")
+@click.option(
+    "--verify",
+    type=click.Choice(["true", "false", "full"]),
+    default="true",
+    is_flag=False,
+    flag_value="true",
+    show_default=True,
+    help="Read everything back and compare, also the logits of a language model; full: of models of any size.",
+)
+@click.option("--no-verify", "verify", flag_value="false", help="The same as --verify false.")
 @click.option("--verify-only", is_flag=True, help="Compare SOURCE with the checksums of its conversion; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
@@ -56,7 +65,7 @@ def command(
     ep: int | None,
     model_folder: Path | None,
     overwrite: bool,
-    verify: bool,
+    verify: str,
     verify_only: bool,
     as_json: bool,
 ) -> None:
@@ -78,7 +87,13 @@ def command(
         raise click.UsageError("Missing argument 'TARGET'.")
     division = convert.Division(tp or 1, pp or 1, vpp or 1, ep or 1) if any((tp, pp, vpp, ep)) else None
     kind, done = convert.run(
-        source, target, to, division=division, model_folder=model_folder, overwrite=overwrite, verify=verify
+        source,
+        target,
+        to,
+        division=division,
+        model_folder=model_folder,
+        overwrite=overwrite,
+        verify="full" if verify == "full" else verify == "true",
     )
     if as_json:
         click.echo(json.dumps({"source_kind": kind, **dataclasses.asdict(done)}, default=str))

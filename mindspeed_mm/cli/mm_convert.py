@@ -106,7 +106,15 @@ def run(words: list[str]) -> int:
     if wants_help:
         print(_subcommand_help(converter, name, method))
         return ExitCode.OK
-    return _call(converter(**built_with), name, method, words[2:])
+    built = converter(**built_with)
+    built.examine = _same_logits
+    return _call(built, name, method, words[2:])
+
+
+def _same_logits(*arguments: Any) -> str:
+    from mindspeed_mm.tasks.convert.same_logits import same_logits  # models: not for --help
+
+    return same_logits(*arguments)
 
 
 def _constructor_words(converter: type[Any], words: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -261,7 +269,7 @@ def _parse_flags(words: list[str], fields: Mapping[str, Any], command: str) -> d
             if position < len(words) and not words[position].startswith("--"):
                 value = words[position]
                 position += 1
-            elif name in fields and fields[name][0] is bool:
+            elif name in fields and bool in (fields[name][0], *typing.get_args(fields[name][0])):
                 value = "true"
             else:
                 raise UsageError(f"'--{name}' needs a value", way_out=f"See {command} --help.")

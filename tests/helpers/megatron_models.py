@@ -52,6 +52,10 @@ SOUNDS = {
     "output_dim": H,
     "num_mel_bins": 8,
 }
+ROTATED = {
+    **TEXT,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]},
+}
 UNEVEN_HEADS = 5  # as InternViT's 25, no number of ranks divides them
 
 _QWEN2_VISION = {"embed_dim": H, "num_heads": 4, "depth": DEPTH, "hidden_size": H, "mlp_ratio": 2, "patch_size": 4}
@@ -74,12 +78,12 @@ _SIGLIP = {
     "image_size": 16,
 }
 _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_vl": ("Qwen2VL", {"text_config": TEXT, "vision_config": _QWEN2_VISION, "tie_word_embeddings": True}),
-    "qwen2_5_vl": ("Qwen2_5_VL", {"text_config": TEXT, "vision_config": PICTURES, "tie_word_embeddings": False}),
+    "qwen2_vl": ("Qwen2VL", {"text_config": ROTATED, "vision_config": _QWEN2_VISION, "tie_word_embeddings": True}),
+    "qwen2_5_vl": ("Qwen2_5_VL", {"text_config": ROTATED, "vision_config": PICTURES, "tie_word_embeddings": False}),
     "qwen2_5_omni": (
         "Qwen2_5OmniThinker",
         {
-            "text_config": TEXT,
+            "text_config": ROTATED,
             "vision_config": PICTURES,
             "audio_config": SOUNDS,
             "tie_word_embeddings": False,
@@ -112,7 +116,7 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v": (
         "Glm4v",
         {
-            "text_config": TEXT,
+            "text_config": ROTATED,
             "vision_config": {**PICTURES, "image_size": 16},
             "tie_word_embeddings": False,
         },

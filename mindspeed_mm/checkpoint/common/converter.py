@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from mindspeed_mm.checkpoint.conversion.run import Examine
 
 SUBCOMMANDS = {
     "hf_to_mm": "Divide a Hugging Face folder among the ranks of a Megatron-style checkpoint (hf2mg).",
@@ -35,11 +38,14 @@ class Converter:
     """Converts the checkpoints of some models. Its docstring's first line is the help line of the command."""
 
     registry: ClassVar[dict[str, type[Converter]]] = {}
-    """Every subclass that was imported, by name."""
+    """Every subclass that was imported, by name; those that begin with _ are for others to derive from."""
+    examine: Examine | None = None
+    """Looks at what was written, before it gets its name; the commands set the comparison of logits."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        Converter.registry[cls.__name__] = cls
+        if not cls.__name__.startswith("_"):
+            Converter.registry[cls.__name__] = cls
 
     @classmethod
     def subcommands(cls) -> dict[str, Callable[..., Any]]:

@@ -9,11 +9,11 @@ with open_weights(source) as stored:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 
@@ -46,6 +46,8 @@ class Conversion:
     """Source keys that are not written, each with the reason."""
     dropped: Sequence[LazyTensor] = ()
     """Parts of the sources that are not written, by a rule: rows that fill a vocabulary up, say."""
+    incomparable: str = ""
+    """Why source and output do not compute the same logits, where they do not: a part of the model alone, say."""
     copies: Mapping[str, Path] = field(default_factory=dict)
     """Relative name → file or folder to copy."""
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -70,23 +72,47 @@ class Converted:
     """Zero when it was not asked for."""
     backup: Path | None = None
     """Where the original of a conversion in place is kept."""
+    logits: str = ""
+    """What the comparison of logits found, or why there was none; empty where nobody asked for it."""
 
     def lines(self, source: str = "") -> list[str]:
-        """For a person: what was written, after what it was made from, and where the original is."""
+        """For a person: what was written, after what it was made from, where the original is, and what was compared."""
         verified = f"verified in {self.verify_s:.1f} s" if self.verify_s else "not verified"
         size = f"{self.tensors:,} tensors, {self.size_bytes / 2**20:,.1f} MiB"
         line = f"{self.folder}: {', '.join([size, *([source] if source else [])])}, written in {self.write_s:.1f} s"
-        return [f"{line}, {verified}", *([f"the original is kept as {self.backup}"] if self.backup else [])]
+        kept = [f"the original is kept as {self.backup}"] if self.backup else []
+        return [f"{line}, {verified}", *kept, *([self.logits] if self.logits else [])]
+
+
+Verify = bool | Literal["full"]
+"""Whether what was written is read back and compared; `full`: the logits of large models too."""
+Examine = Callable[[Conversion, Path, bool], str]
+"""(conversion, what was written, of models of any size) → what was found. Raises where something is wrong."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How an output folder is written."""
+
+    overwrite: bool = False
+    """Replace what a command of ours has written there."""
+    verify: Verify = True
+    """Compare sources that an earlier conversion wrote with their manifest; read everything back and compare keys,
+    shapes and checksums before the folder gets its name."""
+    examine: Examine | None = None
+    """Looks at what was written, if that is verified, before the folder gets its name."""
+
+
+_VERIFIED = Writing()
 
 
 def convert(
     conversion: Conversion,
     target: Path,
+    writing: Writing = _VERIFIED,
     *,
-    overwrite: bool = False,
     in_place: bool = False,
     keep_backup: bool = True,
-    verify: bool = True,
     stream: TextIO | None = None,
 ) -> Converted:
     """Write the output folder. It appears when it is complete and verified, or not at all.
@@ -94,11 +120,9 @@ def convert(
     Args:
         conversion: What is written.
         target: The folder.
-        overwrite: Replace what a command of ours has written there.
+        writing: How.
         in_place: The target is the source: the new folder is built beside it and takes its place.
         keep_backup: With `in_place`, keep the original as `<name>.bak`.
-        verify: Compare sources that an earlier conversion wrote with their manifest; read everything back and compare
-            keys, shapes and checksums before the folder gets its name.
         stream: Where progress is shown; None shows none.
 
     Raises:
@@ -108,23 +132,26 @@ def convert(
         CheckpointError: A source is not as it was written, or what was written does not read back as it should.
     """
     if not in_place:
-        check_target(target, overwrite=overwrite, sources=conversion.sources)
+        check_target(target, overwrite=writing.overwrite, sources=conversion.sources)
     check_complete(conversion)
     check_space(conversion, target)
     progress = WorkProgress(0, 1, stream, unit="MB") if stream is not None else None
-    for source in set(conversion.sources) if verify else ():
+    for source in set(conversion.sources) if writing.verify else ():
         check_source(source)
     began = time.monotonic()
-    with _explained(target, conversion), _folder(conversion, target, overwrite, in_place, keep_backup) as draft:
+    with _explained(target, conversion), _folder(conversion, target, writing.overwrite, in_place, keep_backup) as draft:
         records = _write(conversion, draft, progress)
         written = time.monotonic()
-        if verify:
+        logits = ""
+        if writing.verify:
             _verify(conversion, draft, records, progress)
+            if writing.examine is not None:
+                logits = writing.examine(conversion, draft, writing.verify == "full")
         verified = time.monotonic()
     tensors = sum(len(file.tensors) for file in conversion.files.values())
     backup = backup_of(target) if in_place and keep_backup else None
-    times = written - began, verified - written if verify else 0.0
-    return Converted(target, tensors, conversion.size_bytes, *times, backup)
+    times = written - began, verified - written if writing.verify else 0.0
+    return Converted(target, tensors, conversion.size_bytes, *times, backup, logits)
 
 
 def check_complete(conversion: Conversion) -> None:

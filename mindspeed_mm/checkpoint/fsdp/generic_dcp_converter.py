@@ -15,7 +15,7 @@ from typing import Any
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.common.converter import Converter
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
-from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
+from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Verify, Writing, convert
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step, wrapper_prefix
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.hf_folder import (
@@ -32,6 +32,7 @@ from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem,
 
 NO_PLACE = "the model has no place for it"
 _SHOWN = 3
+_OWN_NAMES = "the checkpoint's names are none of transformers' model"
 
 
 class GenericDCPConverter(Converter):
@@ -46,7 +47,7 @@ class GenericDCPConverter(Converter):
         tie_weight_mapping: dict[str, str] | None = None,
         fused_linear_names: list[str] | None = None,
         overwrite: bool = False,
-        verify: bool = True,
+        verify: Verify = True,
     ) -> Converted:
         """Write a Hugging Face folder as a distributed checkpoint that trains.
 
@@ -59,7 +60,7 @@ class GenericDCPConverter(Converter):
                 {"lm_head.weight": "model.embed_tokens.weight"}: one copy, read back under both.
             fused_linear_names: Parts of names of stacked experts [E, a, b], which are written as [E·a, b].
             overwrite: Replace what an earlier conversion wrote to dcp_dir.
-            verify: Read everything back and compare.
+            verify: Read everything back and compare, also the logits; full: of models of any size.
         """
         self._check_family(hf_dir)
         with open_weights(hf_dir, most_open=1) as stored:
@@ -94,9 +95,10 @@ class GenericDCPConverter(Converter):
                     "fused_linear_names": fused_linear_names or [],
                 },
                 left_out=dict.fromkeys(surplus, NO_PLACE),
+                incomparable="" if outline is not None else _OWN_NAMES,
                 texts={layout.TRACKER: f"{layout.RELEASE}\n"},
             )
-            return convert(conversion, dcp_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+            return convert(conversion, dcp_dir, Writing(overwrite, verify, self.examine), stream=sys.stderr)
 
     def dcp_to_hf(
         self,
@@ -108,7 +110,7 @@ class GenericDCPConverter(Converter):
         fused_linear_names: list[str] | None = None,
         trust_remote_code: bool = False,
         overwrite: bool = False,
-        verify: bool = True,
+        verify: Verify = True,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> Converted:
         """Write a distributed checkpoint as a Hugging Face folder.
@@ -125,7 +127,7 @@ class GenericDCPConverter(Converter):
             fused_linear_names: Parts of names of stacked experts, stored as [E·a, b] and written as [E, a, b].
             trust_remote_code: Accepted for older scripts; no code in the folder is run here.
             overwrite: Replace what an earlier conversion wrote to save_dir.
-            verify: Read everything back and compare.
+            verify: Read everything back and compare, also the logits; full: of models of any size.
             max_shard_bytes: Largest size of one file, unless a single tensor is larger.
         """
         del trust_remote_code
@@ -164,10 +166,11 @@ class GenericDCPConverter(Converter):
                 layout={"kind": "hf"},
                 times={held[name].key: 2 for name in outline.tied_keys.values()} if outline is not None else {},
                 left_out=left_out,
+                incomparable="" if outline is not None else _OWN_NAMES,
                 copies={path.name: path for path in assets},
                 texts=texts,
             )
-            return convert(conversion, save_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+            return convert(conversion, save_dir, Writing(overwrite, verify, self.examine), stream=sys.stderr)
 
     def _check_family(self, folder: Path) -> None:
         """Raise `UsageError` when the converter is not for this folder's model."""

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
-from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
+from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.checkpoint.megatron.folder import CHECKPOINT_VERSION, RELEASE, TRACKER, divided_files, find_step
@@ -104,10 +104,9 @@ def convert_generator(
         return convert(
             plan_conversion(weights, wanted, opened),
             target,
-            overwrite=overwrite,
+            Writing(overwrite, verify),
             in_place=target.resolve() in {source.resolve(), weights.path.resolve()},
             keep_backup=keep_backup,
-            verify=verify,
             stream=stream,
         )
 

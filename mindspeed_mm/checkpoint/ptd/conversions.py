@@ -8,14 +8,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
 from mindspeed_mm.checkpoint.conversion.files import PtFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
-from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
+from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
 from mindspeed_mm.checkpoint.hf_folder import asset_files, model_config, safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
@@ -44,14 +44,7 @@ from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_
 from mindspeed_mm.core.errors import UsageError
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How an output folder is written."""
-
-    overwrite: bool = False
-    verify: bool = True
+_ADAPTERS = "adapters alone compute nothing"
 
 
 def hf_to_megatron(
@@ -101,9 +94,10 @@ def hf_to_megatron(
             **_megatron_output(divided_files(whole, model, layout), layout),
             times=times_written(whole, model, layout),
             left_out=left_out,
+            incomparable="only the vision tower is written" if vision_only else "",
             copies={path.name: path for path in asset_files(hf_dir)},
         )
-        return _run(conversion, mm_dir, writing)
+        return convert(conversion, mm_dir, writing, stream=sys.stderr)
 
 
 def megatron_to_hf(
@@ -159,7 +153,7 @@ def megatron_to_hf(
             copies={path.name: path for path in asset_files(hf_dir)},
             texts=texts,
         )
-        return _run(conversion, save_hf_dir, writing)
+        return convert(conversion, save_hf_dir, writing, stream=sys.stderr)
 
 
 def divide_anew(
@@ -204,7 +198,7 @@ def divide_anew(
         dropped=found.padding(ledger.tensors),
         copies={path.name: path for path in asset_files(home)},
     )
-    return _run(conversion, target_dir, writing)
+    return convert(conversion, target_dir, writing, stream=sys.stderr)
 
 
 def adapters_to_megatron(
@@ -242,9 +236,10 @@ def adapters_to_megatron(
             ledgers=[ledger],
             **_megatron_output(files, layout),
             times=times_written(whole, model, layout),
+            incomparable=_ADAPTERS,
             copies={ADAPTER_CONFIG: adapter_config} if adapter_config.is_file() else {},
         )
-        return _run(conversion, mm_dir, writing)
+        return convert(conversion, mm_dir, writing, stream=sys.stderr)
 
 
 def adapters_to_hf(
@@ -292,14 +287,11 @@ def adapters_to_hf(
         ledgers=[ledger],
         files=files,
         layout={"kind": "adapters"},
+        incomparable=_ADAPTERS,
         copies={ADAPTER_CONFIG: config} if config.is_file() else {},
         texts=texts,
     )
-    return _run(conversion, save_hf_dir, writing)
-
-
-def _run(conversion: Conversion, target: Path, writing: Writing) -> Converted:
-    return convert(conversion, target, overwrite=writing.overwrite, verify=writing.verify, stream=sys.stderr)
+    return convert(conversion, save_hf_dir, writing, stream=sys.stderr)
 
 
 def _megatron_output(files: Mapping[str, Mapping[str, Mapping[str, LazyTensor]]], layout: MegatronLayout) -> Any:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig
 from mindspeed_mm.checkpoint.common.converter import Converter
-from mindspeed_mm.checkpoint.conversion.run import Converted
+from mindspeed_mm.checkpoint.conversion.run import Converted, Verify, Writing
 from mindspeed_mm.checkpoint.megatron.families import (
     DEEPSEEK_VL,
     GLM_4V,
@@ -23,7 +23,6 @@ from mindspeed_mm.checkpoint.ptd.config import (
     ResplitConfig,
 )
 from mindspeed_mm.checkpoint.ptd.conversions import (
-    Writing,
     adapters_to_hf,
     adapters_to_megatron,
     divide_anew,
@@ -33,16 +32,16 @@ from mindspeed_mm.checkpoint.ptd.conversions import (
 from mindspeed_mm.core.errors import UsageError
 
 
-class _Megatron:
+class _Megatron(Converter):
     family: ClassVar[MegatronFamily]
 
-    def hf_to_mm(self, cfg: ConvertMMConfig, overwrite: bool = False, verify: bool = True) -> Converted:
+    def hf_to_mm(self, cfg: ConvertMMConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
         """Divide a Hugging Face folder among the ranks of a Megatron-style checkpoint.
 
         Args:
             cfg: The folders and the division.
             overwrite: Replace what an earlier conversion wrote to mm_dir.
-            verify: Read everything back and compare.
+            verify: Read everything back and compare, also the logits; full: of models of any size.
         """
         _refuse_other_text_model(cfg)
         return hf_to_megatron(
@@ -52,16 +51,16 @@ class _Megatron:
             cfg.parallel_config,
             facts=cfg.common_model_config,
             vision_only=cfg.save_vit_only,
-            writing=Writing(overwrite, verify),
+            writing=Writing(overwrite, verify, self.examine),
         )
 
-    def mm_to_hf(self, cfg: ConvertHFConfig, overwrite: bool = False, verify: bool = True) -> Converted:
+    def mm_to_hf(self, cfg: ConvertHFConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
         """Join a Megatron-style checkpoint to a Hugging Face folder.
 
         Args:
             cfg: The folders and the division.
             overwrite: Replace what an earlier conversion wrote to save_hf_dir.
-            verify: Read everything back and compare.
+            verify: Read everything back and compare, also the logits; full: of models of any size.
         """
         _refuse_other_text_model(cfg)
         if cfg.save_vit_only:
@@ -73,16 +72,16 @@ class _Megatron:
             cfg.save_hf_dir,
             cfg.parallel_config,
             facts=cfg.common_model_config,
-            writing=Writing(overwrite, verify),
+            writing=Writing(overwrite, verify, self.examine),
         )
 
-    def resplit(self, cfg: ResplitConfig, overwrite: bool = False, verify: bool = True) -> Converted:
+    def resplit(self, cfg: ResplitConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
         """Divide a Megatron-style checkpoint anew.
 
         Args:
             cfg: The checkpoint, the folder to write and both divisions.
             overwrite: Replace what an earlier conversion wrote to target_dir.
-            verify: Read everything back and compare.
+            verify: Read everything back and compare, also the logits; full: of models of any size.
         """
         return divide_anew(
             self.family,
@@ -91,20 +90,20 @@ class _Megatron:
             cfg.hf_config.hf_dir if cfg.hf_config else None,
             cfg.source_parallel_config,
             cfg.target_parallel_config,
-            writing=Writing(overwrite, verify),
+            writing=Writing(overwrite, verify, self.examine),
         )
 
 
 class _WithAdapters(_Megatron):
     """Models that may be canonical, whose adapters can be exchanged with PEFT then."""
 
-    def lora_hf_to_mm(self, cfg: ConvertLoraMMConfig, overwrite: bool = False, verify: bool = True) -> Converted:
+    def lora_hf_to_mm(self, cfg: ConvertLoraMMConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
         """Divide adapters of PEFT among the ranks of a canonical model.
 
         Args:
             cfg: The folders and the division.
             overwrite: Replace what an earlier conversion wrote to mm_dir.
-            verify: Read everything back and compare.
+            verify: Read everything back and compare, also the logits; full: of models of any size.
         """
         return adapters_to_megatron(
             self.family,
@@ -112,16 +111,16 @@ class _WithAdapters(_Megatron):
             cfg.mm_dir,
             cfg.parallel_config,
             naming=cfg.common_model_config,
-            writing=Writing(overwrite, verify),
+            writing=Writing(overwrite, verify, self.examine),
         )
 
-    def lora_mm_to_hf(self, cfg: ConvertLoraHFConfig, overwrite: bool = False, verify: bool = True) -> Converted:
+    def lora_mm_to_hf(self, cfg: ConvertLoraHFConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
         """Join the adapters of a canonical model to what PEFT reads.
 
         Args:
             cfg: The folders and the division.
             overwrite: Replace what an earlier conversion wrote to save_hf_dir.
-            verify: Read everything back and compare.
+            verify: Read everything back and compare, also the logits; full: of models of any size.
         """
         return adapters_to_hf(
             self.family,
@@ -129,7 +128,7 @@ class _WithAdapters(_Megatron):
             cfg.save_hf_dir,
             cfg.parallel_config,
             naming=cfg.common_model_config,
-            writing=Writing(overwrite, verify),
+            writing=Writing(overwrite, verify, self.examine),
         )
 
 
@@ -143,43 +142,43 @@ def _refuse_other_text_model(cfg: ConvertMMConfig) -> None:
         )
 
 
-class Qwen2VLConverter(_WithAdapters, Converter):
+class Qwen2VLConverter(_WithAdapters):
     """Qwen2-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN2_VL
 
 
-class Qwen2_5_VLConverter(_WithAdapters, Converter):
+class Qwen2_5_VLConverter(_WithAdapters):
     """Qwen2.5-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN2_5_VL
 
 
-class Qwen2_5_OmniConverter(_Megatron, Converter):
+class Qwen2_5_OmniConverter(_Megatron):
     """Qwen2.5-Omni's thinker: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN2_5_OMNI
 
 
-class Qwen3VLMegatronConverter(_Megatron, Converter):
+class Qwen3VLMegatronConverter(_Megatron):
     """Qwen3-VL, dense and with experts: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN3_VL
 
 
-class InternVLConverter(_Megatron, Converter):
+class InternVLConverter(_Megatron):
     """InternVL 2.5 and 3, original and -HF: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = INTERNVL
 
 
-class GlmConverter(_Megatron, Converter):
+class GlmConverter(_Megatron):
     """GLM-4.1V: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = GLM_4V
 
 
-class DeepSeekVLConverter(_Megatron, Converter):
+class DeepSeekVLConverter(_Megatron):
     """DeepSeek-VL2 and the first DeepSeek-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = DEEPSEEK_VL

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
 from mindspeed_mm.checkpoint.conversion.manifest import check_converted
-from mindspeed_mm.checkpoint.conversion.run import Converted
+from mindspeed_mm.checkpoint.conversion.run import Converted, Verify, Writing
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
 from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.megatron.families import family_of
@@ -20,11 +20,12 @@ from mindspeed_mm.checkpoint.original.converting import GeneratorTarget, convert
 from mindspeed_mm.checkpoint.original.families import recognise_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, Places
-from mindspeed_mm.checkpoint.ptd.conversions import Writing, divide_anew, hf_to_megatron, megatron_to_hf
+from mindspeed_mm.checkpoint.ptd.conversions import divide_anew, hf_to_megatron, megatron_to_hf
 from mindspeed_mm.checkpoint.recognise import Layout, recognise, told_ways
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
+from mindspeed_mm.tasks.convert.same_logits import same_logits
 from mindspeed_mm.tasks.export.source import NAME_MODEL, noted_model
 
 _FLAGS = {"tp_size": "--tp", "pp_layers": "--pp", "llm_pp_layers": "--pp", "ep_size": "--ep"}
@@ -49,7 +50,7 @@ def run(
     division: Division | None = None,
     model_folder: Path | None = None,
     overwrite: bool = False,
-    verify: bool = True,
+    verify: Verify = True,
 ) -> tuple[str, Converted]:
     """Convert a folder.
 
@@ -62,7 +63,7 @@ def run(
         model_folder: Configuration and tokenizer for a checkpoint that does not say what it was trained from; of a
             generator a diffusers folder of the same model.
         overwrite: Replace what an earlier conversion wrote there.
-        verify: Read everything back and compare.
+        verify: Read everything back and compare, also the logits; full: of models of any size.
 
     Returns:
         What the source was recognised as, and what was written.
@@ -74,7 +75,9 @@ def run(
         raise UsageError(
             "ranks divide a Megatron-style target", key="--tp --pp --vpp --ep", way_out="Add --to megatron."
         )
-    writing = Writing(overwrite, verify)
+    writing = Writing(overwrite, verify, same_logits)
+    distributed = GenericDCPConverter()
+    distributed.examine = same_logits
     if to in ("diffusers", "original"):
         return "generator", _generator(source, target, Naming(to), model_folder, writing)
     kind = "generator" if source.is_file() else recognise(source)
@@ -86,10 +89,10 @@ def run(
         return "generator", _generator(source, target, Naming.DIFFUSERS, model_folder, writing)
     if (kind, wanted) == ("hf", "dcp"):
         _refuse_model(model_folder)
-        return kind, GenericDCPConverter().hf_to_dcp(source, target, overwrite=overwrite, verify=verify)
+        return kind, distributed.hf_to_dcp(source, target, overwrite=overwrite, verify=verify)
     if kind in ("dcp", "run") and wanted == "hf":
         assets = _model_of(source, model_folder)
-        return kind, GenericDCPConverter().dcp_to_hf(source, target, assets, overwrite=overwrite, verify=verify)
+        return kind, distributed.dcp_to_hf(source, target, assets, overwrite=overwrite, verify=verify)
     if kind == "megatron" and wanted == "hf":
         assets = _model_of(source, model_folder)
         family, facts = _family_of(assets, kind), CommonModelConfig()
@@ -187,7 +190,7 @@ def _generator(
     places = Places(division.pp, division.vpp) if division.pp * division.vpp > 1 else None
     wanted = GeneratorTarget(naming, division.tp, places, hf_dir=model_folder)
     return convert_generator(
-        source, target, wanted, overwrite=writing.overwrite, verify=writing.verify, stream=sys.stderr
+        source, target, wanted, overwrite=writing.overwrite, verify=bool(writing.verify), stream=sys.stderr
     )
 
 

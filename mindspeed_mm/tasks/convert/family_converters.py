@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
-from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, convert
+from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader, find_step
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
@@ -52,7 +52,7 @@ class _FamilyConverter(GenericDCPConverter):
                 copies={_ADAPTER_CONFIG: hf_dir / _ADAPTER_CONFIG},
                 texts={layout.TRACKER: f"{layout.RELEASE}\n"},
             )
-            return convert(conversion, dcp_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+            return convert(conversion, dcp_dir, Writing(overwrite, verify), stream=sys.stderr)
 
     def merge_lora_to_base(
         self,
@@ -148,7 +148,7 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
                 layout={"kind": "dcp", "names": "folder", "experts": "stacked"},
                 texts={layout.TRACKER: f"{layout.RELEASE}\n"},
             )
-            return convert(conversion, save_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+            return convert(conversion, save_dir, Writing(overwrite, verify), stream=sys.stderr)
 
     def dcp_to_hf(  # type: ignore[override]
         self,
@@ -187,7 +187,7 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
             copies={path.name: path for path in asset_files(hf_dir)},
             texts=texts,
         )
-        return convert(conversion, save_dir, overwrite=overwrite, verify=verify, stream=sys.stderr)
+        return convert(conversion, save_dir, Writing(overwrite, verify), stream=sys.stderr)
 
 
 def _mapped(key_map: KeyMap, ledger: SourceLedger) -> dict[str, LazyTensor]:

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig
+from mindspeed_mm.checkpoint.conversion.run import Writing
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES
 from mindspeed_mm.checkpoint.megatron.families import family_of
-from mindspeed_mm.checkpoint.ptd.conversions import Writing, megatron_to_hf
+from mindspeed_mm.checkpoint.ptd.conversions import megatron_to_hf
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_writing import check_target

@@ -1,0 +1,260 @@
+"""Whether what was written computes what its source computes: the logits of both, of the same tokens and of a picture.
+
+The side that is a Hugging Face folder is loaded by transformers alone; the other one through the doors of
+`training.load`. Where both are checkpoints, both come through those doors.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_mm.checkpoint.conversion.run import Conversion
+from mindspeed_mm.checkpoint.dcp_folder.reading import find_step
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.core.errors import CheckpointError, MachineError, MMError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import LANGUAGE, kind_of_folder
+from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint
+from mindspeed_mm.fsdp.checkpoint.loading import load_tensors
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.models.loading.construction import is_transformers
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config, native_class
+from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.host_memory import available_bytes
+from mindspeed_mm.fsdp.utils.quiet import quiet
+from mindspeed_mm.fsdp.utils.ranks import Ranks
+from mindspeed_mm.tasks.answer.asking import QuestionEncoder
+from mindspeed_mm.tasks.answer.questions import ask
+
+MOST_PARAMETERS = 1_000_000_000
+"""Larger models are compared when they are asked for: building one twice takes minutes."""
+_BYTES_EACH = 6
+"""Of memory for each parameter: one model in single precision, and the files that it is read from."""
+_TOLERANCE = 1e-4
+"""Of the largest logit. Both sides compute the same operations on the same numbers in single precision."""
+_TOKENS, _PICTURE = 16, 32
+_BUILD_ERRORS = (MMError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
+"""How a model's class or processor says that it is not to be had."""
+
+Inputs = Mapping[str, Any]
+
+
+class _NotCompared(Exception):
+    """Why there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class _Sides:
+    home: Path
+    """With the config.json of the checkpoints' model, and perhaps the processor."""
+    plain: Path | None
+    """The Hugging Face folder; None: both are checkpoints. Its model may be the language model of theirs alone."""
+    checkpoints: tuple[Path, ...]
+    """One, or the source and what was written."""
+
+
+def same_logits(conversion: Conversion, draft: Path, any_size: bool) -> str:
+    """Compare the logits of what was written with those of its source.
+
+    Args:
+        conversion: What was written, and from what.
+        draft: Where it was written.
+        any_size: Compare models of more than a billion parameters too.
+
+    Returns:
+        A sentence: what was compared, or why nothing was.
+
+    Raises:
+        CheckpointError: The logits differ, or what was written cannot be loaded.
+        MachineError: `any_size`, and the model does not fit into memory.
+    """
+    try:
+        return _compare(_sides(conversion, draft), draft, any_size)
+    except _NotCompared as reason:
+        return f"logits not compared: {reason}"
+
+
+def _sides(conversion: Conversion, draft: Path) -> _Sides:
+    if conversion.incomparable:
+        raise _NotCompared(conversion.incomparable)
+    source = conversion.sources[0]
+    home = next((folder for folder in (draft, *conversion.sources) if (folder / "config.json").is_file()), None)
+    if home is None:
+        raise _NotCompared("no config.json says what model it is")
+    if kind_of_folder(home) is not LANGUAGE or "_class_name" in read_json_object(home / "config.json", CheckpointError):
+        raise _NotCompared("generators give none")
+    if conversion.layout["kind"] == "hf":
+        return _Sides(home, draft, (source,))
+    if any(source.glob("*.safetensors")):
+        return _Sides(home, source, (draft,))
+    return _Sides(home, None, (source, draft))
+
+
+def _compare(sides: _Sides, draft: Path, any_size: bool) -> str:
+    models = [_built(sides.home, any_size) for _ in sides.checkpoints]
+    given, told = _inputs(sides.plain or sides.home, sides.home)
+    dtype = _narrowest_dtype(sides.plain)
+    computed: list[dict[str, torch.Tensor]] = []
+    if sides.plain is not None:
+        try:
+            computed.append(_logits(_rounded(_plain(sides.plain), dtype), given))
+        except _BUILD_ERRORS as error:
+            raise _NotCompared(f"transformers alone does not compute it: {_first_line(error)}") from error
+    for folder in sides.checkpoints:
+        model = models.pop()
+        _fill(model, folder)
+        computed.append(_logits(_rounded(model, dtype), given))
+        del model
+    most = 0.0
+    for what in given:
+        first, second = (each[what] for each in computed)
+        difference, largest = float((first - second).abs().max()), float(first.abs().max())
+        if not difference <= _TOLERANCE * largest:
+            raise CheckpointError(
+                f"what was written computes another model: logits of {what} differ by {difference:.3g}, "
+                f"the largest is {largest:.3g}. Nothing was left behind.",
+                where=str(draft),
+                way_out="Report this with the model's config.json; --no-verify (of mm-convert --verify false) "
+                "writes all the same.",
+            )
+        most = max(most, difference / largest)
+    how = f"to {most:.1g} of the largest" if most else "to the bit"
+    return f"logits of {' and of '.join(given)} are those of the source, {how}{told}"
+
+
+# --- the two models ---------------------------------------------------------------------------------------------------
+
+
+def _built(home: Path, any_size: bool) -> Any:
+    """transformers' model without memory, as training builds it."""
+    if "quantization_config" in read_json_object(home / "config.json", CheckpointError):
+        raise _NotCompared("the weights are quantised")
+    arguments = ModelArguments(model_name_or_path=str(home), attn_implementation="eager")
+    try:
+        model = ModelHub.build(arguments, param_dtype=torch.float32)
+    except _BUILD_ERRORS as error:
+        raise _NotCompared(f"the model cannot be built: {_first_line(error)}") from error
+    if not is_transformers(type(model)):
+        raise _NotCompared(f"{type(model).__name__} is no class of transformers")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters > MOST_PARAMETERS and not any_size:
+        raise _NotCompared(
+            f"the model has {parameters / 1e9:.1f} billion parameters, more than {MOST_PARAMETERS / 1e9:g}; "
+            "--verify full compares them"
+        )
+    if (room := available_bytes()) < (needed := parameters * _BYTES_EACH):
+        what = f"the model takes {needed / 2**30:.1f} GiB of memory, and {room / 2**30:.1f} GiB are free"
+        if any_size:
+            raise MachineError(f"{what}: its logits cannot be compared", way_out="Leave 'full' out of --verify.")
+        raise _NotCompared(what)
+    return model.eval()
+
+
+def _fill(model: Any, folder: Path) -> None:
+    """What `training.load` does with a folder of this kind, in one process."""
+    device = torch.device("cpu")
+    if is_megatron_folder(folder) or any(folder.glob("*.safetensors")):
+        ModelHub.load_weights(model, ModelArguments(), seed=0, device=device, folder=folder)
+        return
+    materialize(model, device)
+    load_tensors(CommittedCheckpoint(find_step(folder), None, None), model, None, Ranks())
+
+
+def _plain(folder: Path) -> Any:
+    """The model of a Hugging Face folder, by transformers alone."""
+    model_class: Any = native_class(load_model_config(folder), folder)
+    with quiet("transformers"):
+        model, report = model_class.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    if lacking := sorted(map(str, report["missing_keys"])):
+        raise ValueError(f"it lacks {lacking[0]}")
+    return model.eval()
+
+
+def _narrowest_dtype(plain: Path | None) -> torch.dtype | None:
+    """Of a folder's weights."""
+    stored = {entry.dtype for entry in find_entries(plain).values()} if plain is not None else set()
+    return min((dtype for dtype in stored if dtype.is_floating_point), key=lambda d: d.itemsize, default=None)
+
+
+def _rounded(model: Any, dtype: torch.dtype | None) -> Any:
+    """With the precision that one side was stored in: the other may hold more."""
+    if dtype is not None and dtype.itemsize < torch.float32.itemsize:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+    return model
+
+
+# --- what they are shown ----------------------------------------------------------------------------------------------
+
+
+def _inputs(shown: Path, home: Path) -> tuple[dict[str, Inputs], str]:
+    """By name, and what is to be said about what is not among them.
+
+    Args:
+        shown: Folder of the model that takes least.
+        home: Of the other one.
+    """
+    config, other = (read_json_object(folder / "config.json", CheckpointError) for folder in (shown, home))
+    given: dict[str, Inputs] = {f"{_TOKENS} tokens": {"input_ids": _tokens(config, other)}}
+    if not any(key.startswith("vision") for part in (config, config.get("thinker_config", {})) for key in part):
+        return given, ""
+    try:
+        return {**given, "a picture": _picture(shown)}, ""
+    except _BUILD_ERRORS as error:
+        return given, f"; no picture was shown: {_first_line(error)}"
+
+
+def _tokens(*configs: Mapping[str, Any]) -> torch.Tensor:
+    """(1, tokens): words that stand for no medium."""
+    numbers: dict[str, list[int]] = {}
+    sections = list(configs)
+    for section in sections:
+        sections += [value for value in section.values() if isinstance(value, dict)]
+        for key, value in section.items():
+            numbers.setdefault(key, []).extend([value] if type(value) is int else [])
+    special = {n for key, found in numbers.items() if key.endswith(("token_id", "token_index")) for n in found}
+    words = [n for n in range(min(numbers.get("vocab_size") or [0])) if n not in special]
+    if not words:
+        raise _NotCompared("config.json says no vocabulary")
+    picked = torch.randint(len(words), (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(words)[picked]
+
+
+def _picture(home: Path) -> Inputs:
+    """A question about a small picture, as training shows it to the model."""
+    from PIL import Image
+
+    encoder = QuestionEncoder(home)
+    noise = torch.randint(256, (_PICTURE, _PICTURE, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "noise.png"
+        Image.fromarray(noise.numpy()).save(path)
+        question = encoder.encode(
+            ask("What is it?", [MediaItem("image", str(path))]).sample, encoder.media(Path(folder))
+        )
+        return encoder.collate([question])
+
+
+def _logits(model: Any, given: Mapping[str, Inputs]) -> dict[str, torch.Tensor]:
+    with torch.inference_mode():
+        return {what: model(**inputs, use_cache=False).logits for what, inputs in given.items()}
+
+
+def _first_line(error: Exception) -> str:
+    text = error.problems[0].what if isinstance(error, MMError) else str(error)
+    return (text.splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,158 @@
+"""What a conversion writes computes what its source computes, or is not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_mm.checkpoint.key_ops import Column, Interleave
+from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, Sliced
+from mindspeed_mm.cli.mm_convert import run as mm_convert
+from mindspeed_mm.core.errors import CheckpointError, MachineError
+from mindspeed_mm.fsdp.utils.host_memory import available_bytes
+from mindspeed_mm.tasks.convert import convert, same_logits
+from tests.helpers.megatron_models import save_tiny
+from tests.helpers.runs import mm
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+
+TP2 = convert.Division(tp=2, pp=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a processor."""
+    return make_tiny_qwen3_vl(tmp_path_factory.mktemp("logits") / "model")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Without one."""
+    return cache(lambda name: save_tiny(name, tmp_path_factory.mktemp(name)))
+
+
+def test_tokens_and_a_picture_are_compared_on_every_way(model: Path, tmp_path: Path) -> None:
+    ways = [
+        (model, "divided", ("--to", "megatron", "--tp", 2, "--pp", 2)),
+        (tmp_path / "divided", "anew", ("--to", "megatron")),
+        (tmp_path / "divided", "joined", ("--to", "hf")),
+        (model, "dcp", ("--to", "dcp")),
+        (tmp_path / "dcp", "back", ("--to", "hf", "--model", model)),
+    ]
+    for source, target, words in ways:
+        said = mm("convert", source, tmp_path / target, *words)
+        assert said.code == 0, said.err
+        assert "logits of 16 tokens and of a picture are those of the source, to the bit" in said.out
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl_moe", "internvl_hf", "glm4v", "deepseek_vl"]
+)
+def test_every_family_that_transformers_computes_is_compared(
+    name: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    _, done = convert.run(saved(name), tmp_path / "mm", "megatron", division=TP2)
+    assert "logits of 16 tokens are those of the source" in done.logits
+    assert "no picture was shown: the folder has no processor" in done.logits
+
+
+@pytest.mark.parametrize(("tower", "seen"), [("text", "16 tokens"), ("vision", "a picture")])
+def test_permuted_groups_are_seen_and_nothing_is_left(
+    tower: str, seen: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first group of the fused tensor stands last in what is written; nothing that reads it back knows."""
+    whole = Interleave._apply
+
+    def permuted(self: Interleave, columns: list[Column]) -> list[Column]:
+        (((tensor,),),) = (whole(self, columns),)
+        if (len(set(self.sizes)) == 1) != (tower == "vision"):  # pictures have as many keys as queries
+            return [[tensor]]
+        rows = tensor.shape[0] // self.groups
+        return [[Concatenated([Sliced(tensor, 0, rows, tensor.shape[0] - rows), Sliced(tensor, 0, 0, rows)], 0)]]
+
+    monkeypatch.setattr(Interleave, "_apply", permuted)
+    with pytest.raises(CheckpointError, match=f"logits of {seen} differ"):
+        convert.run(model, tmp_path / "mm", "megatron")
+    assert not list(tmp_path.iterdir())
+    _, done = convert.run(model, tmp_path / "mm", "megatron", verify=False)
+    assert not done.logits
+
+
+def test_a_wider_checkpoint_is_compared_as_its_folder_rounds_it(model: Path, tmp_path: Path) -> None:
+    narrow = tmp_path / "narrow"
+    assert mm("convert", model, tmp_path / "dcp", "--to", "dcp").code == 0
+    narrow.mkdir()
+    for file in model.glob("*.json"):
+        (narrow / file.name).write_bytes(file.read_bytes())
+    weights = {key: tensor.bfloat16() for key, tensor in load_file(model / "model.safetensors").items()}
+    save_file(weights, narrow / "model.safetensors", {"format": "pt"})
+    said = mm("convert", tmp_path / "dcp", tmp_path / "back", "--to", "hf", "--model", narrow)
+    assert said.code == 0, said.err
+    assert load_file(tmp_path / "back/model.safetensors")["model.language_model.norm.weight"].dtype == torch.bfloat16
+    assert "are those of the source, to the bit" in said.out
+
+
+def test_large_models_are_compared_when_they_are_asked_for(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved("qwen2_5_vl")
+    monkeypatch.setattr(same_logits, "MOST_PARAMETERS", 10)
+    said = mm("convert", folder, tmp_path / "one", "--to", "megatron")
+    assert said.code == 0, said.err
+    assert "logits not compared: the model has 0.0 billion parameters" in said.out
+    assert "--verify full compares them" in said.out
+    said = mm("convert", folder, tmp_path / "two", "--to", "megatron", "--verify", "full")
+    assert "logits of 16 tokens are those of the source" in said.out
+
+
+def test_a_model_that_memory_does_not_hold_is_left_out_or_refused(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(same_logits, "available_bytes", lambda: 5)
+    _, done = convert.run(saved("qwen2_5_vl"), tmp_path / "mm", "megatron")
+    assert "GiB are free" in done.logits
+    with pytest.raises(MachineError, match="its logits cannot be compared"):
+        convert.run(saved("qwen2_5_vl"), tmp_path / "full", "megatron", verify="full")
+    assert not (tmp_path / "full").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "why"),
+    [
+        ("internvl_chat", (), "'internvl_chat' is not a model type of transformers"),
+        ("qwen2_vl", ("--cfg.save_vit_only", "true"), "only the vision tower is written"),
+    ],
+)
+def test_why_nothing_is_compared_is_said(
+    name: str,
+    flags: tuple[str, ...],
+    why: str,
+    saved: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    converter = "InternVLConverter" if name == "internvl_chat" else "Qwen2VLConverter"
+    words = [converter, "hf_to_mm", "--cfg.mm_dir", tmp_path / "mm", "--cfg.hf_config.hf_dir", saved(name), *flags]
+    assert mm_convert([str(word) for word in [*words, "--verify", "full"]]) == 0
+    assert f"logits not compared: {'the model cannot be built: ' if not flags else ''}{why}" in capsys.readouterr().out
+
+
+def test_names_by_flags_are_none_of_a_model(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    words = ["GenericDCPConverter", "hf_to_dcp", "--hf_dir", saved("qwen2_vl"), "--dcp_dir", tmp_path / "dcp"]
+    assert mm_convert([str(word) for word in [*words, "--dcp_prefix", "thinker."]]) == 0
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  10 kB\nMemFree:  1 kB\nMemAvailable:     8 kB\n")
+    assert available_bytes(tmp_path) == 8192
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("5000\n")
+    (tmp_path / "sys/fs/cgroup/memory.stat").write_text("anon 1000\nfile 4000\n")
+    assert available_bytes(tmp_path) == 4000
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == 8192
