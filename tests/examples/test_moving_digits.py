@@ -23,11 +23,11 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    import make_moving_digits
+    import make_clips
 
-    yield make_moving_digits
+    yield make_clips
     for name in set(sys.modules) - before:
-        if name in ("make_moving_digits", "make_digits", "tiny_model"):
+        if name in ("make_clips", "make_digits", "tiny_model"):
             del sys.modules[name]
 
 
@@ -66,7 +66,7 @@ def test_unseen_digits_are_named_and_followed(tmp_path: Path) -> None:
     mm = [sys.executable, "-m", "mindspeed_mm"]
     run, data = "runs/moving_digits/run", "runs/moving_digits/data/test.jsonl"
     for words in (
-        [sys.executable, str(FOLDER / "make_moving_digits.py")],
+        [sys.executable, str(FOLDER / "make_clips.py")],
         [*mm, "train", str(FOLDER / "moving_digits_config.yaml")],
         [*mm, "evaluate", run, "--data", data, "--max-new-tokens", "8"],
     ):

@@ -34,11 +34,11 @@ _is_results = any_of(
 class Evaluation:
     """Scores by task, in the order of first appearance, and over all questions."""
 
-    comparison: Comparison
     tasks: dict[str, Score | ErrorRate]
     overall: Score | ErrorRate
     facts: dict[str, Any]
     samples: list[dict[str, Any]]
+    comparison: Comparison = EXACT
 
     @property
     def scores(self) -> dict[str, Score | ErrorRate]:
@@ -116,7 +116,7 @@ def evaluate_answers(
         samples.append(_sample(question, answer, outcome, comparison))
     tasks = {name: comparison.score(outcomes) for name, outcomes in by_task.items()}
     overall = comparison.score([outcome for outcomes in by_task.values() for outcome in outcomes])
-    return Evaluation(comparison, tasks, overall, facts, samples)
+    return Evaluation(tasks, overall, facts, samples, comparison)
 
 
 def check_evaluation_folder(out: Path) -> None:

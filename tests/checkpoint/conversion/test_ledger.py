@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger, check_ledgers
-from mindspeed_mm.checkpoint.keymap import (
+from mindspeed_mm.checkpoint.key_ops import (
     Concat,
     InsertZeros,
     Interleave,

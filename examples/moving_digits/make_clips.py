@@ -1,6 +1,6 @@
 """Writes the moving_digits example: clips of scanned digits that move, with questions, and a tiny Qwen3-VL folder.
 
-Run `python examples/moving_digits/make_moving_digits.py [FOLDER]` (default `runs/moving_digits`). Nothing is
+Run `python examples/moving_digits/make_clips.py [FOLDER]` (default `runs/moving_digits`). Nothing is
 downloaded; the same versions write the same bytes. A scan belongs to one split only: no test clip shows a scan that was
 trained on.
 """
