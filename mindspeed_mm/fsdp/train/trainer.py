@@ -54,6 +54,9 @@ from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.train.run.trackers import Tracker
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
+_FROZEN_AT_FIRST = gc.get_freeze_count()
+"""Objects that the interpreter itself keeps from the collector; some, from Python 3.12 on."""
+
 
 @dataclass(frozen=True)
 class GivenObjects:
@@ -294,7 +297,7 @@ class Trainer:
 def _kept() -> Iterator[None]:
     """Inside, what has been built is no garbage: the collector need not look at it, nor workers copy its pages.
     Afterwards it may be: a model's cycles hold its process group, whose threads wake a hundred times a second."""
-    was_frozen = gc.get_freeze_count() > 0  # by the caller: thawing would thaw what is his, too
+    was_frozen = gc.get_freeze_count() > _FROZEN_AT_FIRST  # by the caller: thawing would thaw what is his, too
     if not was_frozen:
         gc.freeze()
     gc.enable()
