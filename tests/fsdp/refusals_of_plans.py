@@ -106,14 +106,6 @@ PIPELINES = (
         ranks=2,
     ),
     Refusal(
-        "experts spread over stages",
-        (*TWO_STAGES, f"{EXPERT}=2"),
-        "together with 2 stages",
-        EXPERT,
-        ranks=4,
-        base="moe",
-    ),
-    Refusal(
         "offloaded gradients of stages",
         (*TWO_STAGES, "features.enable_gradient_offload=true"),
         "their schedule sums gradients once",

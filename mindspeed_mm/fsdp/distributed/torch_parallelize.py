@@ -159,7 +159,7 @@ class ParallelApplier:
         tower_mesh = build_tower_mesh(state.sizes, state.device_type) if sharding.whole_towers else None
         ignored = {p for name in _names_in(root, sharding.ignored) for p in root.get_submodule(name).parameters()}
         if experts is not None:
-            shard_experts(root, experts, state, **build_expert_options(sharding.section))
+            shard_experts(root, _names_in(root, experts.modules), state, **build_expert_options(sharding.section))
         shard_units(root, units, sharding.section, mesh, ignored, _cut_dims(root, sharding), tower_mesh)
         self._sharded.append((root, units))
 

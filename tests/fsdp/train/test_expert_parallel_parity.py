@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.loss import router_aux
 from mindspeed_mm.fsdp.ops import experts
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
-from tests.helpers.plan_matrix import EP, FP64, HYBRID, RING, TP, ULYSSES
+from tests.helpers.plan_matrix import EP, FP64, HYBRID, PP, RING, TP, ULYSSES
 from tests.helpers.planned_steps import overrides, train_steps
 from tests.helpers.tiny_models import make_tiny_qwen3_moe, make_tiny_qwen3_vl_moe
 from tests.helpers.tiny_run import make_rows, make_tiny_run
@@ -40,6 +40,7 @@ CASES = {
     "text aux ep2, no padding, recompute": Case("text aux", 2, 2, 1, (EP, AUX, SKIP, RECOMPUTE)),
     "text aux fsdp2, accumulated": Case("text aux, accumulated", 2, 2, 2, (AUX,)),
     "vlm aux ep2 × ulysses2": Case("vlm aux", 2, 1, 1, (EP, AUX, ULYSSES)),
+    "text pp2 × ep2": Case("text", 4, 2, 2, (PP, EP)),
     "text ep2 × efsdp2": Case("text", 4, 4, 2, (EP,)),
     "text ep2 × edp2, allgather": Case("text", 4, 4, 1, (EP, HYBRID, ALLGATHER)),
 }
@@ -53,6 +54,9 @@ SLOW = {
     "text ep2, no padding": Case("text", 2, 2, 2, (EP, SKIP)),
     "text lora ep2": Case("text lora", 2, 2, 1, (EP,)),
     "text ep2 × tp2": Case("text", 4, 2, 1, (EP, TP)),
+    "text pp2 × ep2, balance, recompute": Case("text", 4, 2, 2, (PP, EP, BALANCE, RECOMPUTE)),
+    "text lora pp2 × ep2, allgather": Case("text lora", 4, 2, 2, (PP, EP, ALLGATHER)),
+    "vlm pp2 × ep2, recompute": Case("vlm", 4, 2, 2, (PP, EP, RECOMPUTE)),
     "vlm ep2 × efsdp2, allgather": Case("vlm", 4, 4, 2, (EP, ALLGATHER)),
     "vlm aux ep2 × efsdp2, recompute": Case("vlm aux", 4, 4, 1, (EP, AUX, RECOMPUTE)),
     "vlm ep2 × fsdp2 × ring2": Case("vlm", 4, 2, 1, (EP, RING)),
@@ -110,6 +114,7 @@ RUNS = ParityRuns(
         "expert gradient averaged": Fault("text ep2", partial(expert_gradients_times, 0.5)),
         "token lost in dispatch": Fault("text ep2", with_a_token_lost),
         "token lost in allgather": Fault("text ep2, allgather", with_a_token_lost),
+        "doubled expert gradient of stages": Fault("text pp2 × ep2", partial(expert_gradients_times, 2.0)),
         "statistics of own tokens only": Fault("text aux ep2, no padding, recompute", own_statistics),
     },
     kinds={

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 ALONE = "one process"
 NAMES = (
     *(ALONE, "fsdp2", "hsdp2×2", "tp2", "pp2 × vpp2 interleaved1f1b", "ring2", "fsdp2 × tp2"),
-    *("ep2", "ep2 × efsdp2", "fsdp2 × ep2, copies"),
+    *("ep2", "ep2 × efsdp2", "fsdp2 × ep2, copies", "pp2 × vpp2 × ep2"),
 )
 PLANS_HERE = {name: PLANS.get(name, Plan(1, 1, 1)) for name in NAMES}
 FAMILIES = {family: [name for name in NAMES if (family, name) not in REFUSED] for family in ("text moe", "text")}

@@ -10,6 +10,7 @@ sums: complete, and counted once.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from mindspeed_mm.fsdp.distributed.expert.collectives import ExpertRanks
 from mindspeed_mm.fsdp.distributed.expert.dispatch import AllGather, AllToAll, BalancedAllToAll, PluginExpertForward
 from mindspeed_mm.fsdp.distributed.expert.plan import ExpertPlan, cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
+from mindspeed_mm.fsdp.models.structure.share import own_names
 from mindspeed_mm.fsdp.ops.experts import ExpertsForward, own_experts_of, use_own_experts
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
 from mindspeed_mm.fsdp.ops.real_tokens import RealTokens
@@ -31,13 +33,13 @@ def apply_expert_parallel(model: nn.Module, plan: ExpertPlan, ep_plan: EpPlan, s
     """Spread the experts of a model. Every rank calls it.
 
     Args:
-        model: Built, not recomputed, not sharded.
+        model: Built, not recomputed, not sharded; whole, or what a rank of a pipeline has of it.
         plan: From `resolve_expert_plan`.
         ep_plan: The section, for modules with an `ep_forward` of their own.
         state: Its expert mesh.
     """
     ranks = ExpertRanks(state.axis_mesh("ep"))
-    for name in plan.modules:
+    for name in own_names(model, plan.modules):
         module = model.get_submodule(name)
         _cut_experts(module, ranks)
         if hasattr(module, "ep_forward"):
@@ -46,12 +48,12 @@ def apply_expert_parallel(model: nn.Module, plan: ExpertPlan, ep_plan: EpPlan, s
             use_own_experts(module, _dispatcher(plan, ranks, own_experts_of(module).real_tokens))
 
 
-def shard_experts(model: nn.Module, plan: ExpertPlan, state: ParallelState, **options: Any) -> None:
+def shard_experts(root: nn.Module, names: Iterable[str], state: ParallelState, **options: Any) -> None:
     """Wrap each expert module on the expert mesh; call it before the blocks around them are wrapped.
 
     Args:
-        model: After `apply_expert_parallel`.
-        plan: From `resolve_expert_plan`.
+        root: The model after `apply_expert_parallel`, or a stage of it.
+        names: Of the expert modules below it.
         state: Its expert mesh.
         options: Of `fully_shard`: precision, resharding, offload.
     """
@@ -63,8 +65,8 @@ def shard_experts(model: nn.Module, plan: ExpertPlan, state: ParallelState, **op
         assert dim is not None, "checked by resolve_expert_plan"
         return Shard(dim)
 
-    for name in plan.modules:
-        fully_shard(model.get_submodule(name), mesh=mesh, shard_placement_fn=placement, **options)
+    for name in names:
+        fully_shard(root.get_submodule(name), mesh=mesh, shard_placement_fn=placement, **options)
 
 
 def own_forward(module: Any, ranks: ExpertRanks, plan: EpPlan) -> PluginExpertForward:

@@ -97,12 +97,6 @@ def check_experts(model: nn.Module, parallel: ParallelArguments, ep: int, efsdp:
 
 def check_expert_plan(parallel: ParallelArguments) -> None:
     """Raise `ConfigError` for what cannot run with any model, or not on this machine."""
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"{parallel.expert_parallel_size}, together with pipeline stages, is not supported yet",
-            key=KEY,
-            way_out="Set one of them to 1.",
-        )
     needs = {"mc2": ("npu", "torch_npu"), "deepep": ("cuda", "deep_ep")}.get(parallel.ep_plan.dispatcher)
     if needs is None:
         return

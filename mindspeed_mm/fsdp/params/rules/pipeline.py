@@ -80,7 +80,6 @@ def _features_go_with_stages(arguments: Arguments) -> Iterator[Problem]:
             way_out=f"Leave it empty, or set {PLAN}.schedule to 1f1b or gpipe.",
         )
     refused = {
-        "parallel.expert_parallel_size": parallel.expert_parallel_size > 1,
         "parallel.encoder_plan": is_given(parallel.encoder_plan),
         "parallel.fsdp_plan.ignored_modules": bool(parallel.fsdp_plan.ignored_modules),
         "parallel.fsdp_plan.pregather": parallel.fsdp_plan.pregather,
