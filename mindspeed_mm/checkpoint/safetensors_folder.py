@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -84,35 +84,60 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in _named_files(_read_index(index), folder, index)]
 
 
+MAPPED_BYTES = 256 * 2**20
+"""So much is read of mapped files before they are closed, where the memory of a process is to stay small."""
+
+
+class MappedFiles:
+    """Safetensors files that stay open while tensors of them are read.
+
+    What was read of a mapped file counts as this process's memory until the file is closed.
+
+    Args:
+        most_bytes: So much is read before all files are closed and opened anew; None: they stay open.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most_bytes, self._read_bytes = most_bytes, 0
+        self._open: dict[Path, TensorReader] = {}
+        self._stack = ExitStack()
+
+    def stored(self, entries: Mapping[str, TensorEntry]) -> dict[str, Stored]:
+        """The tensors of these entries, by the same keys."""
+        return {
+            key: Stored(entry.key, entry.shape, entry.dtype, lambda entry=entry: self._reader(entry))  # type: ignore[misc]
+            for key, entry in entries.items()
+        }
+
+    def _reader(self, entry: TensorEntry) -> TensorReader:
+        self._read_bytes += entry.size_bytes
+        if self._most_bytes is not None and self._read_bytes > self._most_bytes:
+            self.close()
+            self._read_bytes = entry.size_bytes
+        if entry.file not in self._open:
+            self._open[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt"))
+        return self._open[entry.file]
+
+    def close(self) -> None:
+        """Close all files; the next tensor opens its own again."""
+        self._open.clear()
+        self._stack.close()
+
+
 @contextmanager
-def open_weights(folder: Path, most_open: int | None = None) -> Iterator[dict[str, Stored]]:
+def open_weights(folder: Path, most_bytes: int | None = None) -> Iterator[dict[str, Stored]]:
     """The folder's tensors as views of memory-mapped files, open for the length of the `with` block.
 
     Args:
         folder: With one file, or shards and an index.
-        most_open: Files that are kept open; what was read of a file counts as this process's memory until it is
-            closed. None: all.
+        most_bytes: As `MappedFiles` has it.
 
     Raises:
         ModelFolderError: As `find_entries`.
     """
     entries = find_entries(folder)
-    with ExitStack() as stack:
-        opened: OrderedDict[Path, tuple[TensorReader, ExitStack]] = OrderedDict()
-
-        def reader(file: Path) -> TensorReader:
-            if file not in opened:
-                while most_open is not None and len(opened) >= most_open:
-                    opened.popitem(last=False)[1][1].close()
-                own = stack.enter_context(ExitStack())
-                opened[file] = own.enter_context(safe_open(file, framework="pt")), own
-            opened.move_to_end(file)
-            return opened[file][0]
-
-        yield {
-            key: Stored(key, entry.shape, entry.dtype, lambda file=entry.file: reader(file))  # type: ignore[misc]
-            for key, entry in entries.items()
-        }
+    with closing(MappedFiles(most_bytes)) as files:
+        yield files.stored(entries)
 
 
 def _find_index(folder: Path) -> Path | None:

@@ -14,7 +14,6 @@ from tests.fsdp.refusals_of_settings import RUNS, TOOLS
 from tests.helpers.refusal import (
     BASIC,
     DATA,
-    ENVIRONMENT,
     LOADER,
     LORA,
     MODEL,
@@ -257,16 +256,8 @@ MODELS = (
     Refusal(
         "kernels of layers that are not here",
         ("model.gdn_implementation=triton",),
-        "CUDA",
+        "no gated delta-net layers",
         "model.gdn_implementation",
-        ENVIRONMENT,
-    ),
-    Refusal(
-        "attention that is not installed",
-        ("model.attn_implementation=flash_attention_2",),
-        "does not run on a CPU",
-        "model.attn_implementation",
-        ENVIRONMENT,
     ),
     Refusal(
         "a generator's settings",

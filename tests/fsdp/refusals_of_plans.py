@@ -209,13 +209,6 @@ SHARDS = (
         ranks=2,
     ),
     Refusal(
-        "hooks of a module with nothing inside",
-        (f"{FSDP}.hook_modules=['{BLOCKS}']",),
-        "holds no module",
-        f"{FSDP}.hook_modules",
-        ranks=2,
-    ),
-    Refusal(
         "groups that do not divide",
         (f"{FSDP}.reshard_after_forward=3",),
         "do not divide the 2 ranks",

@@ -152,7 +152,7 @@ def _qwen_omni(processor: str, special: Mapping[str, str], template: str) -> Cal
 
 def _qwen3_asr() -> Any:
     return transformers.Qwen3ASRProcessor(
-        feature_extractor=WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=2),
+        feature_extractor=transformers.Qwen3ASRFeatureExtractor(feature_size=MEL_BINS, chunk_length=2),
         tokenizer=byte_tokenizer(_CHATML | _SOUND, templates.QWEN3_ASR),
         chat_template=templates.QWEN3_ASR,
     )

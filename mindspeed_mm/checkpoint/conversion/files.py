@@ -7,16 +7,16 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor, Stored
+from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor
 from mindspeed_mm.checkpoint.pt_files import load_weights, save_weights
+from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, MappedFiles
 from mindspeed_mm.checkpoint.safetensors_header import DTYPES, read_header
 
 
@@ -109,9 +109,8 @@ class SafetensorsFile(OutputFile):
 
     @contextmanager
     def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
-        entries = read_header(path)
-        with safe_open(path, framework="pt") as file:
-            yield {key: Stored(key, entry.shape, entry.dtype, lambda: file) for key, entry in entries.items()}
+        with closing(MappedFiles(MAPPED_BYTES)) as files:
+            yield files.stored(read_header(path))
 
 
 @dataclass(frozen=True)

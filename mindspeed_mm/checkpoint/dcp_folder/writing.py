@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,14 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from mindspeed_mm.checkpoint.conversion.files import Note, OutputFile
 from mindspeed_mm.checkpoint.dcp_folder.reading import MODEL, DcpReader
@@ -26,6 +29,8 @@ from mindspeed_mm.checkpoint.dcp_folder.storage import disk_errors_told, plain_e
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 
 SECTION = f"{MODEL}."
+_FILE = "__0_0.distcp"
+"""What torch calls the first file of the first rank."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,23 @@ class _AliasWriter(FileSystemWriter):
     def __init__(self, path: Path, aliases: Mapping[str, str]) -> None:
         super().__init__(path, sync_files=True)
         self._aliases = {f"{SECTION}{alias}": f"{SECTION}{name}" for alias, name in aliases.items()}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As torch's, which keeps every tensor of a file until the whole file is written."""
+        written: Future[list[WriteResult]] = Future()
+        results = []
+        with self.fs.create_stream(self.fs.concat_path(self.path, _FILE), "wb") as stream:
+            for item in plan.items:
+                start = stream.tell()
+                tensor = planner.resolve_data(item).detach()  # type: ignore[union-attr]
+                # The storage of a view would go into the file whole.
+                torch.save(tensor.clone() if tensor.untyped_storage().size() != tensor.nbytes else tensor, stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(_FILE, start, length)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        written.set_result(results)
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written = {result.index.fqn: result for part in results for result in part}

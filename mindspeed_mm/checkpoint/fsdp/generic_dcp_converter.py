@@ -26,7 +26,7 @@ from mindspeed_mm.checkpoint.hf_folder import (
     safetensors_files,
 )
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor, Reshaped, Stored
-from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, find_entries, open_weights
+from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, find_entries, open_weights
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem, UsageError
 
@@ -63,7 +63,7 @@ class GenericDCPConverter(Converter):
             verify: Read everything back and compare, also the logits; full: of models of any size.
         """
         self._check_family(hf_dir)
-        with open_weights(hf_dir, most_open=1) as stored:
+        with open_weights(hf_dir, MAPPED_BYTES) as stored:
             ledger = SourceLedger(stored, hf_dir)
             renames = bool(dcp_prefix or hf_prefix or fused_linear_names)
             outline = None if renames else TransformersOutline.of(hf_dir)
@@ -140,7 +140,7 @@ class GenericDCPConverter(Converter):
         ledger = SourceLedger(DcpReader(step).model_tensors(), step)
         left_out: dict[str, str] = {}
         taken_over: dict[str, LazyTensor] = {}
-        with open_weights(model_assets_dir, most_open=1) if has_weights else _nothing() as stored:
+        with open_weights(model_assets_dir, MAPPED_BYTES) if has_weights else _nothing() as stored:
             if outline is not None:
                 if has_weights:
                     _, surplus = outline.own_tensors(stored)

@@ -40,7 +40,7 @@ from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE, M
 from mindspeed_mm.checkpoint.megatron.sharding import divide, times_written
 from mindspeed_mm.checkpoint.ptd.config import AdapterModelConfig
 from mindspeed_mm.checkpoint.ptd.division import check_facts, depths_of, layout_of
-from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_weights
+from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, open_weights
 from mindspeed_mm.core.errors import UsageError
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -77,7 +77,7 @@ def hf_to_megatron(
     check_facts(facts, model, config, hf_dir)
     layout = layout_of(said, model.depths, canonical=canonical)
     layout.check(model.depths, model.experts)
-    with open_weights(hf_dir) as stored:
+    with open_weights(hf_dir, MAPPED_BYTES) as stored:
         ledger = SourceLedger(stored, hf_dir)
         left_out = {key: "is no part of this layout" for key in stored if key.startswith(model.not_carried)}
         whole = megatron_tensors(ledger.tensors, model)
@@ -225,7 +225,7 @@ def adapters_to_megatron(
     """
     layout = _adapter_layout(said, naming)
     model = _adapter_model(family, layout, naming)
-    with open_weights(hf_dir) as stored:
+    with open_weights(hf_dir, MAPPED_BYTES) as stored:
         ledger = SourceLedger(stored, hf_dir)
         whole = megatron_tensors(ledger.tensors, model)
         shards = divide(whole, model, layout)
@@ -325,7 +325,7 @@ def _opened(folder: Path, has_weights: bool) -> Iterator[Mapping[str, LazyTensor
     if not has_weights:
         yield {}
         return
-    with open_weights(folder) as stored:
+    with open_weights(folder, MAPPED_BYTES) as stored:
         yield stored
 
 

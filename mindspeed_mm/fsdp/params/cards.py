@@ -130,6 +130,12 @@ def model_cards() -> dict[str, Mapping[str, Any]]:
 
 
 @cache
+def module_names() -> dict[str, Mapping[str, str]]:
+    """Built-in model id → module name in files written for another implementation of it → the name here."""
+    return {name: card["modules"] for card, _ in _cards("models") for name in card["ids"] if card.get("modules")}
+
+
+@cache
 def dataset_cards() -> dict[str, Mapping[str, Any]]:
     """Built-in dataset type → its own keys with their defaults."""
     return {name: card.get("keys") or {} for card, _ in _cards("data/datasets") for name in card["ids"]}

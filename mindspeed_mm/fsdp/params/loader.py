@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.rules.memory import memory_notes
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes, settle_keys
+from mindspeed_mm.fsdp.params.yaml.module_names import settle_module_names
 from mindspeed_mm.fsdp.params.yaml.origins import Origin, dump_with_origins, leaves
 from mindspeed_mm.fsdp.params.yaml.overrides import (
     ARGUMENTS,
@@ -112,6 +113,7 @@ def load_config(
     """
     path = given if isinstance(given, Path) else Path(CONFIGURATION)
     text, root, notes = _read(given, overrides, plugin_keys)
+    settle_module_names(root)
     notes.problems += locate_paths(root, path)
     derive_processor_folder(root)
     scope = build_scope(root, plugin_keys)

@@ -16,7 +16,7 @@ from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, asset_
 from mindspeed_mm.checkpoint.key_ops import Concat, Stack
 from mindspeed_mm.checkpoint.keymap import KeyMap, KeyRule, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, LazyTensor
-from mindspeed_mm.checkpoint.safetensors_folder import check_same_tensors, open_weights
+from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.fsdp.models.lora.names import ADAPTER
 from mindspeed_mm.tasks.export import merge
@@ -41,7 +41,7 @@ class _FamilyConverter(GenericDCPConverter):
         """
         if not (hf_dir / _ADAPTER_CONFIG).is_file():
             raise ModelFolderError(f"has no {_ADAPTER_CONFIG}", where=str(hf_dir), way_out="Name a folder of PEFT.")
-        with open_weights(hf_dir, most_open=1) as stored:
+        with open_weights(hf_dir, MAPPED_BYTES) as stored:
             ledger = SourceLedger(stored, hf_dir)
             tensors = {_name_in_model(key): tensor for key, tensor in ledger.tensors.items()}
             conversion = Conversion(
@@ -139,7 +139,7 @@ class ExpertMergeDcpConverter(GenericDCPConverter):
             overwrite: Replace what an earlier conversion wrote to save_dir.
             verify: Read everything back and compare.
         """
-        with open_weights(hf_dir, most_open=1) as stored:
+        with open_weights(hf_dir, MAPPED_BYTES) as stored:
             ledger = SourceLedger(stored, hf_dir)
             conversion = Conversion(
                 sources=[hf_dir],

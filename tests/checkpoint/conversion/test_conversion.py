@@ -183,7 +183,7 @@ def test_files_that_are_closed_meanwhile_are_opened_again(tmp_path: Path) -> Non
         save_file({f"t{number}": torch.full((2,), float(number))}, tmp_path / names[number])
     index = {f"t{number}": name for number, name in enumerate(names)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with open_weights(tmp_path, most_open=1) as stored:
+    with open_weights(tmp_path, most_bytes=8) as stored:
         read = [stored[f"t{number}"].read() for number in (0, 2, 1, 0)]
     assert [tensor.tolist() for tensor in read] == [[0.0, 0.0], [2.0, 2.0], [1.0, 1.0], [0.0, 0.0]]
 

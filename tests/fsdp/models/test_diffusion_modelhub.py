@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, MachineError, MMError, ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -243,7 +243,6 @@ def test_a_bad_folder_is_one_clear_error(
             ConfigError,
             r"model\.attn_implementation .*not an attention kernel",
         ),
-        ({"attn_implementation": "flash_attention_2"}, MachineError, r"does not run on a CPU"),
         ({"model_id": "qwen3_vl"}, ConfigError, r"'qwen3_vl' is not a generator, but the folder is one"),
         ({"model_id": "wan2_1"}, ModelFolderError, r"FluxPipeline is not a pipeline of WanTransformer3DModel"),
         ({"freeze": ["text_blocks.{*}"]}, ConfigError, r"text_blocks"),
@@ -254,6 +253,11 @@ def test_a_wrong_setting_is_one_clear_error(
 ) -> None:
     with pytest.raises(error, match=message):
         ModelHub.build(arguments(generators["flux"], **changes))
+
+
+def test_attention_that_a_cpu_lacks_gives_way(generators: dict[str, Path]) -> None:
+    model = ModelHub.build(arguments(generators["flux"], attn_implementation="flash_attention_2"))
+    assert attention_name(model) == "sdpa ('flash_attention_2' does not run on a CPU)"
 
 
 def test_a_generators_id_asks_for_a_generators_folder(folders: dict[str, Path]) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.behaviour import kernels as kernel_choice
-from mindspeed_mm.fsdp.models.behaviour.kernels import KERNELS, choose_kernels
+from mindspeed_mm.fsdp.models.behaviour.kernels import KERNELS, KernelsGivenUp, choose_kernels
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from tests.helpers.packed_families import FAMILIES
 
@@ -88,13 +89,22 @@ def test_a_model_without_such_layers_is_one_error(model: Any, on_cuda: list[str]
         ("cpu", "triton", "run on CUDA only, this is 'cpu'"),
         ("cpu", "ascendc", "run on NPUs only"),
         ("npu", "ascendc", "no such AscendC kernel"),
-        ("cuda", "triton", "flash-linear-attention, which is not installed"),
     ],
 )
-def test_what_does_not_run_here_is_one_error(
+def test_what_no_such_device_runs_gives_way_to_torch(
     model: Any, device: str, name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plain = output(model)
     monkeypatch.setattr(kernel_choice, "get_device_type", lambda: device)
-    with pytest.raises(MachineError, match=words) as caught:
-        choose_kernels(model, asked(gdn=name))
+    choose_kernels(model, asked(gdn=name))
+    assert torch.equal(output(model), plain)
+    given_up = facts_of(model).noted(KernelsGivenUp)
+    assert given_up is not None
+    assert words in str(given_up)
+
+
+def test_what_is_not_installed_is_one_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "get_device_type", lambda: "cuda")
+    with pytest.raises(MachineError, match="flash-linear-attention, which is not installed") as caught:
+        choose_kernels(model, asked(gdn="triton"))
     assert caught.value.problems[0].key == "model.gdn_implementation"

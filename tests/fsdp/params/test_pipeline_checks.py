@@ -65,7 +65,6 @@ def test_what_fits(keys: dict[str, Any]) -> None:
         ({"parallel__pp_plan__schedule": "zbv", "features__recompute": True}, "features.recompute", "again for each"),
         ({"parallel__fsdp_plan__output_dtype": "fp32"}, "parallel.fsdp_plan.output_dtype", "2 stages"),
         ({"parallel__fsdp_plan__ignored_modules": ["a"]}, "parallel.fsdp_plan.ignored_modules", "2 stages"),
-        ({"parallel__expert_parallel_size": 2}, "parallel.expert_parallel_size", "2 stages"),
     ],
 )
 def test_what_does_not(keys: dict[str, Any], key: str, words: str) -> None:

@@ -13,8 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
+from mindspeed_mm.fsdp.distributed.sharding.plan import ShardingWishes, resolve_sharding
+from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
+from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 from mindspeed_mm.fsdp.train import build_engine
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
@@ -109,15 +111,9 @@ def test_experts_gathered_with_their_blocks(yamls: dict[str, str], alone: dict[s
         compare_steps(alone["moe"], measured, TOLERANCE)
 
 
-def refusal(yaml: str, words: list[str]) -> str:
-    try:
-        steps(yaml, words)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_what_holds_nothing_wrapped_is_refused(yamls: dict[str, str]) -> None:
-    words = run_ranks(2, refusal, yamls["moe"], overrides(2, 1, HOOKED))[0]
-    assert "'model.layers.0' holds no module that is wrapped on its own" in words
-    assert "parallel.fsdp_plan.hook_modules" in words
+def test_hooks_of_what_holds_nothing_wrapped_are_told() -> None:
+    model = nn.Sequential(Block(), Block())
+    section = FsdpPlan(apply_modules=("0", "1"), hook_modules=("0",))
+    plan, told = resolve_sharding(model, section, ParallelSizes(2, 1, 1, 2, 1, 1, 1, 1, 2, 1), ShardingWishes())
+    assert plan.hooked == ()
+    assert any("hook_modules has no effect" in line for line in told)

@@ -18,6 +18,10 @@ from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
 _KEY = "parallel.fsdp_plan"
 _HEADLINE = "the model cannot be sharded as the plan says"
+_NOTHING_HOOKED = (
+    f"{_KEY}.hook_modules has no effect: nothing inside these modules is wrapped on its own. It is for blocks with "
+    "experts that are spread (expert_parallel_size above 1), or with modules of fsdp_plan.apply_modules inside."
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def resolve_sharding(
         return ShardingPlan(section, is_sharded=False, ignored=tuple(ignored)), []
     errors.attempt(check_sharded_bytes, model)
     units = _plan_units(wrapped, ignored, wishes, errors)
-    errors.attempt(_check_hooked, hooked, units, wishes.experts)
+    errors.attempt(_check_hooked, hooked, units)
     if ranks_known:
         errors.attempt(check_reshard, section.reshard_after_forward, sizes.fsdp)
     errors.attempt(_check_unit_dtypes, model, units, wishes.experts, ignored)
@@ -110,6 +114,10 @@ def resolve_sharding(
     if not wishes.experts:  # those that are spread are cut over a mesh of their own
         cut_dims = {name: dim for name, _, dim in undivided(model, sizes.fsdp) if dim is not None}
         costs = padding_warnings(model, sizes.fsdp) if ranks_known else []
+    inner = [*wishes.experts, *(name for unit in units for name in unit.names)]
+    holding = [name for name in hooked if any(is_inside(other, (name,), strict=True) for other in inner)]
+    if hooked and not holding:
+        costs.append(_NOTHING_HOOKED)
     copies = [name for name in ignored if sizes.world > 1 and _is_trained(model.get_submodule(name))]
     plan = ShardingPlan(
         section,
@@ -117,7 +125,7 @@ def resolve_sharding(
         experts=wishes.experts,
         ignored=tuple(ignored),
         copies=tuple(copies),
-        hooked=tuple(hooked),
+        hooked=tuple(holding),
         cut_dims=cut_dims,
         whole_towers=wishes.whole_towers,
     )
@@ -168,23 +176,15 @@ def _with_towers(units: Sequence[Unit], towers: Collection[str], ignored: Sequen
     return [Unit(unit.names, of_tower=is_inside(unit.names[0], towers)) for unit in (*units, *missing)]
 
 
-def _check_hooked(hooked: Sequence[str], units: Sequence[Unit], experts: Sequence[str]) -> None:
-    """Raise `ConfigError` unless every hooked module is a unit that holds wrapped modules."""
+def _check_hooked(hooked: Sequence[str], units: Sequence[Unit]) -> None:
+    """Raise `ConfigError` unless every hooked module is a unit."""
     alone = [unit.names[0] for unit in units if len(unit.names) == 1]
-    inner = [*experts, *(name for unit in units for name in unit.names)]
     for name in hooked:
         if name not in alone:
             raise ConfigError(
                 f"'{name}' is not wrapped itself",
                 key=f"{_KEY}.hook_modules",
                 way_out=f"Name modules of fsdp_plan.apply_modules, e.g. '{alone[0]}'." if alone else "",
-            )
-        if not any(other.startswith(f"{name}.") for other in inner):
-            raise ConfigError(
-                f"'{name}' holds no module that is wrapped on its own",
-                key=f"{_KEY}.hook_modules",
-                way_out="It is for blocks with experts that are spread (expert_parallel_size above 1), or with modules "
-                "of fsdp_plan.apply_modules inside.",
             )
 
 

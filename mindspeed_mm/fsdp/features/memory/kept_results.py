@@ -19,7 +19,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    _is_compiling,
+    create_selective_checkpoint_contexts,
+)
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, replace_forward
@@ -110,7 +116,36 @@ def keep_results(operations: frozenset[str], *, calls: bool = False) -> Contexts
 
 
 def _contexts_of_operations(operations: frozenset[str]) -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, operations))
+    return _passes(operations, functools.partial(_policy, operations))
+
+
+def _passes(operations: frozenset[str], policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
+    """Torch's modes of the two passes, which see nothing but these operations.
+
+    Torch expects all others twice as well. FSDP does not do that: units inside a recomputed module gather, and note for
+    the profiler, in one pass what the other finds gathered.
+    """
+    first, second = create_selective_checkpoint_contexts(policy)
+    return _FirstPass(operations, policy, first.storage), _SecondPass(operations, policy, second.storage)
+
+
+class _SeesSome:
+    """A mode that passes on all operations but some. A compiler sees all of them: it plans what is kept."""
+
+    def __init__(self, operations: frozenset[str], policy: Callable[..., CheckpointPolicy], storage: Any) -> None:
+        super().__init__(policy, storage)  # type: ignore[call-arg]
+        self._operations = operations
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _name_of(operation) in self._operations or _is_compiling(operation, args, kwargs):
+            return super().__torch_dispatch__(operation, types, args, kwargs or {})  # type: ignore[misc]
+        return operation(*args, **(kwargs or {}))
+
+
+class _FirstPass(_SeesSome, _CachingTorchDispatchMode): ...
+
+
+class _SecondPass(_SeesSome, _CachedTorchDispatchMode): ...
 
 
 def _policy(operations: frozenset[str], _context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -188,7 +223,7 @@ class _KeptCalls:
         """Of the first and of the second pass."""
         first = second = None
         if self._operations:
-            first, second = create_selective_checkpoint_contexts(self._policy)
+            first, second = _passes(self._operations, self._policy)
             self._watch = first
         return _Pass(self, first, is_again=False), _Pass(self, second, is_again=True)
 

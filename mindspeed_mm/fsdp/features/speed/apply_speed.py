@@ -9,7 +9,7 @@ from torch import nn
 from mindspeed_mm.fsdp.features.speed.fused_kernels import FusedKernels, apply_fused_kernels
 from mindspeed_mm.fsdp.features.speed.low_precision import LowPrecision, apply_low_precision
 from mindspeed_mm.fsdp.models.behaviour.attention import check_attention_trains
-from mindspeed_mm.fsdp.models.behaviour.kernels import choose_kernels
+from mindspeed_mm.fsdp.models.behaviour.kernels import KernelsGivenUp, choose_kernels
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -29,5 +29,9 @@ def apply_speed(
 def describe_speed(model: nn.Module) -> dict[str, str]:
     """What was done, by a word for the log; nothing where nothing was."""
     facts = facts_of(model)
-    done = {"fused": facts.noted(FusedKernels), "8 bits": facts.noted(LowPrecision)}
+    done = {
+        "fused": facts.noted(FusedKernels),
+        "8 bits": facts.noted(LowPrecision),
+        "kernels": facts.noted(KernelsGivenUp),
+    }
     return {word: str(what) for word, what in done.items() if what is not None}

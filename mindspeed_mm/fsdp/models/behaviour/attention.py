@@ -39,6 +39,9 @@ def choose_attention(
 ) -> AttentionChoice:
     """The name to hand to transformers, with the reason: the one asked for, or the best that runs here.
 
+    A kernel that this kind of device cannot run gives way to the best that it can, so that one file trains on a laptop
+    and on a cluster; the reason says so.
+
     Args:
         requested: `model.attn_implementation`.
         model_class: Says what it supports (`_supports_sdpa`, `_supports_flash_attn`); anything when None.
@@ -49,11 +52,13 @@ def choose_attention(
         ConfigError: The kernel asked for does not compute in `param_dtype`.
     """
     name = _ALIASES.get(requested or "", requested or "")
-    if name:
+    device_type = get_device_type()
+    if name and not _lacks(name):
         _check_kernel(name, param_dtype)
         return AttentionChoice(name, "as configured")
-    device_type = get_device_type()
-    if not getattr(model_class, "_supports_flash_attn", True):
+    if name:
+        why = _lacks(name)
+    elif not getattr(model_class, "_supports_flash_attn", True):
         why = "the model takes no flash attention"
     elif device_type != "cuda":
         why = f"flash attention is CUDA's, this is '{device_type}'"
@@ -89,6 +94,9 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
     from diffusers.models.attention_dispatch import AttentionBackendName  # seconds to import
 
     name = _ALIASES.get(requested or "sdpa", requested or "sdpa")
+    why = _lacks(name)
+    if why:
+        name = "sdpa"
     if name not in _BACKENDS:
         raise ConfigError(
             f"'{name}' is not an attention kernel of image and video generators",
@@ -100,7 +108,7 @@ def set_attention_backend(model: nn.Module, requested: str | None, *, param_dtyp
         processor = getattr(module, "processor", None)
         if processor is not None and hasattr(processor, "_attention_backend"):
             processor._attention_backend = AttentionBackendName(_BACKENDS[name])
-    facts_of(model).attention = AttentionChoice(name, "")
+    facts_of(model).attention = AttentionChoice(name, why)
 
 
 def attention_name(model: nn.Module) -> str:
@@ -124,6 +132,11 @@ def check_attention_trains(requested: str | None) -> None:
         )
 
 
+def _lacks(name: str) -> str:
+    """Why no device of this kind runs a kernel; empty where it can."""
+    return f"'{name}' does not run on a CPU" if name in _PACKAGES and get_device_type() == "cpu" else ""
+
+
 def _check_kernel(name: str, param_dtype: torch.dtype | None) -> None:
     """Raise what `choose_attention` raises."""
     key, device_type, package = "model.attn_implementation", get_device_type(), _PACKAGES.get(name)
@@ -135,8 +148,6 @@ def _check_kernel(name: str, param_dtype: torch.dtype | None) -> None:
             key=key,
             way_out="Install it, or take 'sdpa'.",
         )
-    if device_type == "cpu":
-        raise MachineError(f"'{name}' does not run on a CPU", key=key, way_out="Take 'sdpa', or leave it out.")
     if param_dtype not in _HALF:
         raise ConfigError(
             f"'{name}' computes in bf16 or fp16 only",

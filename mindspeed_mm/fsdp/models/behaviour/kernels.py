@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, MachineError
 from mindspeed_mm.fsdp.models.behaviour.rebinding import called_globals, global_of, rebind_globals
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
@@ -61,53 +62,77 @@ KERNELS: Mapping[str, _Kernels] = {
 """Names of transformers 5.23."""
 
 
+class KernelsGivenUp(NamedTuple):
+    """Kernels that this kind of device cannot run; torch's own operations compute the same in their place."""
+
+    reasons: tuple[str, ...]
+    """In words, one for each key."""
+
+    def __str__(self) -> str:
+        return f"torch's operations ({'; '.join(self.reasons)})"
+
+
 def choose_kernels(model: nn.Module, model_args: ModelArguments) -> None:
     """Let layers compute by the kernels that `model.*_implementation` name; null leaves transformers' own choice.
+
+    A kernel that this kind of device cannot run gives way to torch's operations, so that a file trains on a laptop and
+    on a cluster; the model's facts note it.
 
     Args:
         model: Built; call it before packing and sharding.
         model_args: The `model` section.
 
     Raises:
-        MachineError: The kernel does not run on this device, or its package is not installed.
+        MachineError: The package of the kernel is not installed.
         ConfigError: The model has no such layers.
     """
     others: dict[nn.Module, dict[str, Callable[..., Any]]] = {}
+    given_up = []
     for key, kernels in KERNELS.items():
         asked = getattr(model_args, key)
         if asked is None:
             continue
         layers = [m for m in model.modules() if type(m).forward is not nn.Module.forward and _calls(m, kernels)]
+        if asked != "eager" and not layers:
+            raise ConfigError(
+                f"{type(model).__name__} has no {kernels.layers}", key=f"model.{key}", way_out="Leave it out."
+            )
+        if why := _lacks(asked):
+            given_up.append(f"{key}: {why}")
+            asked = "eager"
         if asked != "eager":
-            _check(key, kernels, asked, has_layers=bool(layers), model=model)
+            _check_installed(key, kernels, asked)
         for layer in layers:
             names = called_globals(layer) & kernels.functions.keys()
             others.setdefault(layer, {}).update({name: _function(layer, kernels, name, asked) for name in names})
     for layer, functions in others.items():
         rebind_globals(layer, functions)
+    if given_up:
+        facts_of(model).note(KernelsGivenUp(tuple(given_up)))
 
 
 def _calls(module: nn.Module, kernels: _Kernels) -> bool:
     return bool(called_globals(module) & kernels.functions.keys())
 
 
-def _check(key: str, kernels: _Kernels, asked: str, *, has_layers: bool, model: nn.Module) -> None:
-    where, device_type = f"model.{key}", get_device_type()
-    eager = "Take 'eager', or leave it out."
+def _lacks(asked: str) -> str:
+    """Why no device of this kind runs a kernel; empty where it can."""
+    device_type = get_device_type()
     if asked == "ascendc":
-        what = "AscendC kernels run on NPUs only" if device_type != "npu" else "torch_npu has no such AscendC kernel"
-        raise MachineError(f"'{asked}': {what}", key=where, way_out=eager)
-    if device_type != "cuda":
-        raise MachineError(f"'{asked}' kernels run on CUDA only, this is '{device_type}'", key=where, way_out=eager)
+        return "torch_npu has no such AscendC kernel" if device_type == "npu" else "AscendC kernels run on NPUs only"
+    if asked == "triton" and device_type != "cuda":
+        return f"'triton' kernels run on CUDA only, this is '{device_type}'"
+    return ""
+
+
+def _check_installed(key: str, kernels: _Kernels, asked: str) -> None:
     packages = {module.partition(".")[0] for module, _ in kernels.functions.values()}
     if any(importlib.util.find_spec(package) is None for package in packages):
         raise MachineError(
             f"'{asked}' needs the package {kernels.distribution}, which is not installed",
-            key=where,
+            key=f"model.{key}",
             way_out=f"pip install {kernels.distribution}, or take 'eager'.",
         )
-    if not has_layers:
-        raise ConfigError(f"{type(model).__name__} has no {kernels.layers}", key=where, way_out="Leave it out.")
 
 
 def _function(layer: nn.Module, kernels: _Kernels, name: str, asked: str) -> Callable[..., Any]:

@@ -43,6 +43,9 @@ MEANINGLESS: dict[str, str] = {
     "parallel.expert_data_parallel_size": "it follows from the other sizes",
     "features.chunkloss_plan.impl_type": "there is one implementation of the chunked loss",
     "features.chunkloss_plan.vocab_tile_size": "there is one implementation of the chunked loss",
+    "features.swap_plan": "features.enable_activation_offload moves activations to the host",
+    "features.recompute_plan.op_replay_scopes": "model.skip_flash_attn_recompute keeps the results of attention",
+    "model.text_decoder": "features.enable_activation_offload moves activations to the host",
     "training.enable_full_determinism": "training.use_deter_comp chooses deterministic kernels",
     "training.ckpt_manager": "training.save_format chooses the layout of checkpoints",
     "training.load_checkpoint_path": "training.load names the checkpoint to start from",
@@ -62,6 +65,10 @@ MEANINGLESS: dict[str, str] = {
 """Keys of older files that are dropped with one warning each: key → what counts instead."""
 
 
+OFF_WHEN_EMPTY = ("training.save", "training.load")
+"""Paths that files switch off with an empty text."""
+
+
 @dataclass
 class Notes:
     """What was found while a tree was put in order."""
@@ -79,9 +86,14 @@ def settle_keys(root: Node, notes: Notes, declared: Collection[str] = ()) -> Non
         declared: Keys of the model's plugin; they stay under `model` whatever their name.
     """
     for key, reason in MEANINGLESS.items():
-        entry = take(root, key)
+        entry = take(root, key) if key.removeprefix("model.") not in declared else None
         if entry is not None:
             notes.warnings.append(Problem("has no effect here and is ignored", str(entry.key), key, f"{reason}."))
+    for key in OFF_WHEN_EMPTY:
+        entry = find(root, key)
+        if entry is not None and entry.node.value == "":
+            entry.node.value = None
+            notes.warnings.append(Problem("is empty and read as null", str(entry.key), key, "Write null instead."))
     for old, new in MISPLACED:
         entry = find(root, old)
         if entry is not None and old.removeprefix("model.") not in declared:

@@ -135,6 +135,7 @@ FORMATS: dict[str, str | None] = {
     "glm4.1v": _format(_GLM, *_GLM_MEDIA),
     "glm4v_moe": _format(_GLM, *_GLM_MEDIA),
     "step3_vl": None,
+    "minimax_m3_vl": None,
 }
 """Name → format; None: only the model's own template knows it."""
 

@@ -33,6 +33,7 @@ _ROWS_TRIED = 100
 
 
 @data_register.register("huggingface")
+@data_register.register("qwen3_asr")
 class Qwen2VLDataset(MMDataset):
     """Rows in JSON, JSONL, parquet or CSV files, for Qwen-VL and every other model with a processor or tokenizer.
 
