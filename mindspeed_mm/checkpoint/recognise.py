@@ -23,6 +23,8 @@ WAYS: Mapping[str, tuple[Layout, ...]] = {
     "generator": ("diffusers", "original", "megatron"),
 }
 """Kind of a folder → what it is converted to; `generator`: its weights in any of these three layouts."""
+DIST_SETTINGS, DIST_COMMON = "metadata.json", "common.pt"
+"""In a folder of Megatron-Core's `dist_checkpointing`."""
 _ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")
 
 
@@ -33,18 +35,19 @@ def told_ways() -> str:
 
 
 def recognise(path: Path) -> FolderKind:
-    """Tell a Hugging Face folder, adapters without a model, a distributed checkpoint, a run folder and a Megatron-style
-    folder apart.
+    """Tell a Hugging Face folder, adapters without a model, a distributed checkpoint, a run folder and Megatron's
+    folders apart.
 
     Raises:
         CheckpointError: It is none of them, or is not there.
     """
     if not path.is_dir():
         raise _not_a_folder(path)
-    if (path / layout.METADATA).exists() or (path / layout.MANIFEST).exists():
-        return "dcp"
-    if is_megatron_folder(path):
+    is_own = (path / layout.MANIFEST).exists()
+    if not is_own and is_megatron_folder(path):
         return "megatron"
+    if is_own or (path / layout.METADATA).exists():
+        return "dcp"
     is_model = (path / "config.json").exists() or (path / "model_index.json").exists()
     has_tracker = (path / layout.TRACKER).exists() and not (is_model and any(path.glob("*.safetensors")))
     if layout.list_iterations(path) or has_tracker or (path / "run.json").exists():
@@ -57,9 +60,19 @@ def recognise(path: Path) -> FolderKind:
 
 
 def is_megatron_folder(path: Path) -> bool:
-    """`mp_rank_*` here, or in the step that the tracker names."""
+    """A step of Megatron's here, or one in it."""
     steps = [path, path / layout.RELEASE, *(layout.checkpoint_folder(path, n) for n in layout.list_iterations(path))]
-    return any(folder.is_dir() and any(folder.glob("mp_rank_*")) for folder in steps)
+    return any(is_megatron_step(folder) for folder in steps)
+
+
+def is_megatron_step(path: Path) -> bool:
+    """A folder with `mp_rank_*`, or one that `is_torch_dist`."""
+    return path.is_dir() and (any(path.glob("mp_rank_*")) or is_torch_dist(path))
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Written by Megatron-Core's `dist_checkpointing`: whole tensors with an index, and what says so beside them."""
+    return (path / DIST_SETTINGS).is_file() and ((path / layout.METADATA).is_file() or (path / DIST_COMMON).is_file())
 
 
 def _not_a_folder(path: Path) -> CheckpointError:

@@ -26,7 +26,7 @@ def open_stored(folder: Path, config: Mapping[str, Any] | None) -> Iterator[Mapp
         MMError: As `open_weights`, `hub_tensors` and `family_of`.
     """
     if is_megatron_folder(folder):
-        yield hub_tensors(folder, family_of(config or {}), config or {})[0]
+        yield hub_tensors(folder, family_of(config or {}), config or {})
     else:
         with open_weights(folder) as stored:
             yield stored

@@ -42,6 +42,7 @@ CONVERTERS: dict[str, tuple[str, str]] = {
     "InternVLConverter": (_MEGATRON, "InternVL 2.5 and 3 ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
     "GlmConverter": (_MEGATRON, "GLM-4.1V ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
     "DeepSeekVLConverter": (_MEGATRON, "DeepSeek-VL2 ↔ Megatron-style checkpoint (hf2mg, mg2hf)."),
+    "LanguageModelConverter": (_MEGATRON, "Llama, Qwen, Mixtral, GLM, DeepSeek alone ↔ Megatron-style checkpoint."),
     "WanConverter": (_GENERATORS, "Wan 2.1 and 2.2: diffusers, the authors' names, MindSpeed-MM's names."),
     "VACEConverter": (_GENERATORS, "VACE, Wan's control variant: the same layouts."),
     "CogVideoConverter": (_GENERATORS, "CogVideoX 1.0 and 1.5: the same layouts."),

@@ -44,6 +44,22 @@ PICTURES = {
 }
 DEEPSTACK = {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16}
 ROUTED = {"num_experts": 4, "moe_intermediate_size": 12, "num_experts_per_tok": 2, "head_dim": 16}
+SHARED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": HEADS,
+}
 SOUNDS = {
     "d_model": H,
     "encoder_layers": 4,
@@ -129,7 +145,27 @@ _CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "llama": ("Llama", {**TEXT, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {**TEXT, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", {**TEXT, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2_moe": ("Qwen2Moe", {**TEXT, **ROUTED, "shared_expert_intermediate_size": 24, "tie_word_embeddings": False}),
+    "qwen3_moe": ("Qwen3Moe", {**TEXT, **ROUTED, "mlp_only_layers": [1], "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", {**TEXT, "num_local_experts": 4, "tie_word_embeddings": False}),
+    "glm4_moe": ("Glm4Moe", {**TEXT, **SHARED, "head_dim": 16, "use_qk_norm": True, "tie_word_embeddings": False}),
+    "deepseek_v2": ("DeepseekV2", {**TEXT, **SHARED, **LATENT, "q_lora_rank": None, "tie_word_embeddings": False}),
+    "deepseek_v3": ("DeepseekV3", {**TEXT, **SHARED, **LATENT, "q_lora_rank": 20, "tie_word_embeddings": False}),
 }
+LANGUAGE_MODELS = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 
 
 def save_tiny(name: str, folder: Path) -> Path:
@@ -144,7 +180,8 @@ def save_tiny(name: str, folder: Path) -> Path:
     prefix, sections = _CLASSES[name]
     config = getattr(transformers, f"{prefix}Config")(**sections)
     with torch.device("meta"):
-        model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+        kind = "CausalLM" if name in LANGUAGE_MODELS else "ConditionalGeneration"
+        model = getattr(transformers, f"{prefix}For{kind}")(config)
     model.to_empty(device="cpu")
     model.tie_weights()
     for tensor in model.state_dict().values():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 
 from mindspeed_mm.checkpoint.dcp_folder.index_check import checked_index
 from mindspeed_mm.checkpoint.layout import METADATA
@@ -35,6 +36,11 @@ _ALLOWED = (
     | {("torch", name) for name in _DTYPES}
     | {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+    # Megatron-Core keeps in its index how it was planned.
+    | {
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    }
 )
 
 BROKEN: tuple[type[Exception], ...] = (
@@ -48,8 +54,17 @@ class _Refused(Exception):
     """The file asks for something that no checkpoint needs."""
 
 
+class _MegatronIndex(Metadata):
+    """What Megatron-Core before 0.16 calls its index: torch's with a note on optimizers' tensors."""
+
+
+_OWN_OF_MEGATRON = {"MCoreMetadata": _MegatronIndex, "MCoreSavePlan": SavePlan}
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _OWN_OF_MEGATRON:
+            return _OWN_OF_MEGATRON[name]
         if (module, name) not in _ALLOWED:
             raise _Refused(f"{module}.{name}")
         return super().find_class(module, name)
@@ -91,6 +106,7 @@ class MetadataReader(FileSystemReader):
         super().__init__(path)
         self.metadata = read_metadata(path)
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+        self.storage_data = self.metadata.storage_data
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What was read when the reader was made; torch asks again at every load."""

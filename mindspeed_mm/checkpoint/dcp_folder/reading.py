@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import MetadataReader
-from mindspeed_mm.checkpoint.dcp_folder.storage import read_tree
-from mindspeed_mm.checkpoint.lazy_tensor import Stored
+from mindspeed_mm.checkpoint.dcp_folder.storage import read_chunk, read_tree
+from mindspeed_mm.checkpoint.lazy_tensor import Region, Stored
 from mindspeed_mm.core.errors import CheckpointError
 
 MODEL = "model"
@@ -38,12 +40,11 @@ class DcpReader:
         self.entries = {key: entry for key, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
         self.prefix = model_prefix(self.storage.metadata)
         """What stands before the names of the model's tensors: `model.`, or nothing in a bare state dict."""
-        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[str | tuple[str, torch.Size], torch.Tensor] = OrderedDict()
 
     def lazy(self, key: str) -> Stored:
         """A tensor by its full key, not read yet."""
-        entry = self.entries[key]
-        return Stored(key, entry.size, entry.properties.dtype, lambda: self)
+        return _ChunkedTensor(key, self.entries[key], self)
 
     def model_tensors(self) -> dict[str, Stored]:
         """Those of the model by name."""
@@ -56,15 +57,71 @@ class DcpReader:
 
     def get_tensor(self, key: str) -> torch.Tensor:
         """One whole tensor in host memory, in the dtype that it was saved in."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        if self._recall(key) is None:
+            entry = self.entries[key]
+            tensor = self._kept[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            read_tree({key: tensor}, self.storage)
+        return self._kept[key]
+
+    def get_chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        """One stored chunk of a tensor in host memory, as `get_tensor`."""
+        place = key, chunk.offsets
+        if self._recall(place) is None:
+            self._kept[place] = read_chunk(self.storage, key, chunk, self.entries[key].properties.dtype)
+        return self._kept[place]
+
+    def _recall(self, place: str | tuple[str, torch.Size]) -> torch.Tensor | None:
+        """What is kept, now the last; else None, and room for one more."""
+        if place in self._kept:
+            self._kept.move_to_end(place)
+            return self._kept[place]
         while len(self._kept) >= _KEPT:
             self._kept.popitem(last=False)
-        entry = self.entries[key]
-        tensor = self._kept[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        read_tree({key: tensor}, self.storage)
-        return tensor
+        return None
+
+
+class _ChunkedTensor(Stored):
+    """A tensor of which no more is read than the chunks that hold what is asked for: all layers of a model may be
+    stacked in one.
+
+    Args:
+        key: Its key.
+        entry: In the index.
+        reader: Of the checkpoint.
+    """
+
+    def __init__(self, key: str, entry: TensorStorageMetadata, reader: DcpReader) -> None:
+        super().__init__(key, entry.size, entry.properties.dtype, lambda: reader)
+        chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+        self._reader_of_chunks = reader
+        self._chunks = {tuple(chunk.offsets): chunk for chunk in chunks}
+        self._starts = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(self.shape))]
+        self._longest = [max((chunk.sizes[dim] for chunk in chunks), default=0) for dim in range(len(self.shape))]
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        if len(self._chunks) < 2:
+            super()._copy_to(out, region)
+            return
+        for chunk in self._overlapping(region):
+            source, target = self._reader_of_chunks.get_chunk(self.key, chunk), out
+            for dim, (start, length) in enumerate(region):
+                offset, size = chunk.offsets[dim], chunk.sizes[dim]
+                first, last = max(start, offset), min(start + length, offset + size)
+                source = source.narrow(dim, first - offset, last - first)
+                target = target.narrow(dim, first - start, last - first)
+            target.copy_(source if out.device == source.device else source.to(out.device))
+
+    def _overlapping(self, region: Region) -> Iterator[ChunkStorageMetadata]:
+        near = [
+            starts[bisect_right(starts, start - longest) : bisect_left(starts, start + length)]
+            for (start, length), starts, longest in zip(region, self._starts, self._longest, strict=True)
+        ]
+        for offsets in product(*near):
+            chunk = self._chunks.get(offsets)  # None: the starts of two chunks that are no start together
+            if chunk and all(
+                at + size > start for at, size, (start, _) in zip(offsets, chunk.sizes, region, strict=True)
+            ):
+                yield chunk
 
 
 def model_prefix(metadata: Metadata) -> str:

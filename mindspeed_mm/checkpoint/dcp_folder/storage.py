@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mindspeed_mm.checkpoint.dcp_folder.metadata_unpickler import BROKEN, MetadataReader
 from mindspeed_mm.checkpoint.pt_files import os_errors_told
@@ -87,6 +89,39 @@ def read_tree(tree: dict[str, Any], reader: MetadataReader, ranks: Ranks | None 
     reader.fs = _NamingFileSystem()
     with plain_errors(Path(reader.path)):
         dcp.load(tree, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+def read_chunk(reader: MetadataReader, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
+    """One stored chunk of a tensor, in host memory.
+
+    Args:
+        reader: The checkpoint.
+        key: The tensor's.
+        chunk: Of the tensor's entry in the index.
+        dtype: Of the tensor.
+
+    Raises:
+        CheckpointError: The file is missing or broken.
+    """
+    place = MetadataIndex(key, chunk.offsets)
+    start = torch.Size([0] * len(chunk.sizes))
+    item = ReadItem(LoadItemType.TENSOR, place, start, place, start, chunk.sizes)
+    held = torch.empty(chunk.sizes, dtype=dtype)
+    reader.fs = _NamingFileSystem()
+    reader.read_data(LoadPlan([item]), _Into(held))  # type: ignore[arg-type]
+    return held
+
+
+class _Into:
+    """The part of a planner that a reader of tensors asks."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        return self.held
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None: ...
 
 
 def disk_errors_told(writer: Writer) -> Writer:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Zeros
-from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, EXPERT, FINAL_NORM, HEAD, MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.family import EXPERT, MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.folder import megatron_tensors
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
@@ -77,10 +77,11 @@ def check_whole(
     Raises:
         CheckpointError: Some are missing or surplus, or have another shape.
     """
-    if expected is not None and HEAD in whole and HEAD not in expected and not model.tied_head:
+    head, embedding = model.head, model.embedding
+    if expected is not None and head in whole and head not in expected and not model.tied_head:
         # Where config.json does not say whether the head is tied, transformers' default may be that it is; a head that
         # is stored beside the embedding is read all the same.
-        expected = {**expected, HEAD: expected[EMBEDDING]}
+        expected = {**expected, head: expected[embedding]}
     if expected is None:
         problems = [
             *_lacking_ends(whole, model),
@@ -105,7 +106,7 @@ def check_whole(
 
 def _lacking_ends(whole: Mapping[str, LazyTensor], model: MegatronModel) -> Iterator[Problem]:
     if "text" in model.depths:
-        names = (EMBEDDING, FINAL_NORM) if model.tied_head else (EMBEDDING, FINAL_NORM, HEAD)
+        names = [model.embedding, model.final_norm, *([] if model.tied_head else [model.head])]
         yield from (Problem("is missing", key=name) for name in names if name not in whole)
 
 

@@ -46,7 +46,7 @@ TEXT = PipelineTower(
     first=("text_decoder.embedding.",),
     last=("text_decoder.decoder.final_layernorm.", "text_decoder.output_layer."),
 )
-"""The language model of every family."""
+"""The language model of every family but those that are nothing else."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,21 @@ class MegatronModel:
         """The rules as a map."""
         return KeyMap(self.rules)
 
+    @property
+    def embedding(self) -> str:
+        """Name of the whole embedding."""
+        return self._in_text(EMBEDDING)
+
+    @property
+    def final_norm(self) -> str:
+        """Name of the weight of the norm behind the last layer."""
+        return self._in_text(FINAL_NORM)
+
+    @property
+    def head(self) -> str:
+        """Name of the whole head."""
+        return self._in_text(HEAD)
+
     def cut_of(self, name: str) -> TensorCut | None:
         """How tensor parallelism cuts a whole tensor; None: not at all."""
         return next((cut for regex, cut in self._cuts if regex.fullmatch(name)), None)
@@ -91,6 +106,11 @@ class MegatronModel:
             if name.startswith((tower.layers, *tower.first, *tower.last, *tower.everywhere)):
                 return tower
         raise ModelFolderError("belongs to no tower of this family", key=name)
+
+    def _in_text(self, name: str) -> str:
+        """A name of `TEXT` as this model's own tower for text has it."""
+        prefix = next((tower.prefix for tower in self.towers if tower.name == TEXT.name), TEXT.prefix)
+        return prefix + name.removeprefix(TEXT.prefix)
 
     @cached_property
     def _cuts(self) -> list[tuple[re.Pattern[str], TensorCut]]:

@@ -1,4 +1,4 @@
-"""A Megatron-style folder: which of its steps is meant, how it is divided, its tensors under the hub's names, and what
+"""A folder of Megatron's: which of its steps is meant, how it is divided, its tensors under the hub's names, and what
 the files of one that is written hold.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspeed_mm.checkpoint.keymap import check_used_once, is_number, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, Sliced
-from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.family import MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.layout import (
     LAYOUT_FILE,
     WEIGHTS_FILE,
@@ -24,6 +24,9 @@ from mindspeed_mm.checkpoint.megatron.layout import (
 )
 from mindspeed_mm.checkpoint.megatron.pt_reading import PtContent, read_pt_files
 from mindspeed_mm.checkpoint.megatron.sharding import Shards, divide, join
+from mindspeed_mm.checkpoint.megatron.spelling import OF_KERNELS, usual_names
+from mindspeed_mm.checkpoint.megatron.torch_dist import WholeWeights, read_whole
+from mindspeed_mm.checkpoint.recognise import is_megatron_step, is_torch_dist
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
 
@@ -31,7 +34,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
 _SHOWN = 100
-_OF_KERNELS = "is what Megatron's kernels keep for themselves"
 _CHUNK = re.compile(r"model\d*")
 _POWERS = tuple(2**n for n in range(13))
 
@@ -46,6 +48,11 @@ class DividedWeights:
     layout: MegatronLayout
     left_out: Mapping[str, str] = field(default_factory=dict)
     """What else the files hold → why it is no part of the model."""
+
+    @property
+    def canonical(self) -> bool:
+        """Whether projections are stored apart."""
+        return self.layout.canonical
 
     @property
     def stored(self) -> dict[str, LazyTensor]:
@@ -91,67 +98,47 @@ class DividedWeights:
         return f"{self.layout.folder_name(rank)}/{chunk}.{name}"
 
 
-def pt_files(folder: Path) -> list[Path]:
-    """The files of the step that `find_step` finds, by name."""
-    return sorted(find_step(folder).glob(f"mp_rank_*/{WEIGHTS_FILE}"))
+def step_files(folder: Path) -> list[Path]:
+    """The files with the weights of the step that `find_step` finds, by name."""
+    step = find_step(folder)
+    return sorted(step.glob("*.distcp") if is_torch_dist(step) else step.glob(f"mp_rank_*/{WEIGHTS_FILE}"))
 
 
 def find_step(folder: Path) -> Path:
-    """The folder that holds `mp_rank_*`: the one given, or the step in it that the tracker names.
+    """The folder that holds `mp_rank_*` or `metadata.json`: the one given, or the step in it that the tracker names.
 
     Raises:
         CheckpointError: There is none.
     """
-    if any(folder.glob("mp_rank_*")):
+    if is_megatron_step(folder):
         return folder
     tracker = folder / TRACKER
     named = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
     if is_number(named):
         named = f"iter_{int(named):07d}"
-    steps = [path.name for path in sorted(folder.glob("*/")) if any(path.glob("mp_rank_*"))]
+    steps = [path.name for path in sorted(folder.glob("*/")) if is_megatron_step(path)]
     if named in steps:
         return folder / named
     if named:
         raise CheckpointError(
-            f"names '{named[:_SHOWN]}', and there is no such step with mp_rank_* folders",
+            f"names '{named[:_SHOWN]}', and there is no such step here",
             where=str(tracker),
             way_out=f"Name a step itself: {', '.join(steps)}." if steps else "Copy the whole folder again.",
         )
     if len(steps) == 1:
         return folder / steps[0]
     raise CheckpointError(
-        f"has {len(steps)} steps and no {TRACKER}" if steps else "holds no mp_rank_* folder",
+        f"has {len(steps)} steps and no {TRACKER}" if steps else "holds no mp_rank_* folder and no metadata.json",
         where=str(folder),
         way_out=f"Name one of them: {', '.join(steps)}." if steps else "Name the folder that holds them.",
     )
 
 
-def hub_tensors(
-    folder: Path,
-    family: MegatronFamily,
-    config: Mapping[str, Any],
-    wanted: MegatronLayout | None = None,
-    *,
-    canonical: bool = False,
-) -> tuple[dict[str, LazyTensor], MegatronLayout]:
-    """The tensors of a folder under the hub's names, read when they are needed.
-
-    Args:
-        folder: As `find_step` takes it.
-        family: Of the model.
-        config: Its config.json.
-        wanted: How a person said that the folder is divided; None: not at all.
-        canonical: Whether projections are stored apart, where neither the folder nor `wanted` says it.
-
-    Returns:
-        The tensors by hub name, and how the folder is divided.
-
-    Raises:
-        CheckpointError: A file is missing or broken, or files do not fit together.
-        UsageError: `wanted` is another division than the folder's.
-    """
-    found = read_divided(folder, family, config, wanted, canonical=canonical)
-    return renamed_to_hub(found.whole(), found.model), found.layout
+def hub_tensors(folder: Path, family: MegatronFamily, config: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """The tensors of a folder under the hub's names, read when they are needed. Arguments and errors as of
+    `read_weights`."""
+    found = read_weights(folder, family, config)
+    return renamed_to_hub(found.whole(), found.model)
 
 
 def renamed_to_hub(whole: Mapping[str, LazyTensor], model: MegatronModel) -> dict[str, LazyTensor]:
@@ -171,6 +158,40 @@ def without_a_name(whole: Mapping[str, LazyTensor], model: MegatronModel) -> lis
     return [tensor for step in model.key_map.inverse.steps(whole) for tensor in step.dropped]
 
 
+def read_weights(
+    folder: Path,
+    family: MegatronFamily,
+    config: Mapping[str, Any],
+    wanted: MegatronLayout | None = None,
+    *,
+    canonical: bool = False,
+) -> DividedWeights | WholeWeights:
+    """What a folder holds.
+
+    Args:
+        folder: As `find_step` takes it.
+        family: Of the model.
+        config: Its config.json.
+        wanted: How a person said that the folder is divided; None: not at all.
+        canonical: Whether projections are stored apart, where neither the folder nor `wanted` says it.
+
+    Raises:
+        CheckpointError: A file is missing or broken, or files do not fit together.
+        UsageError: `wanted` is another division than the folder's, or the folder is not divided.
+    """
+    step = find_step(folder)
+    if not is_torch_dist(step):
+        return read_divided(step, family, config, wanted, canonical=canonical)
+    if wanted is not None:
+        raise UsageError(
+            "a division was said, and the checkpoint holds whole tensors",
+            where=str(step),
+            key="parallel_config",
+            way_out="Leave it out.",
+        )
+    return read_whole(step, family.model(config, canonical=canonical), canonical=canonical)
+
+
 def read_divided(
     folder: Path,
     family: MegatronFamily,
@@ -179,7 +200,7 @@ def read_divided(
     *,
     canonical: bool = False,
 ) -> DividedWeights:
-    """What a folder holds. Arguments and errors as of `hub_tensors`."""
+    """What a folder with `mp_rank_*` holds. Arguments and errors as of `read_weights`."""
     step = find_step(folder)
     kept = read_layout(step)
     told = kept or wanted
@@ -199,10 +220,10 @@ def _left_out(contents: Mapping[MegatronRank, PtContent], shards: Shards, layout
     for rank, content in contents.items():
         at = layout.folder_name(rank)
         for section, stored in content.tensors.items():
-            if (carried := shards[rank].get(section)) is None:
+            if section not in shards[rank]:
                 found[f"{at}/{section}"] = "is no part of the model"
             else:
-                found |= {f"{at}/{section}.{name}": _OF_KERNELS for name in stored if name not in carried}
+                found |= {f"{at}/{section}.{name}": OF_KERNELS for name in stored if name.endswith("._extra_state")}
     return found
 
 
@@ -260,8 +281,9 @@ def megatron_tensors(hub: Mapping[str, LazyTensor], model: MegatronModel) -> dic
     steps = model.key_map.steps(carried)
     whole = {key: tensor for step in steps for key, tensor in step.targets.items()}
     check_used_once(steps, carried, whole)
-    if model.tied_head and {HEAD, EMBEDDING} <= whole.keys():
-        whole[EMBEDDING] = Agreeing([whole[EMBEDDING], whole.pop(HEAD)], ["the embedding", "the head tied to it"])
+    embedding, head = model.embedding, model.head
+    if model.tied_head and {head, embedding} <= whole.keys():
+        whole[embedding] = Agreeing([whole[embedding], whole.pop(head)], ["the embedding", "the head tied to it"])
     return whole
 
 
@@ -317,9 +339,8 @@ def _layout_of(
 
 def _vocabulary_multiple(contents: Mapping[MegatronRank, PtContent], model: MegatronModel, tp: int) -> int:
     """The smallest power of two that explains how far the vocabulary was filled up; 1 where none does."""
-    found = (
-        stored[EMBEDDING] for content in contents.values() for stored in content.tensors.values() if EMBEDDING in stored
-    )
+    name = model.embedding
+    found = (stored[name] for content in contents.values() for stored in content.tensors.values() if name in stored)
     embedding = next(found, None)
     if embedding is None or not embedding.shape or model.vocabulary is None:
         return 1
@@ -371,6 +392,5 @@ def _shards(step: Path, contents: Mapping[MegatronRank, PtContent], layout: Mega
                 f"is no chunk of this division, which has {', '.join(keys)}", where=str(content.path), key=other
             )
         for key in keys:
-            stored = content.tensors.get(key, {})
-            shards[rank][key] = {name: stored[name] for name in stored if not name.endswith("._extra_state")}
+            shards[rank][key] = usual_names(content.tensors.get(key, {}), str(content.path))
     return shards

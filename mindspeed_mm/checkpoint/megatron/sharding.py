@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mindspeed_mm.checkpoint.keymap import is_number, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.cut import TensorCut
-from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, EXPERT, HEAD, MegatronModel, PipelineTower
+from mindspeed_mm.checkpoint.megatron.family import EXPERT, MegatronModel, PipelineTower
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, MegatronRank, Place
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem
 
@@ -34,8 +34,8 @@ def divide(whole: Tensors, model: MegatronModel, layout: MegatronLayout) -> Shar
     chunks = [layout.model_key(chunk) for chunk in range(layout.chunks)]
     shards: Shards = {rank: {chunk: {} for chunk in chunks} for rank in layout.ranks}
     tensors = dict(whole)
-    if model.tied_head and layout.stages > 1 and EMBEDDING in tensors:
-        tensors[HEAD] = tensors[EMBEDDING]
+    if model.tied_head and layout.stages > 1 and model.embedding in tensors:
+        tensors[model.head] = tensors[model.embedding]
     for name in sorted(tensors, key=natural_order):
         for rank, chunk, local, tensor in _pieces(name, tensors[name], model, layout):
             shards[rank][chunk][local] = tensor
@@ -74,7 +74,7 @@ def times_written(whole: Tensors, model: MegatronModel, layout: MegatronLayout) 
     tied = model.tied_head and layout.stages > 1
     found: dict[str, int | None] = {}
     for name, tensor in whole.items():
-        names = (name, HEAD) if name == EMBEDDING and tied else (name,)
+        names = (name, model.head) if name == model.embedding and tied else (name,)
         times = sum(_holders(each, model, layout) for each in names)
         found |= dict.fromkeys(stored_keys(tensor), times)
     return {key: times for key, times in found.items() if times != 1}
@@ -143,9 +143,14 @@ def join(shards: Shards, model: MegatronModel, layout: MegatronLayout) -> dict[s
                 where = f"{layout.folder_name(rank)}  {key}.{local}"
                 pieces.setdefault(name, []).append(_Piece(rank, where, tensor))
     whole = {name: _joined(name, pieces[name], model, layout) for name in sorted(pieces, key=natural_order)}
-    if model.tied_head and {HEAD, EMBEDDING} <= whole.keys():
-        head = whole.pop(HEAD)
-        whole[EMBEDDING] = Agreeing([whole[EMBEDDING], head], [EMBEDDING, HEAD])
+    return with_one_head(whole, model)
+
+
+def with_one_head(whole: dict[str, LazyTensor], model: MegatronModel) -> dict[str, LazyTensor]:
+    """Whole tensors, without a head that is a copy of the embedding: reading compares the two."""
+    embedding, head = model.embedding, model.head
+    if model.tied_head and {head, embedding} <= whole.keys():
+        whole[embedding] = Agreeing([whole[embedding], whole.pop(head)], [embedding, head])
     return whole
 
 

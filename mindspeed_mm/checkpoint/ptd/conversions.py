@@ -20,7 +20,7 @@ from mindspeed_mm.checkpoint.hf_folder import asset_files, model_config, safeten
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
 from mindspeed_mm.checkpoint.megatron.expected import check_whole, expected_shapes
-from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, MegatronFamily, MegatronModel
+from mindspeed_mm.checkpoint.megatron.family import MegatronFamily, MegatronModel
 from mindspeed_mm.checkpoint.megatron.folder import (
     CHECKPOINT_VERSION,
     RELEASE,
@@ -29,9 +29,9 @@ from mindspeed_mm.checkpoint.megatron.folder import (
     divided_files,
     find_step,
     megatron_tensors,
-    read_divided,
     read_layout,
     read_shards,
+    read_weights,
     refuse_contradiction,
     renamed_to_hub,
     without_a_name,
@@ -129,10 +129,10 @@ def megatron_to_hf(
     check_facts(facts, model, config, hf_dir)
     canonical = _is_canonical(mm_dir, facts.enable_canonical_hf_struct)
     wanted = layout_of(said, model.depths, canonical=canonical) if said else None
-    found = read_divided(mm_dir, family, config, wanted, canonical=canonical)
-    ledger, layout = SourceLedger(found.stored, found.step), found.layout
+    found = read_weights(mm_dir, family, config, wanted, canonical=canonical)
+    ledger = SourceLedger(found.stored, found.step)
     whole = found.whole(ledger.tensors)
-    check_whole(whole, expected_shapes(hf_dir, family, config, canonical=layout.canonical), found.model, mm_dir, hf_dir)
+    check_whole(whole, expected_shapes(hf_dir, family, config, canonical=found.canonical), found.model, mm_dir, hf_dir)
     tensors = renamed_to_hub(whole, found.model)
     has_weights = any(hf_dir.glob("*.safetensors"))
     with _opened(hf_dir, has_weights) as own:
@@ -184,8 +184,8 @@ def divide_anew(
     config = model_config(home)
     depths = family.model(config).depths
     wanted = layout_of(said, depths, canonical=_is_canonical(source_dir, False)) if said else None
-    found = read_divided(source_dir, family, config, wanted)
-    ledger, model, canonical = SourceLedger(found.stored, found.step), found.model, found.layout.canonical
+    found = read_weights(source_dir, family, config, wanted)
+    ledger, model, canonical = SourceLedger(found.stored, found.step), found.model, found.canonical
     whole = found.whole(ledger.tensors)
     check_whole(whole, expected_shapes(home, family, config, canonical=canonical), model, source_dir, home)
     layout = layout_of(target, model.depths, canonical=canonical)
@@ -333,9 +333,10 @@ def _copy_of_tied_head(
     tensors: Mapping[str, LazyTensor], own: Mapping[str, LazyTensor], model: MegatronModel
 ) -> dict[str, LazyTensor]:
     """The head, where the model's folder stores it though it is the embedding."""
-    name_of = {rule.targets[0]: rule.sources[0] for rule in model.rules if rule.targets[0] in (EMBEDDING, HEAD)}
-    head = name_of[HEAD]
-    return {head: tensors[name_of[EMBEDDING]]} if model.tied_head and head in own and head not in tensors else {}
+    ends = (model.embedding, model.head)
+    name_of = {rule.targets[0]: rule.sources[0] for rule in model.rules if rule.targets[0] in ends}
+    embedding, head = (name_of[end] for end in ends)
+    return {head: tensors[embedding]} if model.tied_head and head in own and head not in tensors else {}
 
 
 def _is_canonical(folder: Path, said: bool) -> bool:

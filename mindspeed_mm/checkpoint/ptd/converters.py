@@ -11,6 +11,7 @@ from mindspeed_mm.checkpoint.megatron.families import (
     DEEPSEEK_VL,
     GLM_4V,
     INTERNVL,
+    LANGUAGE_MODEL,
     QWEN2_5_OMNI,
     QWEN2_5_VL,
     QWEN2_VL,
@@ -182,3 +183,9 @@ class DeepSeekVLConverter(_Megatron):
     """DeepSeek-VL2 and the first DeepSeek-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = DEEPSEEK_VL
+
+
+class LanguageModelConverter(_Megatron):
+    """A language model alone (Llama, Qwen, Mixtral, GLM, DeepSeek): Hugging Face folder ↔ Megatron-style checkpoint."""
+
+    family = LANGUAGE_MODEL

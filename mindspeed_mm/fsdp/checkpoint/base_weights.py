@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from mindspeed_mm.checkpoint.megatron.folder import pt_files
+from mindspeed_mm.checkpoint.megatron.folder import step_files
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder, recognise
 from mindspeed_mm.checkpoint.safetensors_folder import weight_files
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
@@ -32,7 +32,7 @@ def base_weights_mark(folder: Path) -> str:
         ModelFolderError: There are no weights.
     """
     digest = hashlib.sha256()
-    files = pt_files(folder) if is_megatron_folder(folder) else weight_files(transformer_weights(folder))
+    files = step_files(folder) if is_megatron_folder(folder) else weight_files(transformer_weights(folder))
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())

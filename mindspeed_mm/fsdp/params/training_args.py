@@ -145,8 +145,8 @@ class TrainingArguments(Section):
     init_model_with_meta_device: Flag = False
     """Accepted from older files and ignored: models are always built without storage first."""
     load: PathText | None = None
-    """Where training starts from: a Hugging Face folder, one in Megatron's layout (mp_rank_*), a checkpoint or a run
-    folder."""
+    """Where training starts from: a Hugging Face folder, one of Megatron's (mp_rank_* or torch_dist), a checkpoint or a
+    run folder."""
     load_format: Literal["auto", "hf", "dcp", "megatron"] = "auto"
     """Layout of the weights in `load`; auto detects it."""
     load_strict: Flag = True

@@ -13,7 +13,7 @@ from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConvert
 from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.megatron.families import family_of
 from mindspeed_mm.checkpoint.megatron.family import MegatronFamily
-from mindspeed_mm.checkpoint.megatron.folder import find_step, pt_files
+from mindspeed_mm.checkpoint.megatron.folder import find_step, step_files
 from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, even_stages
 from mindspeed_mm.checkpoint.megatron.pt_reading import read_pt_files
 from mindspeed_mm.checkpoint.original.converting import GeneratorTarget, convert_generator
@@ -21,7 +21,7 @@ from mindspeed_mm.checkpoint.original.families import recognise_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, Places
 from mindspeed_mm.checkpoint.ptd.conversions import divide_anew, hf_to_megatron, megatron_to_hf
-from mindspeed_mm.checkpoint.recognise import Layout, recognise, told_ways
+from mindspeed_mm.checkpoint.recognise import Layout, is_torch_dist, recognise, told_ways
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
@@ -164,7 +164,9 @@ def _is_generator(source: Path, kind: str) -> bool:
         said = find_step(source) / LAYOUT_FILE
         if said.is_file():
             return read_json_object(said, CheckpointError).get("family") in DIVISIONS
-        contents = read_pt_files(pt_files(source))
+        if is_torch_dist(find_step(source)):
+            return False  # generators are not saved so
+        contents = read_pt_files(step_files(source))
         names = {name for content in contents for of in content.tensors.values() for name in of}
         return recognise_generator(names) is not None
     return kind == "hf" and (source / "config.json").is_file() and "_class_name" in model_config(source)

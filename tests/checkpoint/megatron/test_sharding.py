@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mindspeed_mm.checkpoint.megatron.families.qwen2_vl import QWEN2_5_VL
-from mindspeed_mm.checkpoint.megatron.folder import files_of, hub_tensors
+from mindspeed_mm.checkpoint.megatron.folder import files_of, read_divided, renamed_to_hub
 from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 
@@ -75,7 +75,8 @@ def test_what_was_divided_comes_back_to_the_bit(name: str, folder: Path, tmp_pat
     write(folder, tmp_path, LAYOUTS[name])
     config = json.loads((folder / "config.json").read_text())
     told = LAYOUTS[name] if LAYOUTS[name].tp_of_tower else None
-    tensors, layout = hub_tensors(tmp_path, QWEN2_5_VL, config, told)
+    found = read_divided(tmp_path, QWEN2_5_VL, config, told)
+    tensors, layout = renamed_to_hub(found.whole(), found.model), found.layout
     assert (layout.layers, layout.tp) == (LAYOUTS[name].layers, LAYOUTS[name].tp)
     expected = load_file(folder / "model.safetensors")
     assert tensors.keys() == expected.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mindspeed_mm.checkpoint.megatron.families.deepseek_vl import DEEPSEEK_VL
 from mindspeed_mm.checkpoint.megatron.families.glm4v import GLM_4V
 from mindspeed_mm.checkpoint.megatron.families.internvl import INTERNVL
+from mindspeed_mm.checkpoint.megatron.families.language_models import LANGUAGE_MODEL
 from mindspeed_mm.checkpoint.megatron.families.qwen2_5_omni import QWEN2_5_OMNI
 from mindspeed_mm.checkpoint.megatron.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from mindspeed_mm.checkpoint.megatron.families.qwen3_vl import QWEN3_VL
@@ -16,6 +17,7 @@ __all__ = [
     "FAMILIES",
     "GLM_4V",
     "INTERNVL",
+    "LANGUAGE_MODEL",
     "QWEN2_5_OMNI",
     "QWEN2_5_VL",
     "QWEN2_VL",
@@ -23,7 +25,7 @@ __all__ = [
     "family_of",
 ]
 
-FAMILIES = (QWEN2_VL, QWEN2_5_VL, QWEN2_5_OMNI, QWEN3_VL, INTERNVL, GLM_4V, DEEPSEEK_VL)
+FAMILIES = (QWEN2_VL, QWEN2_5_VL, QWEN2_5_OMNI, QWEN3_VL, INTERNVL, GLM_4V, DEEPSEEK_VL, LANGUAGE_MODEL)
 
 
 def family_of(config: Config, where: str = "", way_out: str = "") -> MegatronFamily:

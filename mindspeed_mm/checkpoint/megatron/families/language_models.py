@@ -1,0 +1,160 @@
+"""Language models alone: Llama and its kin, dense or with routed experts, and those with latent attention.
+
+Names: Megatron-Core 0.16.1, `models/gpt/gpt_layer_specs.py` (its local layers), `transformer/moe/` and
+`transformer/multi_latent_attention.py`. Nothing stands before them: the whole file is the language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from mindspeed_mm.checkpoint.key_ops import Concat
+from mindspeed_mm.checkpoint.keymap import KeyRule
+from mindspeed_mm.checkpoint.megatron.cut import TensorCut
+from mindspeed_mm.checkpoint.megatron.families.text_decoder import (
+    LAYER,
+    attention_rules,
+    end_rules,
+    gated_mlp_cuts,
+    gated_mlp_rules,
+    norm_rules,
+    text_cuts,
+)
+from mindspeed_mm.checkpoint.megatron.family import EMBEDDING, HEAD, TEXT, Config, MegatronFamily, MegatronModel
+from mindspeed_mm.core.errors import ModelFolderError
+
+_DENSE = ("llama", "mistral", "qwen2", "qwen3")
+_ROUTED = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
+_HUB, _HUB_LAYER = "model.", "model.layers.{n}."
+_ATTENTION, _MLP = f"{LAYER}self_attention.", f"{LAYER}mlp."
+_EXPERT = f"{_MLP}experts.local_experts.{{e}}."
+_LATENT = {
+    "q_proj": "linear_q_proj",
+    "q_a_proj": "linear_q_down_proj",
+    "q_a_layernorm": "q_layernorm",
+    "q_b_proj": "linear_q_up_proj",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj",
+    "kv_a_layernorm": "kv_layernorm",
+    "kv_b_proj": "linear_kv_up_proj",
+    "o_proj": "linear_proj",
+}
+"""Hub → Megatron, in latent attention."""
+
+
+def _describe(config: Config) -> MegatronModel:
+    depth, routed = config["num_hidden_layers"], config["model_type"] in _ROUTED
+    latent = config["model_type"] in ("deepseek_v2", "deepseek_v3")
+    sparse = _sparse_layers(config) if routed else range(0)
+    dense = [n for n in range(depth) if n not in set(sparse)]
+    model = MegatronModel(
+        towers=(TEXT,),
+        depths={"text": depth},
+        rules=[
+            *end_rules(_HUB, "lm_head"),
+            *norm_rules(_HUB),
+            *(_latent_rules() if latent else attention_rules(config, _HUB)),
+            *gated_mlp_rules(f"{_HUB_LAYER}mlp.", _MLP),
+            *(_expert_rules(config["model_type"]) if routed else []),
+        ],
+        cuts={
+            **(_latent_cuts(config) if latent else text_cuts(config)),
+            **gated_mlp_cuts(_MLP),
+            **gated_mlp_cuts(f"{_MLP}shared_experts."),
+            **gated_mlp_cuts(_EXPERT),
+        },
+        tied_head=bool(config.get("tie_word_embeddings")),
+        vocabulary=config["vocab_size"],
+        experts=_experts(config) if routed else 0,
+        parts_of_layers={
+            "mlp.linear_fc": dense,
+            **{f"mlp.{part}": sparse for part in ("router", "shared_experts", "experts")},
+        },
+        not_carried=_predicting_layers(config, depth),
+    )
+    return _alone(model)
+
+
+def _alone(model: MegatronModel) -> MegatronModel:
+    """The model without `text_decoder.` before every name, as no other tower stands beside it."""
+    start = TEXT.prefix
+    tower = replace(
+        TEXT,
+        prefix="",
+        layers=TEXT.layers.removeprefix(start),
+        first=tuple(name.removeprefix(start) for name in TEXT.first),
+        last=tuple(name.removeprefix(start) for name in TEXT.last),
+    )
+    return replace(
+        model,
+        towers=(tower,),
+        rules=[
+            KeyRule(rule.sources, [name.removeprefix(start) for name in rule.targets], rule.ops) for rule in model.rules
+        ],
+        cuts={name.removeprefix(start): cut for name, cut in model.cuts.items()},
+    )
+
+
+def _experts(config: Config) -> int:
+    """Mixtral has `num_local_experts`, Qwen `num_experts`, DeepSeek and GLM `n_routed_experts`."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    found = next((config[name] for name in names if config.get(name)), None)
+    if found is None:
+        raise ModelFolderError("is missing in config.json: nobody knows how many experts a layer has", key=names[0])
+    return int(found)
+
+
+def _sparse_layers(config: Config) -> Collection[int]:
+    """Numbers of the layers with routed experts."""
+    depth, kind = config["num_hidden_layers"], config["model_type"]
+    if kind == "mixtral":
+        return range(depth)
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+        return [n for n in range(depth) if n not in dense and (n + 1) % step == 0]
+    return range(config.get("first_k_dense_replace") or 0, depth)
+
+
+def _predicting_layers(config: Config, depth: int) -> tuple[str, ...]:
+    """Behind the last layer, DeepSeek's and GLM's folders hold layers that predict further tokens in training."""
+    more = config.get("num_nextn_predict_layers") or 0
+    return tuple(f"{_HUB}layers.{n}." for n in range(depth, depth + more))
+
+
+def _expert_rules(kind: str) -> list[KeyRule]:
+    if kind == "mixtral":
+        hub, own = f"{_HUB_LAYER}block_sparse_moe.", f"{_EXPERT}linear_fc"
+        up = [f"{hub}experts.{{e}}.w{i}.weight" for i in (1, 3)]
+        return [
+            KeyRule(f"{hub}gate.weight", f"{_MLP}router.weight"),
+            KeyRule(up, f"{own}1.weight", (Concat(0),)),
+            KeyRule(f"{hub}experts.{{e}}.w2.weight", f"{own}2.weight"),
+        ]
+    hub = f"{_HUB_LAYER}mlp."
+    shared = f"{hub}shared_expert." if kind == "qwen2_moe" else f"{hub}shared_experts."
+    return [
+        KeyRule(f"{hub}gate.weight", f"{_MLP}router.weight"),
+        KeyRule(f"{hub}gate.e_score_correction_bias", f"{_MLP}router.expert_bias"),
+        KeyRule(f"{hub}shared_expert_gate.weight", f"{_MLP}shared_experts.gate_weight"),
+        *gated_mlp_rules(shared, f"{_MLP}shared_experts."),
+        *gated_mlp_rules(f"{hub}experts.{{e}}.", _EXPERT),
+    ]
+
+
+def _latent_rules() -> list[KeyRule]:
+    return [KeyRule(f"{_HUB_LAYER}self_attn.{hub}.{{p}}", f"{_ATTENTION}{own}.{{p}}") for hub, own in _LATENT.items()]
+
+
+def _latent_cuts(config: Config) -> dict[str, TensorCut]:
+    """What leads down to the latents is whole on every rank, as Megatron-Core's layers with Transformer Engine have
+    it."""
+    heads = config["num_attention_heads"]
+    return {
+        EMBEDDING: TensorCut(0, padded=True),
+        HEAD: TensorCut(0, padded=True),
+        **{f"{_ATTENTION}linear_{name}_proj.{{p}}": TensorCut(0, units=heads) for name in ("q", "q_up", "kv_up")},
+        f"{_ATTENTION}linear_proj.weight": TensorCut(1, units=heads),
+    }
+
+
+LANGUAGE_MODEL = MegatronFamily("a language model alone", (*_DENSE, *_ROUTED), _describe)
