@@ -19,7 +19,7 @@ WAYS: Mapping[str, tuple[Layout, ...]] = {
     "hf": ("dcp", "megatron"),
     "dcp": ("hf",),
     "run": ("hf",),
-    "megatron": ("hf", "megatron"),
+    "megatron": ("hf", "dcp", "megatron"),
     "generator": ("diffusers", "original", "megatron"),
 }
 """Kind of a folder → what it is converted to; `generator`: its weights in any of these three layouts."""

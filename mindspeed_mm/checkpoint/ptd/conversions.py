@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelCon
 from mindspeed_mm.checkpoint.conversion.files import PtFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
+from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.hf_folder import asset_files, model_config, safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
@@ -41,7 +42,8 @@ from mindspeed_mm.checkpoint.megatron.sharding import divide, times_written
 from mindspeed_mm.checkpoint.ptd.config import AdapterModelConfig
 from mindspeed_mm.checkpoint.ptd.division import check_facts, depths_of, layout_of
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, open_weights
-from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
+from mindspeed_mm.core.errors import CheckpointError, UsageError
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _ADAPTERS = "adapters alone compute nothing"
@@ -124,6 +126,82 @@ def megatron_to_hf(
     Raises:
         MMError: As `convert`; or files are missing, damaged, or divided otherwise than was said.
     """
+    with _joined(family, mm_dir, hf_dir, said, facts) as joined:
+        twice = _copy_of_tied_head(joined)
+        tensors = {**joined.tensors, **twice}
+        if joined.own:
+            check_same_tensors(tensors, mm_dir, hf_dir)
+        files, texts = safetensors_files(tensors)
+        conversion = Conversion(
+            sources=[mm_dir, hf_dir],
+            ledgers=[joined.ledger],
+            files=files,
+            layout={"kind": "hf"},
+            times={key: 2 for tensor in twice.values() for key in stored_keys(tensor)},
+            left_out=joined.left_out,
+            dropped=joined.dropped,
+            copies={path.name: path for path in asset_files(hf_dir)},
+            texts=texts,
+        )
+        return convert(conversion, save_hf_dir, writing, stream=sys.stderr)
+
+
+def megatron_to_dcp(
+    family: MegatronFamily, mm_dir: Path, hf_dir: Path, dcp_dir: Path, *, writing: Writing
+) -> Converted:
+    """Join a checkpoint of Megatron's to a distributed checkpoint under the names of transformers' module.
+
+    Args:
+        family: Of the model.
+        mm_dir: The checkpoint, or a step of it.
+        hf_dir: The model's own folder: configuration, and the tensors that this layout does not carry.
+        dcp_dir: The folder to write.
+        writing: How the output is written.
+
+    Raises:
+        MMError: As `convert`; or files are missing or damaged, or transformers has no class of this model.
+    """
+    outline = TransformersOutline.of(hf_dir)
+    if outline is None:
+        raise UsageError(
+            "names no class of transformers, under whose names a distributed checkpoint is written",
+            where=str(hf_dir / "config.json"),
+            key="architectures",
+            way_out="Convert to a Hugging Face folder: --to hf.",
+        )
+    with _joined(family, mm_dir, hf_dir, None, CommonModelConfig()) as joined:
+        tensors, surplus = outline.own_tensors(joined.tensors)
+        if surplus:
+            raise CheckpointError("has no place in the model", where=str(mm_dir), key=surplus[0])
+        conversion = Conversion(
+            sources=[mm_dir, hf_dir],
+            ledgers=[joined.ledger],
+            files={RELEASE: DcpFolder(tensors)},
+            layout={"kind": "dcp", "names": "transformers"},
+            left_out=joined.left_out,
+            dropped=joined.dropped,
+            texts={TRACKER: f"{RELEASE}\n"},
+        )
+        return convert(conversion, dcp_dir, writing, stream=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A checkpoint of Megatron's under the hub's names."""
+
+    model: MegatronModel
+    ledger: SourceLedger
+    tensors: Mapping[str, LazyTensor]
+    own: Mapping[str, LazyTensor]
+    """What the model's own folder holds."""
+    left_out: Mapping[str, str]
+    dropped: Sequence[LazyTensor]
+
+
+@contextmanager
+def _joined(
+    family: MegatronFamily, mm_dir: Path, hf_dir: Path, said: ParallelConfig | None, facts: CommonModelConfig
+) -> Iterator[_Joined]:
     config = model_config(hf_dir)
     model = family.model(config, canonical=facts.enable_canonical_hf_struct)
     check_facts(facts, model, config, hf_dir)
@@ -134,26 +212,10 @@ def megatron_to_hf(
     whole = found.whole(ledger.tensors)
     check_whole(whole, expected_shapes(hf_dir, family, config, canonical=found.canonical), found.model, mm_dir, hf_dir)
     tensors = renamed_to_hub(whole, found.model)
-    has_weights = any(hf_dir.glob("*.safetensors"))
-    with _opened(hf_dir, has_weights) as own:
+    dropped = [*found.padding(ledger.tensors), *without_a_name(whole, found.model)]
+    with _opened(hf_dir) as own:
         tensors |= {key: own[key] for key in own if key.startswith(model.not_carried)}
-        twice = _copy_of_tied_head(tensors, own, model)
-        tensors |= twice
-        if has_weights:
-            check_same_tensors(tensors, mm_dir, hf_dir)
-        files, texts = safetensors_files(tensors)
-        conversion = Conversion(
-            sources=[mm_dir, hf_dir],
-            ledgers=[ledger],
-            files=files,
-            layout={"kind": "hf"},
-            times={key: 2 for tensor in twice.values() for key in stored_keys(tensor)},
-            left_out=found.left_out,
-            dropped=[*found.padding(ledger.tensors), *without_a_name(whole, found.model)],
-            copies={path.name: path for path in asset_files(hf_dir)},
-            texts=texts,
-        )
-        return convert(conversion, save_hf_dir, writing, stream=sys.stderr)
+        yield _Joined(model, ledger, tensors, own, found.left_out, dropped)
 
 
 def divide_anew(
@@ -321,22 +383,23 @@ def _vision_alone(
 
 
 @contextmanager
-def _opened(folder: Path, has_weights: bool) -> Iterator[Mapping[str, LazyTensor]]:
-    if not has_weights:
+def _opened(folder: Path) -> Iterator[Mapping[str, LazyTensor]]:
+    """A folder's tensors; none where it has no weights."""
+    if not any(folder.glob("*.safetensors")):
         yield {}
         return
     with open_weights(folder, MAPPED_BYTES) as stored:
         yield stored
 
 
-def _copy_of_tied_head(
-    tensors: Mapping[str, LazyTensor], own: Mapping[str, LazyTensor], model: MegatronModel
-) -> dict[str, LazyTensor]:
+def _copy_of_tied_head(joined: _Joined) -> dict[str, LazyTensor]:
     """The head, where the model's folder stores it though it is the embedding."""
+    model, tensors = joined.model, joined.tensors
     ends = (model.embedding, model.head)
     name_of = {rule.targets[0]: rule.sources[0] for rule in model.rules if rule.targets[0] in ends}
     embedding, head = (name_of[end] for end in ends)
-    return {head: tensors[embedding]} if model.tied_head and head in own and head not in tensors else {}
+    is_stored = model.tied_head and head in joined.own and head not in tensors
+    return {head: tensors[embedding]} if is_stored else {}
 
 
 def _is_canonical(folder: Path, said: bool) -> bool:

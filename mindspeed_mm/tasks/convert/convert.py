@@ -20,7 +20,7 @@ from mindspeed_mm.checkpoint.original.converting import GeneratorTarget, convert
 from mindspeed_mm.checkpoint.original.families import recognise_generator
 from mindspeed_mm.checkpoint.original.generator import Naming
 from mindspeed_mm.checkpoint.original.mm_division import DIVISIONS, Places
-from mindspeed_mm.checkpoint.ptd.conversions import divide_anew, hf_to_megatron, megatron_to_hf
+from mindspeed_mm.checkpoint.ptd.conversions import divide_anew, hf_to_megatron, megatron_to_dcp, megatron_to_hf
 from mindspeed_mm.checkpoint.recognise import Layout, is_torch_dist, recognise, told_ways
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
 from mindspeed_mm.core.json_file import read_json_object
@@ -93,9 +93,11 @@ def run(
     if kind in ("dcp", "run") and wanted == "hf":
         assets = _model_of(source, model_folder)
         return kind, distributed.dcp_to_hf(source, target, assets, overwrite=overwrite, verify=verify)
-    if kind == "megatron" and wanted == "hf":
+    if kind == "megatron" and wanted in ("hf", "dcp"):
         assets = _model_of(source, model_folder)
         family, facts = _family_of(assets, kind), CommonModelConfig()
+        if wanted == "dcp":
+            return kind, megatron_to_dcp(family, source, assets, target, writing=writing)
         return kind, megatron_to_hf(family, source, assets, target, None, facts=facts, writing=writing)
     raise _no_way(source, kind, wanted)
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from mindspeed_mm.checkpoint.dcp_folder import reading
 from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader
@@ -196,6 +200,39 @@ def test_it_is_divided_among_ranks(saved: Callable[[str], Path], tmp_path: Path)
         ours, theirs = (torch.load(tmp_path / name / file, weights_only=True)["model"] for name in ("of run", "of hf"))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_it_becomes_a_distributed_checkpoint_as_the_hub_s_folder_does(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    hf = saved("qwen3_moe")
+    write_torch_dist(tmp_path / "run", qwen3_moe(load_file(hf / "model.safetensors"), apart=False))
+    assert mm("convert", hf, tmp_path / "of hf", "--to", "dcp").code == 0
+    said = mm("convert", tmp_path / "run", tmp_path / "of run", "--to", "dcp", "--model", hf)
+    assert said.code == 0, said.err
+    assert "logits of 16 tokens are those of the source" in said.out
+    ours, theirs = (DcpReader(tmp_path / name / "release").model_tensors() for name in ("of run", "of hf"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key].read(), theirs[key].read()) for key in ours)
+
+
+def test_an_index_with_what_megatron_keeps_in_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How it was planned; before 0.16 under a class of its own."""
+    step = write_torch_dist(tmp_path / "run", {"a": torch.arange(3.0)})
+    index = pickle.loads((step / ".metadata").read_bytes())
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    module, own = ModuleType(name), type("MCoreMetadata", (Metadata,), {"__module__": name})
+    module.MCoreMetadata = own  # type: ignore[attr-defined]
+    older = own(**vars(index))
+    item = WriteItem(MetadataIndex("a", torch.Size([0])), WriteItemType.TENSOR)
+    older.mcore_data, older.all_local_plans = {"a": {}}, [SavePlan([item])]  # type: ignore[attr-defined]
+    parents = [name.rsplit(".", n)[0] for n in range(1, 5)]
+    with monkeypatch.context() as patched:
+        for parent in parents:
+            patched.setitem(sys.modules, parent, ModuleType(parent))
+        patched.setitem(sys.modules, name, module)
+        (step / ".metadata").write_bytes(pickle.dumps(older))
+    assert torch.equal(DcpReader(step).lazy("a").read(), torch.arange(3.0))
 
 
 def test_training_starts_from_the_same_weights(tmp_path: Path) -> None:
