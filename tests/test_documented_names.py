@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mindspeed_mm"
 
 BUILT = (
+    "mindspeed_mm.arguments.parse_args",
     "mindspeed_mm.fsdp.utils.register.model_register",
     "mindspeed_mm.fsdp.utils.register.data_register",
     "mindspeed_mm.fsdp.utils.register.import_plugin",
@@ -46,7 +47,6 @@ PLANNED = (
     "mindspeed_mm.training.pretrain",
     "mindspeed_mm.training.train",
     "mindspeed_mm.training.train_step",
-    "mindspeed_mm.arguments.parse_args",
     "mindspeed_mm.models.common.module.MultiModalModule",
     "mindspeed_mm.models.common.modelzoo.ModelHub",
     "mindspeed_mm.models.transformers.base_model.FSDP2Mixin",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
@@ -14,23 +15,65 @@ EXAMPLES = """
 Examples:
   mm config run.yaml
   mm config run.yaml training.lr=2e-5 --given
+  mm config --from-flags finetune.sh > run.yaml
+  WORLD_SIZE=8 mm config --from-flags --lr 1e-5 --train-iters 100 --micro-batch-size 1 --mm-model model.json
 """
 
+_FROM_FLAGS = "--from-flags"
 
-@click.command(epilog=EXAMPLES)
-@click.argument("config", type=click.Path(path_type=Path))
+
+class _ConfigCommand(click.Command):
+    """Everything behind `--from-flags` belongs to the launch, whatever it looks like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Set the words of a launch aside."""
+        if _FROM_FLAGS in args:
+            at = args.index(_FROM_FLAGS) + 1
+            ctx.meta[_FROM_FLAGS] = args[at:]
+            args = args[:at]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_ConfigCommand, epilog=EXAMPLES)
+@click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.argument("overrides", nargs=-1)
 @click.option("--given", is_flag=True, help="Leave out the defaults.")
 @click.option("--json", "as_json", is_flag=True, help="Print configuration, origins and warnings as JSON.")
-def command(config: Path, overrides: tuple[str, ...], given: bool, as_json: bool) -> None:
+@click.option(
+    _FROM_FLAGS,
+    "from_flags",
+    is_flag=True,
+    help="Print the YAML that means the same as the Megatron-style flags that follow, without the defaults. A launch "
+    "script, a command with its entry, or a YAML with gpt_args may stand in their place.",
+)
+@click.pass_context
+def command(
+    context: click.Context,
+    config: Path | None,
+    overrides: tuple[str, ...],
+    given: bool,
+    as_json: bool,
+    from_flags: bool,
+) -> None:
     """Show CONFIG as a run would see it, with the origin of each value: default, file and line, command line, derived.
 
     OVERRIDES are section.key=value, each parsed as YAML.
     """
-    resolved = task.run(config, overrides)
+    notes: tuple[str, ...] = ()
+    if from_flags:
+        if config is not None:
+            raise click.UsageError(f"{config} stands before {_FROM_FLAGS}: it takes no other configuration.", context)
+        translated = task.run_flags(context.meta[_FROM_FLAGS], os.environ)
+        resolved, notes = translated.config, translated.notes
+    elif config is None:
+        raise click.UsageError("Missing argument 'CONFIG'.", context)
+    else:
+        resolved = task.run(config, overrides)
     if as_json:
-        click.echo(json.dumps(task.as_dict(resolved), indent=2, ensure_ascii=False))
+        click.echo(json.dumps({**task.as_dict(resolved), "notes": notes}, indent=2, ensure_ascii=False))
         return
     for warning in resolved.warnings:
         click.echo(f"warning: {warning}", err=True)
-    click.echo(task.as_text(resolved, only_given=given), nl=False)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(task.as_text(resolved, only_given=given or from_flags), nl=False)

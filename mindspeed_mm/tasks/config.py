@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config, resolved_dict
+from mindspeed_mm.provider.launch import flags_of_launch
+from mindspeed_mm.provider.parse import parse
+from mindspeed_mm.provider.translate import Translated, translate
 
 
 def run(config_path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
@@ -16,6 +19,20 @@ def run(config_path: Path, overrides: Sequence[str] = ()) -> ResolvedConfig:
         ConfigError: Every problem of the file.
     """
     return load_config(config_path, overrides)
+
+
+def run_flags(words: Sequence[str], environment: Mapping[str, str]) -> Translated:
+    """The configuration that flags stand for, or a launch script, or a YAML with `gpt_args`.
+
+    Args:
+        words: Flags; a script or YAML may stand before them, or a command with its entry.
+        environment: `WORLD_SIZE`, and values of variables that a script does not set.
+
+    Raises:
+        UsageError: Words that cannot be read.
+        ConfigError: Every problem of flags and files.
+    """
+    return translate(parse(flags_of_launch(words, environment), environment))
 
 
 def as_text(config: ResolvedConfig, only_given: bool = False) -> str:
@@ -37,7 +54,7 @@ def as_dict(config: ResolvedConfig) -> dict[str, Any]:
 def _without_defaults(text: str) -> str:
     """Drop default values, then the sections that hold nothing any more."""
     kept: list[str] = []
-    for line in reversed([line for line in text.splitlines() if not line.endswith("  # default")]):
+    for line in reversed([line for line in text.splitlines() if not line.endswith(("  # default", "  # card"))]):
         is_section = line.rstrip().endswith(":")
         if not is_section or (kept and _indent(kept[-1]) > _indent(line)):
             kept.append(line)

@@ -61,8 +61,9 @@ __all__ = [
 ]
 
 
-Given = Path | Mapping[str, Any]
-"""A configuration: a YAML file, or its sections as a mapping. Paths in a mapping start in the working directory."""
+Given = Path | Mapping[str, Any] | Node
+"""A configuration: a YAML file, its sections as a mapping, or a tree whose values know where they were written. Paths
+in the latter two start in the working directory."""
 Override = str | Mapping[str, Any]
 """What wins over a configuration: `section.key=value`, or sections as a mapping."""
 
@@ -111,7 +112,7 @@ def load_config(
     Raises:
         ConfigError: Every problem of the file and of the overrides, each with its place.
     """
-    path = given if isinstance(given, Path) else Path(CONFIGURATION)
+    path = given if isinstance(given, Path) else Path(given.place.source if isinstance(given, Node) else CONFIGURATION)
     text, root, notes = _read(given, overrides, plugin_keys)
     settle_module_names(root)
     notes.problems += locate_paths(root, path)
@@ -192,6 +193,8 @@ def _parse(given: Given) -> tuple[str, Node, list[Problem]]:
         text = read_config_text(given)
         document = parse_yaml(text, str(given))
         return text, clone(document.root), list(document.problems)
+    if isinstance(given, Node):
+        return dump_with_origins(plain(given), {}), clone(given), []
     sections = to_plain(given)
     return dump_with_origins(sections, {}), as_node(sections, SourcePosition(CONFIGURATION)), []
 

@@ -1,0 +1,128 @@
+"""model.json of a generator (SoRAModel): its folder, its noise levels, and how samples are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, find, plain, text_at, value_at_key
+from mindspeed_mm.provider.model_sizes import compare
+from mindspeed_mm.provider.module_names import FAMILIES
+from mindspeed_mm.provider.reading import Reading
+
+_COMPONENTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "image_encoder")
+_WAN_SIZES: dict[str, tuple[str, ...]] = {
+    "num_layers": ("num_layers",),
+    "num_heads": ("num_attention_heads",),
+    "hidden_size": ("hidden_size",),
+    "in_dim": ("in_channels",),
+    "out_dim": ("out_channels",),
+    "ffn_dim": ("ffn_dim",),
+    "max_seq_len": ("rope_max_seq_len",),
+    "img_dim": ("image_dim",),
+    "text_dim": ("text_dim",),
+    "freq_dim": ("freq_dim",),
+}
+_NOISE = "training.diffusion"
+
+
+def put_generator(reading: Reading, root: Node) -> None:
+    """Put the generator that a file describes."""
+    reading.is_generator = True
+    predictor = find(root, "predictor")
+    model_id = text_at(root, "predictor.model_id") or ""
+    reading.names = FAMILIES["wan"] if model_id == "wandit" else None
+    layers = value_at_key(root, "predictor.num_layers")
+    reading.decoder_layers = layers if isinstance(layers, int) else None
+    found = _folder(reading, root)
+    if found is not None:
+        folder, place = found
+        reading.draft.put("model.model_name_or_path", folder, place)
+        reading.folder_of_weights = str(PurePosixPath(folder) / "transformer")
+        config_file = Path(folder) / "transformer" / "config.json"
+        if config_file.is_file() and model_id == "wandit":
+            config = read_json_object(config_file, ConfigError, key="model.model_name_or_path")
+            heads, width = config.get("num_attention_heads"), config.get("attention_head_dim")
+            if isinstance(heads, int) and isinstance(width, int):
+                config = {**config, "hidden_size": heads * width}
+            compare(reading, predictor, _WAN_SIZES, config, "predictor", str(config_file))
+    _put_noise(reading, root)
+    _put_samples(reading, root)
+
+
+def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:
+    """The folder in diffusers' layout: the one around every component, or around the weights of `--load`."""
+    parents = {}
+    for node in _pretrained(root):
+        path = PurePosixPath(node.value)
+        if path.name in _COMPONENTS:
+            parents[str(path.parent)] = node.place
+    load = reading.value("load")
+    if isinstance(load, str) and PurePosixPath(load).name == "transformer":
+        parents.setdefault(str(PurePosixPath(load).parent), reading.place("load"))
+    if len(parents) > 1:
+        (one, place), (other, elsewhere) = list(parents.items())[:2]
+        reading.draft.note(f"{elsewhere}: components lie in {other}, too; all of them are taken from {one}.")
+        return one, place
+    for folder, place in parents.items():
+        return folder, place
+    return None
+
+
+def _pretrained(root: Node) -> Iterator[Node]:
+    """Every `from_pretrained` of a component."""
+    for name in ("ae", "text_encoder", "image_encoder", "tokenizer"):
+        entry = find(root, name)
+        nodes = entry.node.value if entry is not None and isinstance(entry.node.value, list) else []
+        for node in nodes or ([entry.node] if entry is not None else []):
+            given = find(node, "from_pretrained")
+            if given is not None and isinstance(given.node.value, str) and given.node.value:
+                yield given.node
+
+
+def _put_noise(reading: Reading, root: Node) -> None:
+    """How noise levels are drawn: Wan's flow matching draws them uniformly, weighs them by a bell and shifts them."""
+    entry = find(root, "diffusion")
+    if entry is None:
+        return
+    name, draft = text_at(root, "diffusion.model_id") or "", reading.draft
+    for key in ("min_timestep_boundary", "max_timestep_boundary"):
+        bound = find(root, f"diffusion.{key}")
+        if bound is not None and plain(bound.node) is not None:
+            draft.problem(f"{key} is not built", bound.node.place, "Take it out: all noise levels are trained.")
+    if name == "wan_flow_match_scheduler":
+        draft.put(f"{_NOISE}.timestep_density", "uniform", entry.node.place)
+        draft.put(f"{_NOISE}.loss_weighting", "bell", entry.node.place)
+    elif text_at(root, "diffusion.snr") == "lognorm":
+        draft.put(f"{_NOISE}.timestep_density", "logit_normal", entry.node.place)
+    shift = find(root, "diffusion.train_timestep_shift") or find(root, "diffusion.shift")
+    if shift is not None and plain(shift.node) is not None:
+        draft.put(f"{_NOISE}.shift", plain(shift.node), shift.node.place)
+
+
+def _put_samples(reading: Reading, root: Node) -> None:
+    """How samples are drawn, from a file for inference."""
+    section = "inference.sampling"
+    size = value_at_key(root, "pipeline_config.input_size")
+    if isinstance(size, list) and len(size) == 3:
+        place = find(root, "pipeline_config.input_size").node.place  # type: ignore[union-attr]  # it has a value
+        for key, value in zip(("num_frames", "height", "width"), size, strict=True):
+            reading.draft.put(f"{section}.{key}", value, place)
+    prompt = find(root, "prompt")
+    if prompt is not None and isinstance(prompt.node.value, str):
+        is_file = prompt.node.value.endswith((".txt", ".jsonl"))
+        key, value = ("prompts_file", prompt.node.value) if is_file else ("prompts", [prompt.node.value])
+        reading.draft.put(f"{section}.{key}", value, prompt.node.place)
+    for theirs, ours in (("fps", "fps"), ("diffusion.num_inference_steps", "num_inference_steps"),
+                         ("diffusion.guidance_scale", "guidance_scale")):  # fmt: skip
+        given = find(root, theirs)
+        value = plain(given.node) if given is not None else None
+        if given is not None and _is_number(value):
+            reading.draft.put(f"{section}.{ours}", value, given.node.place)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,42 @@
+"""A JSON file as a tree whose values know their line and column."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
+from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
+from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, as_node, clone, plain
+
+
+def read_json_tree(path: Path) -> Node:
+    """The object in a file.
+
+    Raises:
+        ConfigError: No such file, not JSON (with line and column), or no object.
+    """
+    text = read_config_text(path)
+    try:
+        content: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = str(SourcePosition(str(path), error.lineno, error.colno))
+        raise ConfigError(f"not valid JSON: {error.msg[:1].lower()}{error.msg[1:]}", where=where) from None
+    except RecursionError:
+        raise ConfigError("not valid JSON: it is nested too deeply", where=str(path)) from None
+    if not isinstance(content, dict):
+        raise ConfigError("holds no object", where=str(path), way_out="A file of settings begins with {.")
+    return _with_places(text, content, str(path))
+
+
+def _with_places(text: str, content: dict[str, Any], source: str) -> Node:
+    """JSON is YAML but for tabs and some escapes; where YAML reads something else, the file is the only place."""
+    lines = [line.replace("\t", " ") for line in text.split("\n")]
+    try:
+        document = parse_yaml("\n".join(lines), source)
+    except ConfigError:
+        return as_node(content, SourcePosition(source))
+    root = clone(document.root)
+    return root if plain(root) == content else as_node(content, SourcePosition(source))

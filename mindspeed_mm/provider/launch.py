@@ -1,0 +1,166 @@
+"""The flags of a launch: a command such as `torchrun … pretrain_vlm.py …`, or a script that makes one."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
+
+_NUMBER_OF_RANKS = ("nproc_per_node", "nnodes")
+_ASSIGNMENT = re.compile(
+    r"(?:export\s+)?(\w+)=(?:\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|[^\s;#]*))", re.DOTALL
+)
+_LAUNCH = re.compile(
+    r"(?:\w+=\S*\s+)*(?:torchrun|\S*python3?(?:\s+-m\s+torch\.distributed\.\w+)?)\s+(.*\.py\b.*)", re.DOTALL
+)
+_OPENS = re.compile(r"(?:if|for|while|case|until)\b|(?:function\s+)?\w+\s*\(\)")
+_CLOSES = re.compile(r"(?:.*[;\s])?(?:fi|done|esac|})\s*;?$", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class _NotKnownError(Exception):
+    """A variable whose value only a shell can tell."""
+
+
+def flags_of_launch(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The flags of a launch, with torchrun's own that say how many ranks there are.
+
+    Args:
+        words: Flags alone; or a whole command, with the entry's name between torchrun's flags and its own; or a script,
+            and flags that win over it.
+        environment: Values of variables that the script does not set itself.
+
+    Raises:
+        UsageError: A script without a launch, or with one that only a shell can work out.
+        ConfigError: The script cannot be read.
+    """
+    if words and words[0].endswith(".sh"):
+        return [*flags_of_launch(_command_of(Path(words[0]), environment), environment), *words[1:]]
+    entry = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if entry is None:
+        return list(words)
+    launcher, flags = words[:entry], words[entry + 1 :]
+    kept: list[str] = []
+    for at, word in enumerate(launcher):
+        name, sign, _ = word.removeprefix("--").replace("-", "_").partition("=")
+        if word.startswith("--") and name in _NUMBER_OF_RANKS:
+            kept += [word] if sign else launcher[at : at + 2]
+    file = 1 if flags and flags[0].endswith((".yaml", ".yml")) else 0
+    return [*flags[:file], *kept, *flags[file:]]
+
+
+def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
+    """The words of the launch in a script: those of its quoted groups, with variables and sums worked out."""
+    values: dict[str, str | None] = {}
+    depth = 0
+    for statement in _statements(read_config_text(path)):
+        depth += 1 if _OPENS.match(statement) else 0
+        launch = _LAUNCH.fullmatch(statement)
+        if launch and depth == 0:
+            return _launch_words(launch[1], values, environment, path)
+        assignment = _ASSIGNMENT.match(statement)
+        if assignment:
+            name, in_quotes, literal, bare = assignment.groups()
+            text = in_quotes if in_quotes is not None else bare
+            values[name] = literal if literal is not None else _value(text, values, environment)
+            if depth:  # whether the block runs, only a shell knows
+                values[name] = None
+        depth -= 1 if _CLOSES.fullmatch(statement) and depth else 0
+    raise UsageError(
+        "holds no line that starts an entry with torchrun or python",
+        where=str(path),
+        way_out="Give the flags themselves: mm config --from-flags --lr 1e-5 …",
+    )
+
+
+def _statements(text: str) -> list[str]:
+    """The script's statements: lines, of which a backslash or an open quote joins several; comments are left out."""
+    statements, current, quote = [], "", ""
+    for line in text.replace("\\\n", " ").split("\n"):
+        kept = ""
+        for at, character in enumerate(line):
+            if quote:
+                quote = "" if character == quote and line[at - 1 : at] != "\\" else quote
+            elif character in "\"'`":
+                quote = character
+            elif character == "#" and (at == 0 or line[at - 1].isspace()):
+                break
+            kept += character
+        current += f" {kept}" if current else kept
+        if not quote:
+            statements.append(current.strip())
+            current = ""
+    return [statement for statement in statements if statement]
+
+
+def _launch_words(
+    command: str, values: Mapping[str, str | None], environment: Mapping[str, str], path: Path
+) -> list[str]:
+    command = re.split(r"\s(?:\d?>|\||&)", command)[0]
+    try:
+        return shlex.split(_expanded(command, values, environment))
+    except _NotKnownError as error:
+        raise UsageError(
+            f"{error} is worked out while the script runs",
+            where=str(path),
+            way_out=f"Set it before the command: {error}=… mm config --from-flags {path}.",
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"its launch cannot be read: {error}", where=str(path)) from None
+
+
+def _value(text: str, values: Mapping[str, str | None], environment: Mapping[str, str]) -> str | None:
+    try:
+        return _expanded(text, values, environment)
+    except _NotKnownError:
+        return None
+
+
+def _expanded(text: str, values: Mapping[str, str | None], environment: Mapping[str, str]) -> str:
+    """The text with variables and sums worked out. Raises `_NotKnownError` for what only a shell knows."""
+
+    def value(name: str, default: str | None = None) -> str:
+        found = values.get(name)
+        found = environment.get(name) if found is None else found
+        if found is None and default is None:
+            raise _NotKnownError(name)
+        return found if found is not None else str(default)
+
+    def total(match: re.Match[str]) -> str:
+        expression = _VARIABLE.sub(lambda found: value(found[1] or found[3], found[2]), match[1])
+        return str(_sum(re.sub(r"[A-Za-z_]\w*", lambda found: value(found[0]), expression)))
+
+    text = _ARITHMETIC.sub(total, text)
+    if "$(" in text or "`" in text:
+        raise _NotKnownError("what a command prints")
+    return _VARIABLE.sub(lambda found: value(found[1] or found[3], found[2]), text)
+
+
+def _sum(expression: str) -> int:
+    """Whole numbers with + - * / % and brackets, as a shell computes them."""
+
+    def compute(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            return _OPERATIONS[type(node.op)](compute(node.left), compute(node.right))
+        raise _NotKnownError(expression)
+
+    try:
+        return compute(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
+        raise _NotKnownError(expression) from None

@@ -1,0 +1,241 @@
+"""model.json: which model is trained, which parts of it, and on how many stages its layers lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.params.cards import model_cards
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, find, plain, text_at, value_at_key
+from mindspeed_mm.provider.data_json import PROCESSOR, processor_folder
+from mindspeed_mm.provider.generator_json import put_generator
+from mindspeed_mm.provider.memory_rules import put_recomputation
+from mindspeed_mm.provider.model_sizes import compare_language_model, compare_tower, layers_of
+from mindspeed_mm.provider.module_names import names_of
+from mindspeed_mm.provider.reading import Reading
+
+_DECODER, _TOWER = "text_decoder", "image_encoder.vision_encoder"
+_PROJECTOR, _AUDIO = "image_encoder.vision_projector", "audio_encoder.audio_encoder"
+_SIZES = {
+    "tensor_model_parallel_size": "parallel.tensor_parallel_size",
+    "pipeline_model_parallel_size": "parallel.pipeline_parallel_size",
+}
+_NO_EFFECT_OF_PATCH = ("use_fsdp1", "clip_grad_async", "scale_grad", "bridge_patch", "ae_float32", "infer_fa")
+_REFUSED_OF_PATCH = ("adaptive_clip_grad_norm", "layerwise_disaggregated_training")
+
+
+def is_of_generator(root: Node) -> bool:
+    """Whether a file describes a generator (SoRAModel)."""
+    return any(find(root, name) is not None for name in ("predictor", "diffusion", "ae"))
+
+
+def put_model(reading: Reading, root: Node) -> None:
+    """Put the model that a file describes."""
+    _put_patch(reading, root)
+    if is_of_generator(root):
+        put_generator(reading, root)
+        return
+    is_library_model = text_at(root, "init_from_hf_path") is not None
+    folder = text_at(root, "init_from_hf_path") or processor_folder(reading)
+    if folder is None:
+        if find(root, _DECODER) is not None:
+            reading.draft.note(
+                f"{root.place.source}: neither it nor data.json names a model folder (init_from_hf_path, "
+                "preprocess_parameters.model_name_or_path); a model provider of your own builds the model."
+            )
+    else:
+        entry = find(root, "init_from_hf_path")
+        place = entry.node.place if entry else reading.draft.place(PROCESSOR)
+        reading.draft.put("model.model_name_or_path", folder, place)
+    model_id = text_at(root, "model_id") or ""
+    if model_id in model_cards():
+        reading.draft.put("model.model_id", model_id, find(root, "model_id").node.place)  # type: ignore[union-attr]
+    config = _config_of(folder)
+    reading.names = names_of(config, model_id)
+    if is_library_model:
+        reading.decoder_layers = layers_of(config)
+        _put_loss(reading, root)
+    else:
+        reading.decoder_layers = value_at_key(root, f"{_DECODER}.num_layers") or layers_of(config)
+        if config:
+            where = str(Path(folder or "") / "config.json")
+            compare_language_model(reading, find(root, _DECODER), config, where)
+            compare_tower(reading, find(root, _TOWER), config, where)
+        _put_sizes(reading, root)
+        _put_stages(reading, root)
+    _put_frozen(reading, root, with_defaults=not is_library_model)
+    _put_kernels(reading, root)
+    _put_recomputation(reading, root)
+
+
+def _config_of(folder: str | None) -> Mapping[str, Any]:
+    """config.json of a folder that is there; whether it is there is checked when the model is built."""
+    if folder is None or not (Path(folder) / "config.json").is_file():
+        return {}
+    return read_json_object(Path(folder) / "config.json", ConfigError, key="model.model_name_or_path")
+
+
+def _put_patch(reading: Reading, root: Node) -> None:
+    for name, entry in _entries(root, "patch").items():
+        is_on = plain(entry.node) not in (False, None)
+        if name == "muon_optimizer" and is_on:
+            reading.draft.put("training.optimizer", "muon", entry.node.place)
+        elif name in _REFUSED_OF_PATCH and is_on:
+            reading.draft.problem(f"patch.{name} is not built", entry.node.place, "Take it out.")
+        elif is_on and name not in _NO_EFFECT_OF_PATCH:
+            reading.draft.note(f"{entry.node.place}: patch.{name} has no effect: nothing is patched here.")
+
+
+def _put_loss(reading: Reading, root: Node) -> None:
+    """`loss_cfg` of a model of transformers."""
+    for name, entry in _entries(root, "loss_cfg").items():
+        value, place = plain(entry.node), entry.node.place
+        if name == "compute_mode":
+            if value == "chunk":
+                reading.draft.put("features.enable_chunk_loss", True, place)
+            elif value != "default":
+                reading.draft.problem(f"'{value}' is neither default nor chunk", place)
+        elif name == "chunk_size":
+            reading.draft.put("features.chunkloss_plan.chunk_size", value, place)
+        elif name in ("loss_type", "router_aux_loss_coef"):
+            reading.draft.put(f"features.loss_cfg.{name}", value, place)
+        else:
+            reading.draft.problem(f"'{name}' is no key of loss_cfg", place)
+
+
+def _put_sizes(reading: Reading, root: Node) -> None:
+    """Parallel sizes of the language model, which the flags may not contradict; those of the tower beside it."""
+    for name, key in _SIZES.items():
+        entry = find(root, f"{_DECODER}.{name}")
+        if entry is None or entry.node.value is None:
+            continue
+        reading.draft.put(key, entry.node.value, entry.node.place)
+    decoder = value_at_key(root, f"{_DECODER}.context_parallel_size")
+    if decoder not in (None, reading.context):
+        reading.draft.problem(
+            f"{decoder}, but {reading.place('context_parallel_size')} says {reading.context}",
+            find(root, f"{_DECODER}.context_parallel_size").node.place,  # type: ignore[union-attr]
+            "Keep one of them.",
+        )
+    _put_tower_sizes(reading, root)
+
+
+def _put_tower_sizes(reading: Reading, root: Node) -> None:
+    tensor = find(root, f"{_TOWER}.tensor_model_parallel_size")
+    if tensor is not None and plain(tensor.node) not in (None, reading.size("tensor_parallel_size")):
+        reading.draft.put("parallel.encoder_plan.tensor_parallel_size", plain(tensor.node), tensor.node.place)
+    context = find(root, f"{_TOWER}.context_parallel_size")
+    if context is None or plain(context.node) in (None, reading.context):
+        return
+    if plain(context.node) != 1:
+        way_out = f"Write 1, or {reading.context} as the language model has."
+        reading.draft.problem(f"{plain(context.node)} ranks for the patches of a tower", context.node.place, way_out)
+        return
+    for name in ("ring_attention_size", "ulysses_parallel_size"):
+        reading.draft.put(f"parallel.encoder_plan.{name}", 1, context.node.place)
+
+
+def _put_stages(reading: Reading, root: Node) -> None:
+    """`pipeline_num_layers`: how many layers lie on each stage."""
+    entry = find(root, f"{_DECODER}.pipeline_num_layers")
+    stages = reading.size("pipeline_parallel_size")
+    if entry is None or entry.node.value is None or stages == 1:
+        return
+    place, counts = entry.node.place, plain(entry.node)
+    flat = [count for chunk in counts for count in chunk] if counts and isinstance(counts[0], list) else counts
+    chunks = int(reading.value("virtual_pipeline_model_parallel_size", 1))
+    total = reading.decoder_layers
+    if not all(isinstance(count, int) and count >= 0 for count in flat) or len(flat) != stages * chunks:
+        what = f"{flat} are not the numbers of layers of {stages * chunks} stages"
+        reading.draft.problem(what, place, f"PP {stages} x {chunks} chunks need as many numbers.")
+    elif isinstance(total, int) and sum(flat) != total:
+        reading.draft.problem(f"{flat} are {sum(flat)} layers, but num_layers is {total}", place, "Change one of them.")
+    elif 0 in flat[1:-1]:
+        reading.draft.problem(f"{flat}: a stage between others has no layer", place, "Give it one.")
+    elif reading.names is None:
+        reading.draft.note(f"{place}: the model's layers are not known here, so stages are cut at equal cost.")
+    elif _is_tower_cut(root):
+        reading.draft.note(f"{place}: the vision tower lies on one stage here, so stages are cut at equal cost.")
+    else:
+        reading.stage_layers = flat
+        starts = [sum(flat[:number]) for number in range(1, len(flat))]
+        points = [f"{reading.names.layers}.{start}" for start in starts]
+        if flat[-1] == 0:
+            points[-1] = reading.names.of_decoder("norm")
+        reading.draft.put("parallel.pp_plan.split_points", points, place)
+
+
+def _is_tower_cut(root: Node) -> bool:
+    """Whether layers of the vision tower lie behind the first stage."""
+    counts = value_at_key(root, f"{_TOWER}.pipeline_num_layers") or []
+    flat = [count for chunk in counts for count in chunk] if counts and isinstance(counts[0], list) else counts
+    return any(flat[1:])
+
+
+def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
+    """Which parts are not trained. VLModel freezes towers unless told otherwise, and trains the projector."""
+    frozen = {}
+    for part, default in ((_TOWER, True), (_PROJECTOR, False), (_AUDIO, True), (_DECODER, False)):
+        if find(root, part) is not None:
+            given = value_at_key(root, f"{part}.freeze")
+            frozen[part] = given if given is not None else default and with_defaults
+    if not any(frozen.values()):
+        return
+    place = find(root, next(part for part, is_frozen in frozen.items() if is_frozen)).node.place  # type: ignore[union-attr]
+    names = reading.names
+    if names is None:
+        if reading.draft.value("model.model_name_or_path"):
+            way_out = "Write the YAML with mm config --from-flags, without freeze, and add model.freeze."
+            reading.draft.problem("freeze: the parts of this model are not known by name", place, way_out)
+        return
+    patterns: list[str] = []
+    if (
+        frozen.get(_TOWER)
+        and frozen.get(_PROJECTOR)
+        and all(name.startswith(f"{names.vision}.") for name in names.projector)
+    ):
+        patterns.append(names.vision)
+    else:
+        patterns += names.vision_parts if frozen.get(_TOWER) else ()
+        patterns += names.projector if frozen.get(_PROJECTOR) else ()
+    patterns += [names.audio] if frozen.get(_AUDIO) and names.audio else []
+    patterns += [names.decoder] if frozen.get(_DECODER) else []
+    reading.draft.put("model.freeze", patterns, place)
+
+
+def _put_kernels(reading: Reading, root: Node) -> None:
+    attention = find(root, f"{_DECODER}.attn_implementation") or find(root, f"{_TOWER}.attn_implementation")
+    if attention is not None and attention.node.value is not None:
+        reading.draft.put("model.attn_implementation", plain(attention.node), attention.node.place)
+    for name, key in (
+        ("use_npu_fused_moe", "model.use_grouped_expert_matmul"),
+        ("activation_offload", "features.enable_activation_offload"),
+    ):
+        entry = find(root, f"{_DECODER}.{name}")
+        if entry is not None and plain(entry.node) is True:
+            reading.draft.put(key, True, entry.node.place)
+
+
+def _put_recomputation(reading: Reading, root: Node) -> None:
+    """`recompute_granularity` of the language model or of its tower, which goes before the flags."""
+    for part in (_DECODER, _TOWER):
+        entry = find(root, f"{part}.recompute_granularity")
+        if entry is None or entry.node.value is None or reading.value("use_torch_fsdp2"):
+            continue
+        reading.settled.add("recompute_granularity")
+        method = value_at_key(root, f"{part}.recompute_method")
+        count = value_at_key(root, f"{part}.recompute_num_layers")
+        if part == _TOWER and reading.names is not None and not reading.draft.value("features.recompute"):
+            reading.draft.put("features.recompute", True, entry.node.place)
+            pattern = f"{reading.names.vision_layers}.{{*}}"
+            reading.draft.put("features.recompute_plan.apply_modules", [pattern], entry.node.place)
+        elif part == _DECODER:
+            put_recomputation(reading, str(plain(entry.node)), method, count, entry.node.place)
+
+
+def _entries(root: Node, section: str) -> dict[str, MappingEntry]:
+    entry = find(root, section)
+    return entry.node.value if entry is not None and isinstance(entry.node.value, dict) else {}

@@ -1,0 +1,89 @@
+"""The sizes that model.json repeats, compared with the config.json of the model's folder, which is what is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, find, plain
+from mindspeed_mm.provider.reading import Reading
+
+_LANGUAGE: dict[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_key_value_heads",),
+    "vocab_size": ("vocab_size",),
+    "kv_channels": ("head_dim",),
+    "num_moe_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "rope_theta": ("rope_theta",),
+    "layernorm_epsilon": ("rms_norm_eps",),
+}
+_VISION: dict[str, tuple[str, ...]] = {
+    "num_layers": ("depth", "num_hidden_layers"),
+    "hidden_size": ("embed_dim", "hidden_size"),
+    "num_attention_heads": ("num_heads", "num_attention_heads"),
+    "ffn_hidden_size": ("intermediate_size",),
+    "window_attn_size": ("window_size",),
+}
+_ONLY_NOTED = frozenset({"layernorm_epsilon", "rope_theta", "ffn_hidden_size of the tower"})
+"""What files copy from one another; the folder's value counts, and a person is told."""
+
+
+def layers_of(config: Mapping[str, Any]) -> int | None:
+    """Number of layers of the language model in a config.json."""
+    layers = text_config(config).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else None
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model."""
+    inner = config.get("thinker_config", config)
+    text = inner.get("text_config") if isinstance(inner, Mapping) else None
+    return text if isinstance(text, Mapping) else inner if isinstance(inner, Mapping) else {}
+
+
+def compare_language_model(reading: Reading, entry: MappingEntry | None, config: Mapping[str, Any], where: str) -> None:
+    """Sizes of `text_decoder`."""
+    compare(reading, entry, _LANGUAGE, text_config(config), "text_decoder", where)
+
+
+def compare_tower(reading: Reading, entry: MappingEntry | None, config: Mapping[str, Any], where: str) -> None:
+    """Sizes of `vision_encoder`."""
+    inner = config.get("thinker_config", config)
+    vision = inner.get("vision_config") if isinstance(inner, Mapping) else None
+    if isinstance(vision, Mapping):
+        compare(reading, entry, _VISION, vision, "image_encoder.vision_encoder", where)
+
+
+def compare(
+    reading: Reading,
+    entry: MappingEntry | None,
+    table: Mapping[str, tuple[str, ...]],
+    config: Mapping[str, Any],
+    part: str,
+    where: str,
+) -> None:
+    """Name every size of a part of model.json that a folder has otherwise.
+
+    Args:
+        reading: Takes the problems.
+        entry: The part.
+        table: Name in model.json → names in the folder's file.
+        config: The folder's file.
+        part: The part's name, for messages.
+        where: The folder's file, for messages.
+    """
+    for name, others in table.items() if entry is not None else ():
+        given = find(entry.node, name) if entry is not None else None
+        known = next((config[other] for other in others if config.get(other) is not None), None)
+        if given is None or known is None or plain(given.node) is None or plain(given.node) == known:
+            continue
+        tells = f"{part}.{name}  {plain(given.node)}, {where} says {known}"
+        of_tower = "" if part == "text_decoder" else " of the tower"
+        if {name, f"{name}{of_tower}"} & _ONLY_NOTED:
+            reading.draft.note(f"{given.node.place}  {tells}; the folder's value counts.")
+        else:
+            reading.draft.problem(tells, given.node.place, "The folder is what is built: change model.json.")

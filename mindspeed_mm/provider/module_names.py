@@ -1,0 +1,155 @@
+"""What the modules of model families are called, so that files which name parts of a model by role can be read without
+building it. A test compares the names with the models of transformers and diffusers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Dotted names of the parts of a model; empty where it has no such part."""
+
+    decoder: str
+    """The language model without its head; of a generator the transformer, which is the whole model."""
+    layers: str
+    """The decoder's list of layers."""
+    head: tuple[str, ...] = ("lm_head",)
+    vision: str = ""
+    """The vision tower, with its projector where that is inside."""
+    vision_layers: str = ""
+    vision_parts: tuple[str, ...] = ()
+    """The vision tower without its projector."""
+    projector: tuple[str, ...] = ()
+    audio: str = ""
+
+    def of_decoder(self, name: str) -> str:
+        """A module of the decoder."""
+        return f"{self.decoder}.{name}" if self.decoder else name
+
+
+def _qwen(decoder: str, vision: str, extra: tuple[str, ...] = (), mergers: tuple[str, ...] = ("merger",)) -> Any:
+    return ModuleNames(
+        decoder,
+        f"{decoder}.layers",
+        vision=vision,
+        vision_layers=f"{vision}.blocks",
+        vision_parts=tuple(f"{vision}.{part}" for part in ("patch_embed", *extra, "blocks.{*}")),
+        projector=tuple(f"{vision}.{merger}" for merger in mergers),
+    )
+
+
+def _with_audio(names: ModuleNames) -> ModuleNames:
+    return ModuleNames(**{**names.__dict__, "audio": "audio_tower"})
+
+
+_LLM, _VIS = "model.language_model", "model.visual"
+_TOWER, _PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
+_GLM = _qwen(_LLM, _VIS, ("embeddings", "post_conv_layernorm", "downsample", "post_layernorm"))
+_QWEN3 = _qwen(_LLM, _VIS, ("pos_embed",), ("merger", "deepstack_merger_list"))
+_TEXT = ModuleNames("model", "model.layers")
+
+FAMILIES: dict[str, ModuleNames] = {
+    "qwen2_vl": _qwen(_LLM, _VIS),
+    "qwen2_5_vl": _qwen(_LLM, _VIS),
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "internvl": ModuleNames(
+        _LLM, f"{_LLM}.layers", vision=_TOWER, vision_layers=f"{_TOWER}.encoder.layer",
+        vision_parts=(_TOWER,), projector=(_PROJECTOR,),
+    ),
+    "mistral3": ModuleNames(
+        _LLM, f"{_LLM}.layers", vision=_TOWER, vision_layers=f"{_TOWER}.transformer.layers",
+        vision_parts=(_TOWER,), projector=(_PROJECTOR,),
+    ),
+    "qwen2_5_omni": _with_audio(_qwen("model", "visual")),
+    "qwen3_omni_moe": _with_audio(_qwen("model", "visual", ("pos_embed",), ("merger", "merger_list"))),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "qwen2", "llama"), _TEXT),
+    "wan": ModuleNames("", "blocks", head=("proj_out",)),
+}  # fmt: skip
+"""`model_type` in config.json, without `_thinker` → names."""
+
+_IDS = {
+    "qwen2vl": "qwen2_vl",
+    "qwen2_5vl": "qwen2_5_vl",
+    "glm4.1v": "glm4v",
+    "qwen2_5_omni": "qwen2_5_omni",
+    "qwen3_omni": "qwen3_omni_moe",
+    "InternVL": "internvl",
+    "wandit": "wan",
+}
+"""`model_id` of model.json → family, where it is not its name."""
+
+
+def names_of(config: Mapping[str, Any], model_id: str = "") -> ModuleNames | None:
+    """The names of a model, by its config.json or by the id that model.json gives it; None for other models."""
+    model_type = str(config.get("model_type", "")).removesuffix("_thinker")
+    return FAMILIES.get(model_type) or FAMILIES.get(_IDS.get(model_id, model_id))
+
+
+_ROLES: tuple[tuple[str, str], ...] = (
+    ("text_decoder.decoder.layers", "layers"),
+    ("text_decoder.decoder.final_layernorm", "norm"),
+    ("text_decoder.embedding", "embed_tokens"),
+    ("text_decoder.output_layer", "head"),
+    ("text_decoder.rotary_pos_emb", "rotary_emb"),
+    ("text_decoder", "decoder"),
+    ("image_encoder.encoder.blocks.layers", "vision_layers"),
+    ("image_encoder.projector", "projector"),
+    ("image_encoder", "vision"),
+    ("audio_encoder", "audio"),
+    ("predictor.blocks", "layers"),
+    ("predictor.head", "head"),
+    ("predictor", "decoder"),
+)
+"""What such files call a part → its role, the longest first."""
+
+_CLASSES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"VisionModel|VisionTransformer$"), "vision"),
+    (re.compile(r"(Vision|Vit)\w*(Layer|Block)"), "vision_layers"),
+    (re.compile(r"(Decoder|Transformer|Text|DiT)\w*(Layer|Block)|(Double|Single)StreamBlock"), "layers"),
+    (re.compile(r"\w*Embedding$(?<!RotaryEmbedding)"), "embed_tokens"),
+    (re.compile(r"RotaryEmbedding$"), "rotary_emb"),
+)
+"""The name of a class → the role of its modules."""
+
+
+def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
+    """The model's own patterns for what a file calls a part of it: by role, by class, or by its name.
+
+    Args:
+        written: `text_decoder.decoder.layers.{*}`, `package.module.Class`, or a pattern of the model's own names.
+        names: The model's; None leaves the pattern as it is.
+    """
+    if names is None:
+        return [written]
+    for role, part in _ROLES:
+        if written == role or written.startswith(f"{role}."):
+            rest = written.removeprefix(role)
+            return [_trimmed(name + rest) for name in _modules(part, names)] or [written]
+    class_name = written.rpartition(".")[2]
+    if "." in written and class_name[:1].isupper():
+        part = next((part for pattern, part in _CLASSES if pattern.search(class_name)), "")
+        found = _modules(part, names)
+        return [f"{name}.{{*}}" for name in found] if part.endswith("layers") and found else found or [written]
+    roots = (names.decoder, names.vision, names.audio, *names.projector)
+    without = [root.removeprefix("model.") for root in roots if root.startswith("model.")]
+    if any(written == root or written.startswith(f"{root}.") for root in without):
+        return [f"model.{written}"]
+    return [written]
+
+
+def _modules(part: str, names: ModuleNames) -> list[str]:
+    if part in ("norm", "embed_tokens", "rotary_emb"):
+        return [names.of_decoder(part)]
+    found = getattr(names, part, "") if part else ""
+    return list(found) if isinstance(found, tuple) else [found] if found else []
+
+
+def _trimmed(name: str) -> str:
+    return name.removeprefix(".")

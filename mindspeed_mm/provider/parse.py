@@ -1,0 +1,181 @@
+"""From the words of a command line to a namespace: every flag of the table by name, with Megatron's defaults, and a
+note of which ones were given."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mindspeed_mm.core.errors import Problem, UsageError
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition
+from mindspeed_mm.provider.flags import FLAGS, LaunchFlag, by_dest, by_spelling
+from mindspeed_mm.provider.one_yaml import OneYaml, read_one_yaml
+
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+"""A user's function that adds flags of its own to the parser."""
+
+_ORIGIN = "mm_given"
+"""The attribute of a namespace that says where its values come from."""
+_NUMBERS: dict[str, tuple[type, str]] = {"int": (int, "a whole number"), "float": (float, "a number")}
+
+
+@dataclass
+class GivenFlags:
+    """Where the values of a namespace come from."""
+
+    places: dict[str, SourcePosition] = field(default_factory=dict)
+    """Name of each flag that was given → the flag, or its line in a file."""
+    sections: Mapping[str, Node] = field(default_factory=dict)
+    """`data`, `model` and `tools`, where one YAML holds them together with the flags."""
+    world_size: int | None = None
+    """Number of ranks; None where nobody says."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        name, _, rest = message.removeprefix("argument ").partition(": ")
+        if not rest:
+            raise UsageError(message)
+        spelling = name.split("/")[0]
+        raise UsageError(rest.replace("expected one argument", "needs a value"), where=spelling)
+
+
+def parse(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    extra_args_provider: ExtraArgsProvider | None = None,
+    ignore_unknown: bool = False,
+) -> Namespace:
+    """The namespace of a command line.
+
+    Args:
+        words: What stands behind the entry's name: flags; or one YAML with `gpt_args`, and flags that win over it.
+        environment: `WORLD_SIZE`, `RANK` and `LOCAL_RANK` of the process, as torchrun sets them.
+        extra_args_provider: Adds a user's own flags.
+        ignore_unknown: Leave out what no flag of the table or of the user stands for.
+
+    Raises:
+        UsageError: Every word that cannot be read.
+        ConfigError: The one YAML cannot be read.
+    """
+    file = read_one_yaml(Path(words[0])) if words and words[0].endswith((".yaml", ".yml")) else OneYaml()
+    flags = list(words[1:]) if file.path else list(words)
+    parser = build_parser()
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser) or parser
+    known, left = parser.parse_known_args([*file.words, *flags])
+    given = GivenFlags({**file.places, **_given(flags)}, file.sections)
+    problems = [] if ignore_unknown else _unknown(left, flags, _spellings(parser))
+    problems += _convert(known, given)
+    if problems:
+        raise UsageError(f"{_count(problems)} in the flags", problems=problems)
+    for flag in FLAGS:
+        if getattr(known, flag.dest, None) is None:
+            setattr(known, flag.dest, flag.default)
+    given.world_size = _world_size(known, given, environment)
+    known.world_size = given.world_size or 1
+    known.rank = int(environment.get("RANK", "0"))
+    known.local_rank = int(environment.get("LOCAL_RANK", "0"))
+    setattr(known, _ORIGIN, given)
+    return known
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A parser of every flag of the table; a user's flag of the same name takes its place."""
+    parser = _Parser(description="Megatron-style flags.", allow_abbrev=False, conflict_handler="resolve")
+    for flag in FLAGS:
+        action: dict[str, Any] = {"action": "store_true"} if flag.kind == "switch" else {}
+        if flag.kind == "list":
+            action = {"nargs": "+"}
+        parser.add_argument(*flag.spellings, dest=flag.dest, default=argparse.SUPPRESS, help=_help(flag), **action)
+    return parser
+
+
+def given_of(namespace: Namespace) -> GivenFlags:
+    """Where the values of a namespace come from; one that was made by hand counts as given in Python."""
+    given = getattr(namespace, _ORIGIN, None)
+    if isinstance(given, GivenFlags):
+        return given
+    names = [name for name in vars(namespace) if name in by_dest() and getattr(namespace, name) is not None]
+    return GivenFlags({name: SourcePosition(f"args.{name}") for name in names}, world_size=None)
+
+
+def fill_absent(namespace: Namespace, defaults: Mapping[str, Any]) -> None:
+    """Give flags that are absent a program's own defaults, as `pretrain(args_defaults=…)` asks.
+
+    Args:
+        namespace: As `parse` returns it; changed in place.
+        defaults: Name of a flag → value.
+    """
+    places = given_of(namespace).places
+    for name, value in defaults.items():
+        if name not in places:
+            setattr(namespace, name, value)
+            places[name] = SourcePosition(f"args_defaults['{name}']")
+
+
+def _help(flag: LaunchFlag) -> str:
+    text = flag.key or flag.of_loop or (flag.idle and f"no effect: {flag.idle}") or flag.refused or flag.rule
+    return text.replace("%", "%%")
+
+
+def _given(words: Sequence[str]) -> dict[str, SourcePosition]:
+    spellings = [word.split("=", 1)[0] for word in words if word.startswith("--")]
+    known = by_spelling()
+    return {known[name].dest: SourcePosition(f"--{known[name].name}") for name in spellings if name in known}
+
+
+def _spellings(parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+
+
+def _unknown(left: Sequence[str], words: Sequence[str], known: Sequence[str]) -> list[Problem]:
+    """Words that belong to no flag; what follows an unknown flag belongs to it."""
+    problems, owned, owner = [], [], ""
+    for word in words:
+        if word.startswith("--"):
+            owner = word.split("=", 1)[0]
+        elif owner and owner not in known:
+            owned.append(word)
+    for word in left:
+        if word.startswith("--"):
+            name = word.split("=", 1)[0]
+            problems.append(Problem("unknown flag", name, way_out=did_you_mean(name, known).strip()))
+        elif word in owned:
+            owned.remove(word)
+        else:
+            problems.append(Problem(f"'{word}' belongs to no flag", way_out="Quote paths that hold spaces."))
+    return problems
+
+
+def _convert(namespace: Namespace, given: GivenFlags) -> list[Problem]:
+    """Turn the texts of numbers into numbers, in place."""
+    problems = []
+    for name in given.places:
+        flag, value = by_dest()[name], getattr(namespace, name, None)
+        if flag.kind not in _NUMBERS or not isinstance(value, str):
+            continue
+        kind, words = _NUMBERS[flag.kind]
+        try:
+            setattr(namespace, name, kind(value))
+        except ValueError:
+            problems.append(Problem(f"'{value}' is not {words}", str(given.places[name])))
+    return problems
+
+
+def _world_size(namespace: Namespace, given: GivenFlags, environment: Mapping[str, str]) -> int | None:
+    """The number of ranks: of the job that runs, or of the flags for torchrun."""
+    if "WORLD_SIZE" in environment:
+        return int(environment["WORLD_SIZE"])
+    if "nproc_per_node" in given.places or "nnodes" in given.places:
+        return (namespace.nproc_per_node or 1) * (namespace.nnodes or 1)
+    return None
+
+
+def _count(problems: Sequence[Problem]) -> str:
+    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

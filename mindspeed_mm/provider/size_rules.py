@@ -1,0 +1,158 @@
+"""Rules for the flags that spread a model and a batch over ranks."""
+
+from __future__ import annotations
+
+import math
+
+from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.provider.draft import derived
+from mindspeed_mm.provider.fsdp2_config import put_fsdp2_config, put_layerzero_config
+from mindspeed_mm.provider.reading import Reading
+
+_DISPATCHERS = {
+    "allgather": "allgather",
+    "alltoall": "alltoall",
+    "alltoall_seq": "alltoall",
+    "alltoall_mc2": "mc2",
+    "flex": "deepep",
+}
+_SEQUENCE_NORMS = ["*.layers.{*}.input_layernorm", "*.layers.{*}.post_attention_layernorm"]
+_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo")
+
+
+def ranks(reading: Reading) -> None:
+    """The number of ranks must be a multiple of those that work on the same rows."""
+    world, together = reading.given.world_size, reading.model_ranks
+    sizes = (
+        f"TP {reading.size('tensor_parallel_size')} x PP {reading.size('pipeline_parallel_size')} x "
+        f"CP {reading.context} = {together}"
+    )
+    if world is None:
+        return
+    if world < together:
+        reading.draft.problem(f"{world} ranks are fewer than {sizes}", way_out="Start more ranks, or lower a size.")
+    elif world % together:
+        reading.draft.problem(f"{world} ranks are no multiple of {sizes}", way_out="Change one of them.")
+
+
+def context_sizes(reading: Reading) -> None:
+    """Who shares a sequence, and how."""
+    size, algorithm = reading.context, reading.value("context_parallel_algo")
+    degree = reading.value("ulysses_degree_in_cp")
+    place, draft = reading.place("context_parallel_algo"), reading.draft
+    if algorithm not in _ALGORITHMS:
+        way_out = f"{did_you_mean(algorithm, _ALGORITHMS)}There are {', '.join(_ALGORITHMS)}."
+        draft.problem(f"'{algorithm}' is not built", place, way_out)
+        return
+    if degree is not None and algorithm != "hybrid_cp_algo":
+        draft.note("--ulysses-degree-in-cp acts with --context-parallel-algo hybrid_cp_algo alone.")
+    place = derived(f"--context-parallel-size {size}, {algorithm}")
+    if algorithm == "hybrid_cp_algo" and size > 1:
+        if not degree or size % degree:
+            what = f"{degree} does not divide" if degree else "is not given, but it divides"
+            draft.problem(f"{what} --context-parallel-size {size}", reading.place("ulysses_degree_in_cp"))
+            return
+        draft.put("parallel.ulysses_parallel_size", degree, place)
+        draft.put("parallel.ring_attention_size", size // degree, place)
+    elif size > 1:
+        key = "ulysses_parallel_size" if algorithm == "ulysses_cp_algo" else "ring_attention_size"
+        draft.put(f"parallel.{key}", size, place)
+
+
+def accumulation(reading: Reading) -> None:
+    """Forward passes in a step: the global batch divided by what all ranks take at once."""
+    key, draft = "training.gradient_accumulation_steps", reading.draft
+    micro, wanted = draft.value("training.micro_batch_size"), reading.value("global_batch_size")
+    if wanted is None or not isinstance(micro, int) or micro < 1:
+        return
+    at_once = micro * reading.data_ranks
+    place = reading.place("global_batch_size")
+    if reading.given.world_size is None:
+        draft.note(
+            f"The number of ranks is not given: {reading.model_ranks} is taken, which is one data rank. "
+            "Set WORLD_SIZE, or give --nproc_per_node and --nnodes."
+        )
+    if wanted < 1 or wanted % at_once:
+        below, above = wanted // at_once * at_once, (wanted // at_once + 1) * at_once
+        nearest = ", ".join(str(size) for size in (below, above) if size > 0)
+        what = f"{wanted} is no multiple of {micro} x {reading.data_ranks} data ranks"
+        draft.problem(what, place, f"Nearest: {nearest}.")
+        return
+    draft.put(key, wanted // at_once, derived(f"{place} {wanted} / ({micro} x {reading.data_ranks} data ranks)"))
+
+
+def pipeline_schedule(reading: Reading) -> None:
+    """Interleaved where chunks are asked for; all forward passes first where micro-batches are fewer than stages."""
+    stages, draft = reading.size("pipeline_parallel_size"), reading.draft
+    chunks = reading.value("virtual_pipeline_model_parallel_size", 1)
+    place = reading.place("virtual_pipeline_model_parallel_size")
+    if chunks > 1 and stages == 1:
+        draft.problem(f"{chunks}, but there is one pipeline stage", place, "Leave it out.")
+    elif chunks > 1:
+        draft.put("parallel.pp_plan.schedule", "interleaved1f1b", place)
+        draft.put("parallel.pp_plan.virtual_stages", chunks, place)
+    elif stages > 1 and draft.value("training.gradient_accumulation_steps", 1) < stages:
+        draft.fill("parallel.pp_plan.schedule", "gpipe", f"fewer micro-batches than {stages} stages")
+
+
+def token_dispatcher(reading: Reading) -> None:
+    """How tokens reach experts on other ranks."""
+    name, place = reading.value("moe_token_dispatcher_type"), reading.place("moe_token_dispatcher_type")
+    if name not in _DISPATCHERS:
+        hint = did_you_mean(name, _DISPATCHERS)
+        reading.draft.problem(f"'{name}' is not one of {', '.join(_DISPATCHERS)}", place, hint.strip())
+    elif reading.has("moe_token_dispatcher_type"):
+        reading.draft.put("parallel.ep_plan.dispatcher", _DISPATCHERS[name], place)
+    elif reading.size("expert_parallel_size") > 1:
+        words = "Megatron's default of --moe-token-dispatcher-type"
+        reading.draft.fill("parallel.ep_plan.dispatcher", _DISPATCHERS[name], words)
+
+
+def sequence_parallel(reading: Reading) -> None:
+    """Norms between the layers of a tensor group run on a slice of the sequence."""
+    if not reading.value("sequence_parallel"):
+        return
+    if reading.size("tensor_parallel_size") == 1:
+        reading.draft.note("--sequence-parallel has no effect with --tensor-model-parallel-size 1.")
+    else:
+        place = reading.place("sequence_parallel")
+        reading.draft.put("parallel.tp_plan.sequence_parallel", _SEQUENCE_NORMS, place)
+
+
+def sharding(reading: Reading) -> None:
+    """Who holds which part of weights, gradients and optimizer states."""
+    chosen = [name for name in ("use_torch_fsdp2", "layerzero") if reading.value(name)]
+    for name, file in (("use_torch_fsdp2", "fsdp2_config_path"), ("layerzero", "layerzero_config")):
+        if reading.has(file) and name not in chosen:
+            what = f"is given without --{name.replace('_', '-')}, which makes it act"
+            reading.draft.problem(what, reading.place(file), "Give both, or none.")
+    if len(chosen) == 2:
+        reading.draft.problem("cannot be combined with --layerzero", reading.place(chosen[0]), "Keep one of them.")
+    elif chosen == ["use_torch_fsdp2"]:
+        put_fsdp2_config(reading)
+    elif chosen:
+        put_layerzero_config(reading)
+    elif reading.value("use_distributed_optimizer"):
+        place = reading.place("use_distributed_optimizer")
+        reading.draft.put("parallel.fsdp_plan.reshard_after_forward", False, place)
+    else:
+        # Every rank keeps all weights. A sharding group holds the ranks of a sequence, and those of the experts.
+        size = math.lcm(reading.context, reading.size("expert_parallel_size"))
+        words = "no --use-distributed-optimizer, --use-torch-fsdp2 or --layerzero"
+        reading.draft.fill("parallel.fully_shard_parallel_size", size, words)
+
+
+def floating_point_types(reading: Reading) -> None:
+    """The type of the computation; fsdp2_config.yaml, which is read before, wins."""
+    mixed = reading.value("mixed_precision", "no")
+    chosen = [name for name in ("bf16", "fp16") if reading.value(name)]
+    if len(chosen) == 2:
+        reading.draft.problem("cannot be combined with --fp16", reading.place("bf16"), "Keep one of them.")
+    elif mixed not in ("no", "bf16", "fp16"):
+        reading.draft.problem(f"'{mixed}' is not one of no, bf16, fp16", reading.place("mixed_precision"))
+    elif chosen or mixed != "no":
+        dtype = chosen[0] if chosen else mixed
+        place = reading.place(dtype if chosen else "mixed_precision")
+        for key, value in (("param_dtype", dtype), ("reduce_dtype", "fp32")):
+            if reading.draft.value(f"parallel.fsdp_plan.{key}") is None:
+                reading.draft.replace(f"parallel.fsdp_plan.{key}", value, place)

@@ -1,0 +1,84 @@
+"""Launches of every kind with the YAML that each means; written anew by `python -m tests.provider.test_golden`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mm.cli.main import run
+from mindspeed_mm.fsdp.params.loader import load_config
+from mindspeed_mm.provider.flags import FLAGS
+from mindspeed_mm.provider.translate import from_flags
+from mindspeed_mm.tasks.config import as_text, run_flags
+
+GOLDEN = Path(__file__).parent / "golden"
+LAUNCHES = ("vlm.sh", "fsdp2.sh", "wan.sh", "experts.sh", "stages.sh", "dreambooth.sh", "one.yaml")
+
+
+def written(launch: str) -> str:
+    """What `mm config --from-flags` prints, from the folder of the launches."""
+    ranks = {"WORLD_SIZE": "8"} if launch == "one.yaml" else {}
+    translated = run_flags([launch], ranks)
+    notes = "".join(f"# {note}\n" for note in translated.notes)
+    return notes + as_text(translated.config, only_given=True)
+
+
+@pytest.fixture(autouse=True)
+def _in_golden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(GOLDEN)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_launch_means_its_yaml(launch: str) -> None:
+    assert written(launch) == Path(f"expected/{launch}.yaml").read_text()
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_yaml_gives_the_same_configuration(launch: str, tmp_path: Path) -> None:
+    config = run_flags([launch], {"WORLD_SIZE": "8"} if launch == "one.yaml" else {}).config
+    (tmp_path / "run.yaml").write_text(as_text(config, only_given=True))
+    assert load_config(tmp_path / "run.yaml").arguments == config.arguments
+
+
+def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "--from-flags", "vlm.sh", "--seed", "7"]) == 0
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    assert load_config(tmp_path / "run.yaml").arguments.training.seed == 7
+
+
+def test_the_launches_use_every_rule() -> None:
+    words = re.findall(r"--([\w-]+)", "\n".join((GOLDEN / launch).read_text() for launch in LAUNCHES))
+    used = {word.replace("_", "-") for word in words} | {"use-torch-fsdp2", "lora-r"}
+    rules = {flag.rule for flag in FLAGS if flag.rule}
+    assert rules - {flag.rule for flag in FLAGS if flag.name.replace("_", "-") in used} == set()
+
+
+def test_flags_and_a_yaml_written_by_hand_are_the_same() -> None:
+    words = "--lr 1e-5 --train-iters 7 --micro-batch-size 2 --global-batch-size 32 --bf16 --weight-decay 0 --seed 42"
+    by_flags = from_flags([*words.split(), "--lr-decay-style", "cosine"], {"WORLD_SIZE": "8"})
+    by_hand = load_config(Path("by_hand.yaml"))
+    assert by_flags.arguments == by_hand.arguments
+
+
+def test_a_script_that_only_a_shell_can_work_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("N=$(cat hosts | wc -l)\ntorchrun --nnodes $N --nproc_per_node 2 a.py --lr 1 --train-iters 1 \\\n"
+                      "  --micro-batch-size 1\n")  # fmt: skip
+    assert run(["config", "--from-flags", str(script)]) == 2
+    assert f"{script}  N is worked out while the script runs. Set it before the command: N=" in capsys.readouterr().err
+    config = run_flags([str(script)], {"N": "2"})
+    assert config.arguments.training.train_iters == 1
+    script.write_text("echo nothing\n")
+    assert run(["config", "--from-flags", str(script)]) == 2
+    assert "holds no line that starts an entry" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    os.chdir(GOLDEN)
+    Path("expected").mkdir(exist_ok=True)
+    for name in LAUNCHES:
+        Path(f"expected/{name}.yaml").write_text(written(name))
