@@ -41,17 +41,19 @@ BUILT = (
     "mindspeed_mm.fsdp.tools.profiler",
     "mindspeed_mm.checkpoint.common.converter.Converter",
     "mindspeed_mm.checkpoint.fsdp.generic_dcp_converter.GenericDCPConverter",
+    "mindspeed_mm.models.common.module.MultiModalModule",
+    "mindspeed_mm.models.common.modelzoo.ModelHub",
+    "mindspeed_mm.models.transformers.base_model.FSDP2Mixin",
+    "mindspeed_mm.models.transformers.base_model.WeightInitMixin",
+    "mindspeed_mm.models.transformers_model.TransformersModel",
+    "mindspeed_mm.models.vl_model.VLModel",
+    "mindspeed_mm.models.sora_model.SoRAModel",
 )
 
 PLANNED = (
     "mindspeed_mm.training.pretrain",
     "mindspeed_mm.training.train",
     "mindspeed_mm.training.train_step",
-    "mindspeed_mm.models.common.module.MultiModalModule",
-    "mindspeed_mm.models.common.modelzoo.ModelHub",
-    "mindspeed_mm.models.transformers.base_model.FSDP2Mixin",
-    "mindspeed_mm.models.transformers.base_model.WeightInitMixin",
-    "mindspeed_mm.models.transformers_model.TransformersModel",
 )
 
 COMMANDS = {"mm": "mindspeed_mm.cli.main:main", "mm-convert": "mindspeed_mm.cli.mm_convert:main"}

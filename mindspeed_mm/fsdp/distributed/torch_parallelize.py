@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
     shard_units,
     sum_gradients,
 )
+from mindspeed_mm.fsdp.distributed.sharding.own import own_sharding
 from mindspeed_mm.fsdp.distributed.sharding.plan import ShardingPlan
 from mindspeed_mm.fsdp.distributed.tensor.apply import apply_tensor_parallel
 from mindspeed_mm.fsdp.distributed.towers.groups import build_tower_mesh, unsummed_towers
@@ -112,14 +113,15 @@ class ParallelApplier:
     def fully_shard_apply(self, model: nn.Module) -> None:
         """Shard parameters, gradients and optimizer state; gradients are summed.
 
-        A model's own `fully_shard(fsdp_plan) -> bool` is asked first; True means that it has done the work.
+        A model's own `fully_shard(fsdp_plan) -> bool` is asked first (`own_sharding`); True means that it has done the
+        work.
 
         Raises:
             ConfigError: The model shards itself, and its whole towers would not be summed.
         """
         plan = self._resolved(model)
         sharding = plan.sharding
-        own_hook = getattr(model, "fully_shard", None)
+        own_hook = own_sharding(model)
         self._model_shards_itself = own_hook is not None and own_hook(sharding.section)
         if self._model_shards_itself and sharding.whole_towers:
             raise unsummed_towers(f"{type(model).__name__} shards itself")

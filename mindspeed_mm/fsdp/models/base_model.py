@@ -1,7 +1,7 @@
 """What a model plugin may derive from when transformers has no class for it.
 
 A plain `nn.Module` can be registered as well; these classes name the hooks that are asked for. Beyond them a model may
-have `fully_shard(fsdp_plan) -> bool` and `set_modules_to_prefetch(fsdp_plan, ep_plan) -> bool` (True: handled, nothing
+have `fully_shard(fsdp_plan) -> bool` (and `shards_itself() -> bool`, asked before it, where a base class brings it) and
 more is done), `ep_forward(...)` on an expert module, `overwrite_transformer_config(config, model_args, feature_args)`,
 `get_rope_index`, `get_output_embeddings`, `get_towers`, `_no_split_modules` (class names of the blocks to shard one by
 one) and `_can_record_outputs`.

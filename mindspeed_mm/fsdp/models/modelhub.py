@@ -75,20 +75,27 @@ class ModelHub:
         return _prepared(build(model_args, overrides or {}, feature_args, param_dtype), model_args, param_dtype)
 
     @staticmethod
-    def adopt(model: nn.Module, model_args: ModelArguments, *, param_dtype: torch.dtype | None = None) -> nn.Module:
+    def adopt(
+        model: nn.Module,
+        model_args: ModelArguments,
+        *,
+        param_dtype: torch.dtype | None = None,
+        may_be_empty: bool = False,
+    ) -> nn.Module:
         """A model that the caller has built, prepared as `build` does. It is changed in place and keeps its values.
 
         Args:
             model: With values.
             model_args: The `model` section; what it says of building a model goes unused.
             param_dtype: As in `build`.
+            may_be_empty: Parameters may be on the meta device: `load_weights` gives them values.
 
         Raises:
             ConfigError: A pattern of `freeze` matches nothing, or nothing is left to train.
             ModelFolderError: Parameters have no values.
         """
         empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        if empty:
+        if empty and not may_be_empty:
             raise ModelFolderError(
                 f"'{empty[0]}' has no values: it is on the meta device",
                 where=type(model).__name__,

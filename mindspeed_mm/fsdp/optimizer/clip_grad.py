@@ -81,16 +81,21 @@ def clip_grads_(
 
 
 @torch.no_grad()
-def unscale_grads_(parameters: Iterable[nn.Parameter], loss_scale: float) -> None:
+def unscale_grads_(parameters: Iterable[nn.Parameter], divisor: float | torch.Tensor) -> None:
     """Divide gradients in place by what the loss was multiplied by, before their norm is taken. Overflown ones stay
-    infinite or not a number, so the norm tells of them."""
-    parameters, factor = list(parameters), 1 / loss_scale
+    infinite or not a number, so the norm tells of them.
+
+    Args:
+        parameters: Those without a gradient are passed over.
+        divisor: A number, or a plain 0-d tensor, which is not read.
+    """
+    parameters, factor = list(parameters), 1 / divisor
     for kept in filter(None, map(offloaded, parameters)):
-        kept.norm = kept.norm * factor
-        kept.factor = torch.full_like(kept.norm, factor)
+        kept.factor = torch.ones_like(kept.norm).mul_(factor)
+        kept.norm = kept.norm * kept.factor
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    for same_device in _by_device(gradients).values():
-        torch._foreach_mul_(same_device, factor)
+    for device, same_device in _by_device(gradients).items():
+        torch._foreach_mul_(same_device, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def _by_shard_groups(parameters: Sequence[nn.Parameter]) -> dict[ShardGroups, list[nn.Parameter]]:

@@ -54,6 +54,7 @@ def build_outline(
     arguments: Arguments,
     given: nn.Module | None = None,
     *,
+    may_be_empty: bool = False,
     packs: bool = False,
     processor: Any = None,
     errors: CollectedErrors | None = None,
@@ -63,6 +64,7 @@ def build_outline(
     Args:
         arguments: The whole configuration.
         given: A model with its values, to be trained in place of what `model` names.
+        may_be_empty: Its parameters may be on the meta device: they get values later.
         packs: Prepare the model for packed rows even where the configuration asks for none.
         processor: What makes the rows, to be compared with the model.
         errors: Where to keep what speaks against steps that others do not need; None: they are raised together.
@@ -72,7 +74,7 @@ def build_outline(
         ModelFolderError: The folder cannot be understood, or rows are made for another model.
     """
     collected = errors or CollectedErrors()
-    model = _build(arguments, given, collected)
+    model = _build(arguments, given, collected, may_be_empty=may_be_empty)
     collected.attempt(check_processor, model, processor)
     for step in _steps(model, arguments, packs=packs):
         collected.attempt(step)
@@ -86,10 +88,10 @@ def packs_rows(arguments: Arguments) -> bool:
     return getattr(arguments.data.dataset_param.basic_parameters, "packs", False)
 
 
-def _build(arguments: Arguments, given: nn.Module | None, errors: CollectedErrors) -> nn.Module:
+def _build(arguments: Arguments, given: nn.Module | None, errors: CollectedErrors, *, may_be_empty: bool) -> nn.Module:
     param_dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype)
     if given is not None:
-        return ModelHub.adopt(given, arguments.model, param_dtype=param_dtype)
+        return ModelHub.adopt(given, arguments.model, param_dtype=param_dtype, may_be_empty=may_be_empty)
     build = partial(ModelHub.build, param_dtype=param_dtype, feature_args=arguments.features)
     try:
         return build(arguments.model)

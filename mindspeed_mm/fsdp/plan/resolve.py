@@ -23,6 +23,7 @@ from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.distributed.expert.plan import balance_copies, cut_dim
 from mindspeed_mm.fsdp.distributed.parallel_plan import ModelLayout, ParallelPlan, resolve_parallel_plan
 from mindspeed_mm.fsdp.distributed.pipeline.plan import check_units
+from mindspeed_mm.fsdp.distributed.sharding.own import check_own_sharding
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
@@ -76,6 +77,8 @@ def resolve_plan(
     groups = errors.attempt(resolve_groups, model, arguments.training)
     errors.attempt(check_packages, arguments.training.optimizer_state_dtype)
     head = errors.attempt(_resolve_loss, outline, arguments)
+    if arguments.parallel.pipeline_parallel_size > 1:
+        errors.attempt(check_own_sharding, model)
     if parallel is not None and features is not None:
         errors.attempt(_check_stages, parallel, features)
         errors.attempt(_check_state_rows, model, arguments, parallel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def assemble(
     load_weights: bool = True,
     packs: bool = False,
     given: nn.Module | None = None,
+    build: Callable[[], nn.Module] | None = None,
     processor: Any = None,
 ) -> Assembled:
     """Build, shard and load the model that the configuration names.
@@ -70,6 +72,8 @@ def assemble(
         load_weights: False leaves the parameters without values: a checkpoint will fill them.
         packs: Prepare the model for packed rows even where the configuration asks for none.
         given: A model with its values, to be trained in place of what `model` names.
+        build: Makes the model, in place of what `model` names. One with values keeps them; parameters on meta get
+            theirs from the folder of weights, or from scratch.
         processor: What makes the rows, to be compared with the model.
 
     Raises:
@@ -78,10 +82,14 @@ def assemble(
     """
     state = get_parallel_state()
     errors = CollectedErrors()
-    outline = build_outline(arguments, given, packs=packs, processor=processor, errors=errors)
+    given = build() if build is not None else given
+    has_values = given is not None and not any(parameter.is_meta for parameter in given.parameters())
+    outline = build_outline(
+        arguments, given, may_be_empty=build is not None, packs=packs, processor=processor, errors=errors
+    )
     plan = resolve_plan(outline, arguments, state.sizes, errors=errors)
     utilisation = Utilisation.of(outline, plan.features, arguments)
     applied = apply_plan(outline, plan, arguments, state)
     loaded = fill(applied, arguments, device, weights=weights, load_weights=load_weights)
     applied.model.train()
-    return Assembled(plan, applied, loaded if given is None else without_folder(loaded), utilisation)
+    return Assembled(plan, applied, without_folder(loaded) if has_values else loaded, utilisation)

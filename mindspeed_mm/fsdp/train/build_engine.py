@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
-from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import gathered_before
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
 from mindspeed_mm.fsdp.loss.objectives import Objective
@@ -18,6 +17,7 @@ from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.memory.advice import memory_report
+from mindspeed_mm.fsdp.train.run.data import RunLoader
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.run.random_state import restore_rng, seed_everything
 from mindspeed_mm.fsdp.train.step.forward_backward import (
@@ -36,7 +36,7 @@ def build_engine(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
     ema: Ema | None,
-    loader: MMDataLoader,
+    loader: RunLoader,
     total_steps: int,
     stop_after: int | None = None,
 ) -> TrainEngine:

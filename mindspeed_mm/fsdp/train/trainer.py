@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.run_ownership import mark_run_folder
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
-from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader
+from mindspeed_mm.fsdp.data import DataPosition
 from mindspeed_mm.fsdp.data.dataset import as_mm_dataset
+from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
 from mindspeed_mm.fsdp.optimizer.ema import Ema
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -30,12 +32,20 @@ from mindspeed_mm.fsdp.params.loader import Given, ResolvedConfig
 from mindspeed_mm.fsdp.train.assemble import Assembled, assemble
 from mindspeed_mm.fsdp.train.build_engine import build_engine, continue_from
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.family import family_of
+from mindspeed_mm.fsdp.train.family import Family, family_of
 from mindspeed_mm.fsdp.train.hooks.build import build_hooks
 from mindspeed_mm.fsdp.train.hooks.callback import CallbackHook
 from mindspeed_mm.fsdp.train.hooks.summary import summary_hook
 from mindspeed_mm.fsdp.train.run.context import base_of_adapters, run_context
-from mindspeed_mm.fsdp.train.run.data import RunData, build_data, build_loader, total_steps_of
+from mindspeed_mm.fsdp.train.run.data import (
+    Pass,
+    RunData,
+    RunLoader,
+    build_data,
+    build_loader,
+    build_pass_loader,
+    total_steps_of,
+)
 from mindspeed_mm.fsdp.train.run.failures import ending_of, explained
 from mindspeed_mm.fsdp.train.run.introduction import global_batch, introduce
 from mindspeed_mm.fsdp.train.run.job import Job, joined
@@ -64,6 +74,8 @@ class GivenObjects:
 
     model: nn.Module | None = None
     """Trained in place: it keeps its values, and has the trained ones afterwards."""
+    build_model: Callable[[], nn.Module] | None = None
+    """Makes the model when the ranks have met: with values, which it keeps, or on meta."""
     train_set: Any = None
     """As a plugin's data set: samples by number, and a `collate_fn`."""
     validation_set: Any = None
@@ -80,6 +92,8 @@ class TrainOptions(ResumeOptions):
     """Build everything, run nothing."""
     progress_to_stderr: bool = False
     """Leave stdout to the result."""
+    plain_lines: bool = False
+    """Show steps as lines in the words of older tools, which scripts read, instead of a table."""
     raises_on_second_interrupt: bool = False
     """Raise `KeyboardInterrupt` at the second signal instead of ending the process, which belongs to somebody else."""
     packs: bool | None = None
@@ -134,7 +148,15 @@ class Trainer:
         stream = sys.stderr if self.options.progress_to_stderr else sys.stdout
         with (
             joined(self.arguments) as job,
-            RunRecord.opened(training.save, job.rank, self.run_id, stream, training.report_to, self.trackers) as record,
+            RunRecord.opened(
+                training.save,
+                job.rank,
+                self.run_id,
+                stream,
+                training.report_to,
+                self.trackers,
+                plain_lines=self.options.plain_lines,
+            ) as record,
         ):
             job.record_hang_by(record.break_off)
             try:
@@ -151,7 +173,7 @@ class Trainer:
         data = self._build_data(job)
         with job.setup("comparing the data"):
             self._check_data(data, job, record)
-            loader = build_loader(self.arguments, job, data.train, self.options.packs)
+            loader = self._build_loader(job, data)
             total_steps = total_steps_of(self.arguments, loader)
             context = self._context(data, loader, job)
         with job.setup("looking for a checkpoint"):
@@ -179,7 +201,7 @@ class Trainer:
         job: Job,
         record: RunRecord,
         data: RunData,
-        loader: MMDataLoader,
+        loader: RunLoader,
         resume: ResumePoint,
         total_steps: int,
     ) -> tuple[TrainEngine, RunParts]:
@@ -197,13 +219,14 @@ class Trainer:
         if state is not None:
             self._continue_data(loader, resume, state, record)
         family = family_of(assembled.model, self.arguments, job.device)
-        objective = family.build_objective(assembled, job, data)
+        objective = self._build_objective(family, assembled, job, data)
         engine = build_engine(
             self.arguments, job, assembled, objective, optimizer, ema, loader, total_steps, self.options.steps
         )
         if state is not None:
             continue_from(engine, state, self.arguments, job)
-        return engine, RunParts(self.arguments, job, record, resume, data, loader, assembled, family)
+        held_out = partial(self._held_out, job, data)
+        return engine, RunParts(self.arguments, job, record, resume, data, loader, assembled, family, held_out)
 
     def _run(self, engine: TrainEngine, record: RunRecord) -> None:
         raises = self.options.raises_on_second_interrupt
@@ -212,7 +235,7 @@ class Trainer:
         self.iteration = engine.iteration
         self._raise_if_stopped(engine)
 
-    # --- the parts ---------------------------------------------------------------------------------------------------
+    # --- the parts: each is a step of its own, which a subclass may replace ------------------------------------------
 
     def _build_data(self, job: Job) -> RunData:
         if self.given.train_set is None:
@@ -228,6 +251,20 @@ class Trainer:
             record.note(line)
         check_same_data({"data": data.train, "validation": data.validation}, job.world_size)
 
+    def _build_loader(self, job: Job, data: RunData) -> RunLoader:
+        """What yields the training data; it may read the first of them as late as its `__iter__`."""
+        return build_loader(self.arguments, job, data.train, self.options.packs)
+
+    def _held_out(self, job: Job, data: RunData) -> Pass | None:
+        """Makes passes over the held-out samples; None where there are none. Asked for where validation is due."""
+        if data.validation is None:
+            return None
+        return build_pass_loader(self.arguments, job, data.validation).one_pass
+
+    def _build_objective(self, family: Family, assembled: Assembled, job: Job, data: RunData) -> Objective:
+        """What the model is trained for."""
+        return family.build_objective(assembled, job, data)
+
     def _assemble(self, job: Job, data: RunData, resume: ResumePoint) -> Assembled:
         return assemble(
             self.arguments,
@@ -236,10 +273,11 @@ class Trainer:
             load_weights=resume.checkpoint is None,
             packs=bool(self.options.packs),
             given=self.given.model,
+            build=self.given.build_model,
             processor=data.train.processor,
         )
 
-    def _continue_data(self, loader: MMDataLoader, resume: ResumePoint, state: LoopState, record: RunRecord) -> None:
+    def _continue_data(self, loader: RunLoader, resume: ResumePoint, state: LoopState, record: RunRecord) -> None:
         """Go on in the data where the checkpoint was saved."""
         accepts_change = self.options.accept_data_change
         before = resume.checkpoint.context.get("batching") if resume.checkpoint is not None else None
@@ -254,7 +292,7 @@ class Trainer:
 
     # --- what is said and written ------------------------------------------------------------------------------------
 
-    def _context(self, data: RunData, loader: MMDataLoader, job: Job) -> RunContext:
+    def _context(self, data: RunData, loader: RunLoader, job: Job) -> RunContext:
         """What a checkpoint's manifest records and a resume compares."""
         samples = global_batch(self.arguments.training, job.state.data_size)
         mesh = job.state.describe()

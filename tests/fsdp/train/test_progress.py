@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.utils.work_progress import clock
 METRICS = {
     "step": 120, "loss": 1.8342, "grad_norm": 0.71, "lr": 9.8e-6, "tokens_per_s": 41200.0, "samples_per_s": 9.0,
     "step_ms": 55.5, "data_share": 0.004, "memory_gib": 51.3, "consumed_samples": 7680, "eta_s": 4360.0,
+    "global_batch": 64, "samples": 128, "tokens": 65536,
 }  # fmt: skip
 
 
@@ -38,6 +39,18 @@ def test_log_file_has_the_words_that_older_tools_are_searched_for(tmp_path: Path
     progress.close()
     text = (tmp_path / "log" / "train.log").read_text()
     assert "elapsed time per iteration (ms): 55.5" in text
+
+
+def test_plain_lines_are_what_scripts_of_older_tools_take_apart(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    progress = Progress(0, stream=stream, plain_lines=True)
+    progress.step(METRICS, 900, 900)
+    progress.close()
+    line = stream.getvalue().strip()
+    assert "\n" not in line
+    assert line.split(":")[4].split()[0] == "55.5"  # awk -F: '{print $5}'
+    assert "iteration      120/     900 | consumed samples:         7680 | " in line
+    assert line.endswith("| global batch size: 64 | tokens per sample: 512.0 |")
 
 
 def test_tensorboard_reads_every_number_of_every_step(tmp_path: Path) -> None:

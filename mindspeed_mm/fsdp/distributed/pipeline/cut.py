@@ -23,8 +23,8 @@ _TABLES = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pr
 _TABLES_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
-class StageExit(Exception):
-    """A stage has done its layers.
+class StageExit(BaseException):
+    """A stage has done its layers. It is no `Exception`: code around a forward pass that catches those lets it by.
 
     Args:
         hidden: What its last layer returned.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts, MMDataLoader
+from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
+from mindspeed_mm.fsdp.train.run.data import RunLoader
 from mindspeed_mm.fsdp.train.run.failures import shortened
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.record import RunRecord
@@ -25,7 +26,7 @@ class DataHook(Hook):
         record: Where the counts are told and written down.
     """
 
-    def __init__(self, loader: MMDataLoader, group: dist.ProcessGroup | None, record: RunRecord) -> None:
+    def __init__(self, loader: RunLoader, group: dist.ProcessGroup | None, record: RunRecord) -> None:
         self._loader, self._group, self._record = loader, group, record
         self._epoch = loader.position.epoch
 

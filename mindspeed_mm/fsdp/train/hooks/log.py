@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.distributed.towers.media import MediaSharing
+from mindspeed_mm.fsdp.train.run.data import RunLoader
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.run.utilisation import Utilisation
@@ -38,7 +38,7 @@ class LogHook(Hook):
         log_interval: int,
         utilisation: Utilisation | None = None,
         media: MediaSharing | None = None,
-        loader: MMDataLoader | None = None,
+        loader: RunLoader | None = None,
     ) -> None:
         self._utilisation, self._media, self._loader = utilisation, media, loader
         self._record = record
@@ -103,6 +103,8 @@ class LogHook(Hook):
             **({"useful": tokens / slots} if slots else {}),
             **(self._loader.take_metrics() if self._loader is not None else {}),
             "label_tokens": sum(r.tally.label_tokens for r in self._window),
+            "samples": samples,
+            "global_batch": result.tally.samples,
             "consumed_samples": engine.consumed_samples,
             "eta_s": pace * (engine.last_step - result.step),
         }

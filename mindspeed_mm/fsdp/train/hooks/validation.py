@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.fsdp.train.run.data import build_pass_loader
 from mindspeed_mm.fsdp.train.run.parts import RunParts
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
@@ -13,11 +12,9 @@ from mindspeed_mm.fsdp.train.train_engine import Hook, StepResult, TrainEngine
 
 def validation_hook(parts: RunParts) -> Hook | None:
     """The hook, where there are held-out samples and `training.val_interval` asks for it."""
-    held_out, interval = parts.data.validation, parts.arguments.training.val_interval
-    if held_out is None or interval <= 0:
-        return None
-    loader = build_pass_loader(parts.arguments, parts.job, held_out)
-    return ValidationHook(loader.one_pass, interval, parts.record)
+    interval = parts.arguments.training.val_interval
+    batches = parts.held_out() if interval > 0 else None
+    return ValidationHook(batches, interval, parts.record) if batches is not None else None
 
 
 class ValidationHook(Hook):

@@ -2,12 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from mindspeed_mm.fsdp.data import MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.data import DataPosition, MMDataLoader, MMDataset, build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
+from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.run.job import Job
+
+Pass = Callable[[], Iterator[list[Batch]]]
+"""Makes a pass over samples: step after step, this rank's micro-batches."""
+
+
+class RunLoader(Protocol):
+    """What a run asks of its training data: `MMDataLoader`, or another source of the micro-batches of steps."""
+
+    dataset: MMDataset
+    position: DataPosition
+    counts: DataCounts
+    mix: MixShares | None
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """What decides how samples are put together, and must be the same when a run is resumed."""
+        ...
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a micro-batch, where they are limited."""
+        ...
+
+    @property
+    def estimate_note(self) -> str:
+        """How steps were counted where they could not be; else empty."""
+        ...
+
+    @property
+    def bad_samples(self) -> dict[str, str]:
+        """Rows that could not be used → reason."""
+        ...
+
+    @property
+    def untold_bad_samples(self) -> int:
+        """How many of them the other ranks do not know of."""
+        ...
+
+    def describe(self) -> str:
+        """For the log."""
+        ...
+
+    def steps_for(self, epochs: float) -> int:
+        """Optimizer steps until `epochs` epochs are done."""
+        ...
+
+    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+        """Take up a position that was saved; returns what to say of it, empty when nothing changes."""
+        ...
+
+    def learn_bad_samples(self, found: dict[str, str]) -> None:
+        """What all ranks found, or a run found before it was stopped."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Numbers for the log, since the last call."""
+        ...
+
+    def __iter__(self) -> Iterator[list[Batch]]: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +139,7 @@ def build_pass_loader(arguments: Arguments, job: Job, dataset: MMDataset) -> MMD
     )
 
 
-def total_steps_of(arguments: Arguments, loader: MMDataLoader) -> int:
+def total_steps_of(arguments: Arguments, loader: RunLoader) -> int:
     """Optimizer steps of the whole run."""
     training = arguments.training
     if training.train_epochs is None:

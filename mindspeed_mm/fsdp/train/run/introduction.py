@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mindspeed_mm.core.counts import short_count
 from mindspeed_mm.core.run_ownership import others_files
-from mindspeed_mm.fsdp.data import MMDataLoader
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padding_multiple
 from mindspeed_mm.fsdp.distributed.parallel_state import ParallelState
 from mindspeed_mm.fsdp.features.speed.apply_speed import describe_speed
@@ -18,6 +17,7 @@ from mindspeed_mm.fsdp.params.data_args import CollateParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.training_args import TrainingArguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
+from mindspeed_mm.fsdp.train.run.data import RunLoader
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.utils.device import get_device_type
 
@@ -26,7 +26,7 @@ def introduce(
     note: Callable[[str], None],
     config: ResolvedConfig,
     assembled: Assembled,
-    loader: MMDataLoader,
+    loader: RunLoader,
     engine: TrainEngine,
     state: ParallelState,
 ) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from mindspeed_mm.fsdp.data.dataloader.dataloader import MMDataLoader
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
 from mindspeed_mm.fsdp.train.family import Family
-from mindspeed_mm.fsdp.train.run.data import RunData
+from mindspeed_mm.fsdp.train.run.data import Pass, RunData, RunLoader
 from mindspeed_mm.fsdp.train.run.job import Job
 from mindspeed_mm.fsdp.train.run.record import RunRecord
 from mindspeed_mm.fsdp.train.run.resume import ResumePoint
@@ -28,9 +28,11 @@ class RunParts:
     """Where it starts, and who writes its checkpoints."""
     data: RunData
     """The data sets."""
-    loader: MMDataLoader
+    loader: RunLoader
     """The training data."""
     assembled: Assembled
     """The model, sharded and loaded."""
     family: Family
     """What its kind of model asks of a run."""
+    held_out: Callable[[], Pass | None]
+    """Makes what makes passes over held-out samples; None where there are none."""

@@ -43,7 +43,9 @@ def log_line(metrics: Mapping[str, float], total_steps: int) -> str:
     return (
         f"iteration {metrics['step']:>8}/{total_steps:>8} | consumed samples: {metrics['consumed_samples']:>12} | "
         f"elapsed time per iteration (ms): {metrics['step_ms']:.1f} | learning rate: {metrics['lr']:.6E} | "
-        f"loss: {metrics['loss']:.6E} | grad norm: {metrics['grad_norm']:.3f}"
+        f"loss: {metrics['loss']:.6E} | grad norm: {metrics['grad_norm']:.3f} | "
+        f"global batch size: {metrics['global_batch']} | "
+        f"tokens per sample: {metrics['tokens'] / max(metrics['samples'], 1):.1f} |"
     )
 
 
@@ -62,10 +64,13 @@ class Progress:
         rank: Global rank.
         log_file: Where the plain lines go, or None.
         stream: Where people look.
+        plain_lines: Show steps as they stand in the log file, for scripts that read them, and no table.
     """
 
-    def __init__(self, rank: int, log_file: Path | None = None, stream: TextIO | None = None) -> None:
-        self._speaks = rank == 0
+    def __init__(
+        self, rank: int, log_file: Path | None = None, stream: TextIO | None = None, *, plain_lines: bool = False
+    ) -> None:
+        self._speaks, self._plain_lines = rank == 0, plain_lines
         self._stream: TextIO | None = (stream or sys.stdout) if self._speaks else None
         is_notebook = type(self._stream).__module__.startswith("ipykernel.")
         is_watched = self._stream is not None and (self._stream.isatty() or is_notebook)
@@ -92,6 +97,11 @@ class Progress:
             total_steps: Where the schedule ends.
         """
         if not self._speaks:
+            return
+        if self._plain_lines:
+            line = log_line(metrics, total_steps)
+            self._print(f"{_now()} {line}\n")
+            self._write_log(line)
             return
         header = HEADER + "\n" if self._lines % LINES_PER_HEADER == 0 else ""
         self._lines += 1
@@ -136,8 +146,12 @@ class Progress:
         if self._log is None:
             return
         try:
-            self._log.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}\n")
+            self._log.write(f"{_now()} {text}\n")
             self._log.flush()
         except OSError as error:
             self._log = None
             self._print(f"warning: the log file stops here ({error})\n")
+
+
+def _now() -> str:
+    return f"[{time.strftime('%Y-%m-%d %H:%M:%S')}]"

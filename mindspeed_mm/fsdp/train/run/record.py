@@ -72,6 +72,8 @@ class RunRecord:
         stream: TextIO,
         report_to: Sequence[str] = (),
         trackers: Sequence[Tracker] = (),
+        *,
+        plain_lines: bool = False,
     ) -> Iterator[RunRecord]:
         """The record of a run whose folder no other run writes meanwhile.
 
@@ -82,11 +84,12 @@ class RunRecord:
             stream: Where people look.
             report_to: Trackers by the names of `training.report_to`.
             trackers: Further ones.
+            plain_lines: Show steps as lines for scripts instead of a table.
         """
         folder = RunFolder(save) if save else None
         with folder.lock(run_id) if folder is not None and rank == 0 else nullcontext():
             log_file = folder.log / "train.log" if folder is not None else None
-            progress = Progress(rank, log_file=log_file, stream=stream)
+            progress = Progress(rank, log_file=log_file, stream=stream, plain_lines=plain_lines)
             try:
                 following = Trackers.of(report_to if rank == 0 else (), trackers, progress.note)
                 yield cls(folder, rank, progress, following)

@@ -1,0 +1,33 @@
+"""Models that shard themselves, by a hook of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mm.core.errors import ConfigError
+
+
+def own_sharding(model: nn.Module) -> Callable[[Any], bool] | None:
+    """A model's `fully_shard(fsdp_plan)`, which returns whether it has done the work; None where it has none.
+
+    A base class may bring the hook for those of its models that need one: it then has `shards_itself()`, too, which is
+    False for the others.
+    """
+    decides = getattr(model, "shards_itself", None)
+    if decides is not None and not decides():
+        return None
+    return getattr(model, "fully_shard", None)
+
+
+def check_own_sharding(model: nn.Module) -> None:
+    """Raise `ConfigError` when a model that is to be cut into stages shards itself: it would shard the whole."""
+    decides = getattr(model, "shards_itself", None)
+    if decides is not None and decides():
+        raise ConfigError(
+            f"{type(model).__name__} shards itself (_fully_shard), and stages of a pipeline are sharded one by one",
+            key="parallel.pipeline_parallel_size",
+            way_out="Set it to 1, or leave _fully_shard as it is and name the modules in fsdp_plan.apply_modules.",
+        )

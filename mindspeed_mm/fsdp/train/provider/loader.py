@@ -1,0 +1,346 @@
+"""The user's own data as the engine reads it: loaders, data sets and iterators, unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
+from mindspeed_mm.fsdp.data import DataPosition, MMDataset
+from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
+from mindspeed_mm.fsdp.data.dataloader.mixing import MixShares
+from mindspeed_mm.fsdp.data.dataloader.order import Deal
+from mindspeed_mm.fsdp.params.data_args import DataloaderParam
+from mindspeed_mm.fsdp.train.provider.objective import RAW
+
+PROVIDER = "train_valid_test_datasets_provider"
+
+
+class ProvidedDataset(MMDataset):
+    """Stands for samples that a user's own loader yields: nothing is known of them.
+
+    Args:
+        name: Of the function that provides them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __len__(self) -> int:
+        return 0
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The function's name."""
+        return {"class": self._name}
+
+
+class ProvidedLoader:
+    """Yields, per optimizer step, this rank's micro-batches out of what the user's function returned.
+
+    A loader, or a data set, begins again when it ends, an iterator does not. A resumed run reads past what it trained
+    on, unless the loader does so itself: it has `load_state_dict`, or its sampler was built with `consumed_samples`.
+
+    Args:
+        dataset: Stands for the samples.
+        deal: Which of them are this rank's.
+        loading: Workers of a loader that is made of a data set.
+        group: The ranks that read different rows; None for one.
+    """
+
+    mix: MixShares | None = None
+    most_tokens = None
+    estimate_note = ""
+    steps_per_epoch = None
+
+    def __init__(
+        self, dataset: ProvidedDataset, deal: Deal, loading: DataloaderParam, group: dist.ProcessGroup | None
+    ) -> None:
+        self.dataset: MMDataset = dataset
+        self.deal, self._loading, self._group = deal, loading, group
+        self.position = DataPosition(0, 0)
+        self.counts = DataCounts()
+        self.batching: dict[str, Any] = {"loader": "provided"}
+        self._source: Any = None
+        self._drawn = 0
+
+    def open(self, source: Any) -> None:
+        """Take what the function returned; it is called when the model has its values.
+
+        Raises:
+            ConfigError: All data ranks would read the same rows.
+        """
+        self._source = as_loader(source, self.deal, self._loading)
+        check_sharded(self._source, self.deal.dp_size)
+
+    def describe(self) -> str:
+        """For the log."""
+        length = length_of(self._source)
+        kind = type(self._source).__name__
+        return f"{kind} of the caller" + (f", {length:,} micro-batches an epoch on each rank" if length else "")
+
+    def steps_for(self, epochs: float) -> int:
+        """Raises `ConfigError`: nobody knows how long an epoch is before the model is built."""
+        raise ConfigError(
+            f"{epochs:g}, but the data are provided by a function, whose epochs are not known",
+            key="training.train_epochs",
+            way_out="Set training.train_iters (--train-iters).",
+        )
+
+    def go_on(self, position: DataPosition, before: Mapping[str, Any] | None, *, may_skip: bool) -> str:
+        """Take up a position that was saved.
+
+        Raises:
+            CheckpointError: It was saved by a run that read the suite's own data.
+        """
+        if before not in (None, self.batching):
+            if not may_skip:
+                raise CheckpointError(
+                    "was saved by a run that read other data: there is no such place in the data of this one",
+                    key="training.load",
+                    way_out="Add --accept-data-change to begin with this data from the start.",
+                )
+            return "the data begin from the start"
+        self.position = position
+        return ""
+
+    @property
+    def bad_samples(self) -> dict[str, str]:
+        """None: what a user's loader leaves out is not told."""
+        return {}
+
+    @property
+    def untold_bad_samples(self) -> int:
+        """None."""
+        return 0
+
+    def learn_bad_samples(self, found: dict[str, str]) -> None:
+        """Nothing to learn."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Nothing to tell."""
+        return {}
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Steps from the current position on.
+
+        Raises:
+            DataError: The data end, or all ranks read the same rows.
+        """
+        batches = self._endless()
+        size, steps = self.deal.gradient_accumulation_steps, 0
+        while True:
+            step = []
+            for _ in range(size):
+                try:
+                    step.append(next(batches))
+                except StopIteration:
+                    raise self._ended(steps) from None
+            if steps == 0:
+                check_different(step, self._group)
+            steps += 1
+            prepared = [self._prepare(batch) for batch in step]
+            yield prepared
+
+    def _endless(self) -> Iterator[Any]:
+        """Micro-batches of this rank, epoch after epoch; `position` is behind the one that was yielded last."""
+        epoch, skip = self.position.epoch, self.position.index // self.deal.dp_size
+        if positions_itself(self._source):
+            skip = 0
+        while True:
+            set_epoch(self._source, epoch)
+            found = 0
+            for found, batch in enumerate(iter(self._source), start=1):
+                if found > skip:
+                    self.position = DataPosition(epoch, found * self.deal.dp_size)
+                    yield batch
+            if isinstance(self._source, Iterator) or not found:
+                return
+            epoch, skip = epoch + 1, 0
+
+    def _prepare(self, batch: Any) -> Batch:
+        self._drawn += 1
+        return as_batch(batch, self._drawn, self.deal.micro_batch_size)
+
+    def _ended(self, steps: int) -> DataError:
+        if not steps and not self._drawn:
+            return DataError("yielded nothing", key=PROVIDER, way_out="Look at its length, and at drop_last.")
+        return DataError(
+            f"the data ended after {steps} steps of this start",
+            key=PROVIDER,
+            way_out="Return a loader, which begins again, and not an iterator.",
+        )
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    def one_pass(self, source: Any, micro_batches: int) -> Callable[[], Iterator[list[Batch]]]:
+        """Makes passes over held-out data: the same micro-batches each time, where the source can begin again, and as
+        many on every rank.
+
+        Args:
+            source: What the function returned.
+            micro_batches: At most so many on this rank.
+        """
+        loader = as_loader(source, self.deal, self._loading)
+        check_sharded(loader, self.deal.dp_size)
+        length = length_of(loader)
+        most = torch.tensor(micro_batches if length is None else min(micro_batches, length))
+        if self._group is not None:
+            dist.all_reduce(most, op=dist.ReduceOp.MIN, group=self._group)
+        count = int(most)
+
+        def batches() -> Iterator[list[Batch]]:
+            endless = iter(loader)
+            for _ in range(count):
+                batch = next(endless, None)
+                if batch is None:
+                    raise DataError("the validation data ended", key=PROVIDER, way_out="Return a loader.")
+                yield [self._prepare(batch)]
+
+        return batches
+
+
+def as_batch(given: Any, number: int, rows: int) -> Batch:
+    """What a user's loader yielded, as the engine takes it: tensors of a dict to plan by, and what was yielded.
+
+    Args:
+        given: Anything.
+        number: Of the micro-batch, for messages.
+        rows: In it, where it does not tell.
+    """
+    planned = {key: value for key, value in given.items() if isinstance(key, str)} if isinstance(given, Mapping) else {}
+    ids = [f"micro-batch {number} row {row}" for row in range(rows_of(given) or rows)]
+    return {**planned, RAW: given, "sample_ids": ids}
+
+
+class ShardedBatches(Sampler[list[int]]):
+    """Rows of a data set in their order, a micro-batch for each data rank in turn; what is left over at the end waits
+    for no one. As Megatron's sampler does for `--dataloader-type single`.
+
+    Args:
+        length: Of the data set.
+        deal: Which micro-batches are this rank's.
+    """
+
+    def __init__(self, length: int, deal: Deal) -> None:
+        self._length, self._deal = length, deal
+
+    def __len__(self) -> int:
+        return self._length // (self._deal.micro_batch_size * self._deal.dp_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size, ranks = self._deal.micro_batch_size, self._deal.dp_size
+        for number in range(len(self)):
+            first = (number * ranks + self._deal.dp_rank) * size
+            yield list(range(first, first + size))
+
+
+def as_loader(source: Any, deal: Deal, loading: DataloaderParam) -> Any:
+    """A data set as a loader of it; loaders and iterators as they are.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    if isinstance(source, (DataLoader, Iterator)):
+        return source
+    is_map = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
+    if is_map or (hasattr(source, "__getitem__") and hasattr(source, "__len__") and not hasattr(source, "__iter__")):
+        batches = ShardedBatches(len(source), deal)
+        collate = getattr(source, "collate_fn", None)
+        return DataLoader(source, batch_sampler=batches, num_workers=loading.num_workers, collate_fn=collate)
+    if isinstance(source, IterableDataset):
+        return DataLoader(source, batch_size=deal.micro_batch_size, num_workers=loading.num_workers)
+    if hasattr(source, "__iter__"):
+        return source
+    raise ConfigError(
+        f"returned {type(source).__name__}",
+        key=PROVIDER,
+        way_out="Return a DataLoader, a data set, an iterator or None for each part.",
+    )
+
+
+def check_sharded(loader: Any, ranks: int) -> None:
+    """Raise `ConfigError` for a loader whose sampler knows nothing of ranks."""
+    if ranks == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return
+    plain = (SequentialSampler, RandomSampler)
+    of_batches = loader.batch_sampler
+    own = loader.sampler if type(of_batches) in (torch.utils.data.BatchSampler, type(None)) else of_batches
+    if type(own) in plain:
+        raise same_rows()
+
+
+def check_different(step: Sequence[Any], group: dist.ProcessGroup | None) -> None:
+    """Raise `ConfigError` when the first step of all data ranks is the same, to the last number."""
+    if group is None:
+        return
+    digest = hashlib.sha256()
+    for batch in step:
+        _feed(digest, batch)
+    digests = [digest.hexdigest()] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest.hexdigest(), group=group)
+    if len(set(digests)) == 1:
+        raise same_rows()
+
+
+def same_rows() -> ConfigError:
+    """What to say of data that are not split over ranks."""
+    return ConfigError(
+        "every data rank reads the same rows",
+        key=PROVIDER,
+        way_out="Use DistributedSampler, with the rank and size of the data group: "
+        "mpu.get_data_parallel_rank() and mpu.get_data_parallel_world_size().",
+    )
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        digest.update(str((plain.dtype, tuple(plain.shape))).encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        for key in value:
+            digest.update(str(key).encode())
+            _feed(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _feed(digest, each)
+    else:
+        digest.update(repr(value).encode())
+
+
+def rows_of(batch: Any) -> int | None:
+    """Rows of a batch: the length of its token ids, or of its first tensor; None where it has none."""
+    if isinstance(batch, Mapping):
+        first = [batch["input_ids"]] if "input_ids" in batch else []
+        values = [*first, *batch.values()]
+    else:
+        values = list(batch) if isinstance(batch, (list, tuple)) else [batch]
+    return next((len(each) for each in values if isinstance(each, torch.Tensor) and each.ndim), None)
+
+
+def length_of(loader: Any) -> int | None:
+    """Micro-batches of an epoch; None where nobody knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a sampler that draws anew in each epoch which one begins."""
+    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        tell = getattr(part, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
+
+
+def positions_itself(loader: Any) -> bool:
+    """Whether a loader was built to begin where the run stands, by a sampler of Megatron's kind."""
+    parts = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return any(getattr(part, "consumed_samples", None) for part in parts)

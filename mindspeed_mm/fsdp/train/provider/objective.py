@@ -1,0 +1,135 @@
+"""The objective of a user's forward step: what it returns for each micro-batch, scaled as Megatron-Core scales it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import ENGINE_KEYS, Batch
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
+from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, LossValue
+
+RAW = "_provided"
+"""Key of the batch as the user's loader yielded it, in a prepared one."""
+WITHHELD = ENGINE_KEYS - {"labels"}
+"""Keys of the suite's own collators that no forward of a model takes."""
+
+
+class ProviderObjective:
+    """Calls the user's forward step for each micro-batch.
+
+    With N micro-batches on each of D data ranks, Megatron-Core (`pipeline_parallel/schedules.py`, 0.12.1) divides each
+    loss by N and averages gradients over D: the denominator is N·D. A loss that comes with a number of tokens is
+    divided by it first, a number below one counting as one (0.12.1 divides by zero there). With `per_token`, losses and
+    tokens are summed over the whole step, and gradients are divided once: `PerTokenForwardBackward` does, and here the
+    loss stays a sum.
+
+    Args:
+        callbacks: The user's functions.
+        per_token: `--calculate-per-token-loss`.
+        present: What the forward step is called with, for the planned model; itself when None.
+    """
+
+    term = "loss"
+
+    def __init__(
+        self, callbacks: Callbacks, *, per_token: bool = False, present: Callable[[nn.Module], nn.Module] | None = None
+    ) -> None:
+        self._callbacks, self._per_token = callbacks, per_token
+        self._present = present or (lambda model: model)
+        self.tokens_of_losses: list[torch.Tensor] = []
+        """Tokens of the micro-batches since somebody last took them; filled with `per_token` alone."""
+        self.reports: list[dict[str, Any]] = []
+        """What loss functions reported since somebody last took it, one entry a micro-batch."""
+
+    def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
+        """The tensors of a batch for the engine to plan by, and the batch itself for the user.
+
+        A batch of the suite's own loader is a prepared one but for the user's part.
+        """
+        if RAW in batch:
+            return batch
+        own = {key: value for key, value in batch.items() if key not in WITHHELD}
+        return {**batch, RAW: own}
+
+    def tokens(self, batch: Batch) -> BatchTokens:
+        """Token ids that are not padding; zeros where a batch has none."""
+        ids, mask, labels = (batch.get(key) for key in ("input_ids", "attention_mask", "labels"))
+        trained = int((labels != -100).sum()) if isinstance(labels, torch.Tensor) else 0
+        if not isinstance(ids, torch.Tensor):
+            return BatchTokens(0, trained)
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            return BatchTokens(int(mask.sum()), trained)
+        return BatchTokens(ids.numel(), trained)
+
+    def count(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Micro-batches. With `per_token` too: the tokens are not known before the forward passes."""
+        return {self.term: len(batches)}
+
+    def terms(self, model: nn.Module, batch: Batch) -> Terms:
+        """What the user's loss function returns for this micro-batch."""
+        value = self._callbacks.run_forward(_own_part(batch), self._present(model))
+        if torch.is_grad_enabled():
+            self.reports.append({name: _detached(number) for name, number in value.report.items()})
+        return {self.term: self._scaled(value)}
+
+    def use(self, forward_step: Callable[..., Any]) -> None:
+        """Call another forward step from now on."""
+        self._callbacks = replace(self._callbacks, forward_step=forward_step)
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """`reports`, which are empty afterwards."""
+        taken, self.reports = self.reports, []
+        return taken
+
+    def describe(self) -> str:
+        """For the log."""
+        step = self._callbacks.forward_step
+        name = getattr(step, "__qualname__", type(step).__name__)
+        return f"of {name}, {'per token of the step' if self._per_token else 'the mean over micro-batches'}"
+
+    def _scaled(self, value: LossValue) -> torch.Tensor:
+        if not self._per_token:
+            return value.loss if value.tokens is None else value.loss / value.tokens.clamp(min=1)
+        if value.tokens is None:
+            raise ConfigError(
+                "returned no number of tokens, which --calculate-per-token-loss divides by",
+                key="loss_func",
+                way_out="Return (loss summed over tokens, number of tokens, {name: number}).",
+            )
+        self.tokens_of_losses.append(value.tokens)
+        return value.loss
+
+
+def _own_part(batch: Batch) -> Any:
+    """The user's batch, its tensors on the device where it is a plain dict; a new one each time, as a forward step may
+    change it and stages call it several times."""
+    raw = batch[RAW]
+    if type(raw) is dict:
+        return {key: batch.get(key, value) for key, value in raw.items()}
+    return raw
+
+
+def _detached(number: Any) -> Any:
+    if isinstance(number, torch.Tensor):
+        return number.detach()
+    if isinstance(number, (tuple, list)):
+        return tuple(_detached(each) for each in number)
+    return number
+
+
+def reduce_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Sums and divisors of what was reported, (2,) fp64 by name: a number counts once, a pair is a sum and its
+    divisor."""
+    found: dict[str, torch.Tensor] = {}
+    for report in reports:
+        for name, number in report.items():
+            pair = number if isinstance(number, tuple) and len(number) == 2 else (number, 1)
+            values = [torch.as_tensor(each).double().sum().cpu() for each in pair]
+            found[name] = found.get(name, torch.zeros(2, dtype=torch.float64)) + torch.stack(values)
+    return found

@@ -1,0 +1,1 @@
+"""Parts that the models of the provider API share."""

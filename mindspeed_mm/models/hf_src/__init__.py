@@ -1,0 +1,1 @@
+"""Classes of libraries that are made ready for sharding (`FSDP2Mixin`)."""

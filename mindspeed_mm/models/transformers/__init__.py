@@ -1,0 +1,1 @@
+"""Bases and classes of models that come from transformers."""

@@ -1,0 +1,100 @@
+"""A model provider that builds what the configuration names gives the very run that `mm train` gives; a forward step of
+one's own gives the same under pipelines and shards as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
+from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
+from mindspeed_mm.fsdp.train.provider.live import LIVE
+from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
+from mindspeed_mm.fsdp.train.trainer import Trainer
+from mindspeed_mm.models.transformers_model import TransformersModel
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_run import make_tiny_run
+
+PLANS: dict[str, tuple[str, ...]] = {
+    "sharded": (),
+    "tensors": ("parallel.tensor_parallel_size=2",),
+    "stages": ("parallel.pipeline_parallel_size=2", "training.gradient_accumulation_steps=2"),
+}
+
+
+def model_provider(*_args: Any, **_kwargs: Any) -> nn.Module:
+    return TransformersModel({"model_id": None})
+
+
+def forward_step(data_iterator: Any, model: nn.Module) -> Any:
+    """The mean over label tokens, by torch's own cross-entropy, in the logits' own precision."""
+    assert isinstance(model, TransformersModel)
+    batch = next(data_iterator)
+    labels = batch.pop("labels")[:, 1:]
+    logits = model(**batch).logits[:, :-1]
+
+    def loss_func(output: torch.Tensor) -> Any:
+        total = nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total, (labels != -100).sum(), {}
+
+    return logits, loss_func
+
+
+def steps(config: str, overrides: tuple[str, ...], callbacks: Callbacks | None) -> list[Any]:
+    recorder = StepRecorder()
+    resolved = load_with_plugins(Path(config), ["training.train_iters=3", *overrides])
+    if callbacks is None:
+        Trainer(resolved, hooks=[recorder]).train()
+    else:
+        ProviderTrainer(resolved, callbacks, hooks=[recorder]).train()
+        assert LIVE.trainer is None
+    return recorder.steps
+
+
+def both(config: str, overrides: tuple[str, ...]) -> list[list[Any]]:
+    return [steps(config, overrides, callbacks) for callbacks in (None, Callbacks(model_provider))]
+
+
+def assert_bitwise(first: list[Any], second: list[Any]) -> None:
+    assert len(first) == len(second) == 3
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one["loss"], other["loss"])
+        for part in ("gradients", "weights"):
+            assert one[part].keys() == other[part].keys() != set()
+            for name, value in one[part].items():
+                assert value is other[part][name] is None or torch.equal(value, other[part][name]), (part, name)
+
+
+def test_one_process(tmp_path: Path) -> None:
+    assert_bitwise(*both(str(make_tiny_run(tmp_path)), ()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_two_ranks(tmp_path: Path, plan: str) -> None:
+    for measured in run_ranks(2, both, str(make_tiny_run(tmp_path)), PLANS[plan], timeout_s=200):
+        assert_bitwise(*measured)
+
+
+def own_steps(config: str, overrides: tuple[str, ...]) -> list[Any]:
+    words = (*overrides, "parallel.fsdp_plan.param_dtype=fp64", "training.clip_grad=0")
+    return steps(config, words, Callbacks(model_provider, forward_step=forward_step))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_own_forward_step_on_two_ranks(tmp_path: Path, plan: str) -> None:
+    config = str(make_tiny_run(tmp_path))
+    one = f"training.gradient_accumulation_steps={2 if plan != 'tensors' else 1}"
+    expected = own_steps(config, (one,))
+    measured = run_ranks(2, own_steps, config, PLANS[plan], timeout_s=200)
+    for found in measured:
+        for one_step, other in zip(expected, found, strict=True):
+            for name, value in one_step["gradients"].items():
+                if value is not None:
+                    assert float((value - other["gradients"][name]).abs().max()) < 1e-9, name
