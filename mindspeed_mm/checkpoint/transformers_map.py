@@ -64,7 +64,8 @@ def loading_steps(
         model: The model, on any device, sharded or not.
         tensors: What is stored, by key.
         wanted: The keys of the model's parameters and persistent buffers.
-        rules: `conversion_rules(model)`. Those that took effect are noted on the model for the way back.
+        rules: `conversion_rules(model)`. Those that took effect are noted on the model for the way back, and so is
+            what each stored key is called once it is renamed: rules turned round may rename more than they did.
 
     Returns:
         Steps that use every stored key once. Keys that the model has no place for come out under their new names.
@@ -82,8 +83,13 @@ def loading_steps(
             return rename_source_key(key, [], [], model.base_model_prefix, known)
         return target, pattern
 
+    def renamed(key: str) -> str:
+        target, pattern = rename(key)
+        return target if pattern is None else rename_source_key(key, renamings, [])[0]
+
     steps = _steps(model, tensors, rename, converters)
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
+    model._mm_stored_names = {renamed(key): key for key in tensors}
     return steps
 
 
@@ -107,12 +113,14 @@ def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rule
     renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
 
+    stored_names: Mapping[str, str] = getattr(model, "_mm_stored_names", None) or {}
+
+    def stored_name(key: str) -> str:
+        return stored_names.get(key) or rename_source_key(key, renamings, [])[0]
+
     steps = _steps(model, tensors, lambda key: rename_source_key(key, [], converters), converters)
     return [
-        RuleMatch(
-            step.sources, {rename_source_key(key, renamings, [])[0]: tensor for key, tensor in step.targets.items()}
-        )
-        for step in steps
+        RuleMatch(step.sources, {stored_name(key): tensor for key, tensor in step.targets.items()}) for step in steps
     ]
 
 
@@ -231,7 +239,13 @@ def _transpose(op: Any, columns: Columns, group: Group, model: PreTrainedModel) 
     if not op.check_dims:
         return {name: [swapped]}
     as_module = in_order_of_module(getattr(model.config, "transformers_version", None))
-    return {name: [oriented(base, swapped, _shape(model, group.first_target), as_module)]}
+    made = oriented(base, swapped, _shape(model, group.first_target), as_module)
+    # The rule says from now on what was done, for the rest of this folder and for the way back: turned round by its own
+    # shape, a model's tensor would be left as it is, whatever way round the folder that it came from holds it.
+    op.check_dims = False
+    if made is base:
+        op.dim1 = op.dim0
+    return {name: [made]}
 
 
 def _interleave(op: Any, columns: Columns, group: Group, model: PreTrainedModel) -> Columns:

@@ -176,7 +176,8 @@ def _unsharded_outline(model: PreTrainedModel) -> PreTrainedModel:
     first_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     with torch.device("meta"):
         outline = first_class(model.config)
-    outline._weight_conversions = getattr(model, "_weight_conversions", None)
+    for note in ("_weight_conversions", "_mm_stored_names"):  # of `loading_steps`
+        setattr(outline, note, getattr(model, note, None))
     return outline
 
 

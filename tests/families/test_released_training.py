@@ -1,0 +1,130 @@
+"""Every family trained from a folder in its released keys: two steps equal a bare loop over transformers' own model, in
+fp64; a run that is broken off and resumed, and one with adapters, export the released keys and shapes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from mindspeed_mm.core.batch import ENGINE_KEYS
+from mindspeed_mm.fsdp.train.train_engine import TrainEngine
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.families.test_released_layouts import reference
+from tests.helpers.packed_families import InDouble
+from tests.helpers.parity import StepRecord, compare_steps, record_step, record_weights
+from tests.helpers.planned_steps import train_steps
+from tests.helpers.released_rows import ROWS, write_run
+from tests.helpers.runs import differing, mm, tensors, train, watched_steps
+
+DEFAULT = ("qwen3vl", "qwen3_moe")
+"""Of the default run; the others are slow ones."""
+LR = 1e-3
+BOUND = 1e-8
+every_family = pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rows")
+
+
+@cache
+def run_of(root: Path, name: str) -> Path:
+    """A family's run, made once."""
+    training = {"lr": LR, "lr_decay_style": "constant", "clip_grad": 0.5, "adam_fused": False}
+    return write_run(ROWS[name], root / name, training=training)
+
+
+def bare_steps(folder: Path, batches: list[dict[str, Any]]) -> list[StepRecord]:
+    """The same steps by nothing but transformers and torch: cross-entropy over the labels, AdamW."""
+    model = reference(folder).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    found = []
+    for batch in batches:
+        inputs = {k: v.double() if v.is_floating_point() else v for k, v in batch.items() if k not in ENGINE_KEYS}
+        logits = model(**inputs, use_cache=False).logits
+        labels = batch["shift_labels"]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = total / (labels != -100).sum()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        step = record_step(model, loss, norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(step | {"weights": record_weights(model)})
+    return found
+
+
+@every_family
+def test_two_steps_equal_a_bare_loop(name: str, root: Path) -> None:
+    yaml = run_of(root, name)
+    batches: list[dict[str, Any]] = []
+
+    def keep(engine: TrainEngine, given: list[Any]) -> None:
+        batches.extend(copy.deepcopy(given))
+
+    with keeping_double(), InDouble():
+        with watched_steps(before=keep):
+            measured = train_steps(str(yaml), ["parallel.fsdp_plan.param_dtype=fp64"])
+        expected = bare_steps(yaml.parent / "model", batches)
+    assert len(measured) == len(batches) == 2
+    compare_steps(expected, measured, BOUND)
+
+
+def outline(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Key → type and shape of every stored tensor."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  (it is no mapping)
+                part = file.get_slice(key)
+                found[key] = (part.get_dtype(), tuple(part.get_shape()))
+    return found
+
+
+def exported(run: Path, out: Path, *words: str) -> Path:
+    """What `mm export` makes of a run."""
+    said = mm("export", run, out, *words)
+    assert said.code == 0, said.err
+    return out
+
+
+@every_family
+def test_a_run_resumes_to_the_bit_and_exports_what_is_released(name: str, root: Path, tmp_path: Path) -> None:
+    yaml, folder = run_of(root, name), run_of(root, name).parent / "model"
+    train(yaml, tmp_path / "whole")
+    train(yaml, tmp_path / "broken", "training.train_iters=1", "training.lr_decay_style=constant")
+    train(yaml, tmp_path / "broken")
+    assert differing(tensors(tmp_path / "whole"), tensors(tmp_path / "broken")) == []
+
+    out = exported(tmp_path / "broken", tmp_path / "exported")
+    assert outline(out) == outline(folder)
+    assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    again = reference(out).state_dict()  # misses nothing, has a place for everything
+    held = tensors(tmp_path / "broken")
+    assert [key for key, value in again.items() if not torch.equal(value, held[f"model.{key}"].double())] == []
+    before = reference(folder).state_dict()
+    assert any(not torch.equal(value, before[key]) for key, value in again.items()), "nothing was trained"
+
+
+@every_family
+def test_adapters_merge_into_what_is_released(name: str, root: Path, tmp_path: Path) -> None:
+    yaml, folder = run_of(root, name), run_of(root, name).parent / "model"
+    lora = ["training.lora.enable=true", "training.lora.rank=2", "training.lr=0.1", "training.train_iters=1"]
+    train(yaml, tmp_path / "run", *lora)
+    out = exported(tmp_path / "run", tmp_path / "merged", "--merge")
+    assert outline(out) == outline(folder)
+    before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    assert any(not torch.equal(value, after[key]) for key, value in before.items())

@@ -1,0 +1,305 @@
+"""The families of the tables, each by a released size: what of the size stays, which processor belongs to it, and a
+small folder with rows to train on, in the released keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from ruamel.yaml import YAML
+
+from tests.helpers.released_layouts import (
+    Config,
+    Release,
+    Shape,
+    merged,
+    release,
+    shallow,
+    shrunk,
+    tiny_layout,
+    write_weights,
+)
+from tests.helpers.tiled_families import idefics3_processor, llava_onevision_processor
+from tests.helpers.tiny_more_processors import MORE
+from tests.helpers.tiny_processors import FAMILIES
+from tests.helpers.tiny_sounds import sound_bytes, tone
+
+import transformers  # isort: skip  (after the guard of the lines above)
+
+QWEN_IDS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family.
+
+    Args:
+        size: Of `tests/released`.
+        processor: Makes its processor, or of a text model the tokenizer.
+        kinds: Media in its rows.
+        tokens: Key of a token's number, anywhere in the configuration → the token.
+        small: What of the small configuration the rule does not know.
+        both: Settings of the configuration at both widths: what the record lacks.
+        base: The configuration at its released widths where the record's is not in transformers' keys.
+        model_class: transformers' class, where it is not the configuration's first architecture.
+    """
+
+    size: str
+    processor: Callable[[], Any]
+    kinds: tuple[str, ...] = ()
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    small: Config = field(default_factory=dict)
+    both: Config = field(default_factory=dict)
+    base: Callable[[Config], Config] = lambda config: config
+
+    @cached_property
+    def release(self) -> Release:
+        """What is recorded."""
+        return release(self.size)
+
+    @cached_property
+    def full(self) -> Config:
+        """Two layers of every kind, of the released widths."""
+        return merged(shallow(self.base(self.release.config)), self.both)
+
+    def tiny(self, tokenizer: Any) -> Config:
+        """The small configuration, with the numbers of a tokenizer."""
+        return _numbered(merged(shrunk(self.full), self.small), self.tokens, tokenizer)
+
+    def layout(self, tiny: Config) -> dict[str, Shape]:
+        """Key → shape of the small folder."""
+        return tiny_layout(self.release, self.full, tiny)
+
+    def write(self, folder: Path) -> Path:
+        """The small folder as it is released."""
+        processor = self.processor()
+        config = self.tiny(getattr(processor, "tokenizer", processor))
+        write_weights(folder, self.layout(config))
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=1), encoding="utf-8")
+        processor.save_pretrained(folder)
+        return folder
+
+
+def _numbered(config: Config, tokens: Mapping[str, str], tokenizer: Any) -> Config:
+    made = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            made[key] = _numbered(value, tokens, tokenizer)
+        elif key == "vocab_size":
+            made[key] = len(tokenizer)
+        elif key in tokens:
+            made[key] = tokenizer.convert_tokens_to_ids(tokens[key])
+        elif key in ("eos_token_id", "pad_token_id", "bos_token_id"):
+            made[key] = getattr(tokenizer, key)
+        elif key.endswith(("_token_id", "_token_index")):
+            made[key] = 2  # of no token that occurs
+        else:
+            made[key] = value
+    return made
+
+
+def write_rows(folder: Path, kinds: tuple[str, ...], count: int = 4) -> Path:
+    """Questions about a medium of each kind, uneven in size, with uneven answers; returns the JSONL."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number in range(count):
+        row: dict[str, Any] = {"id": f"row{number}"}
+        marks = ""
+        for kind in kinds:
+            name = _MEDIA[kind](folder, number)
+            row[f"{kind}s"], marks = [name], marks + f"<{kind}>"
+        answer = " ".join(["one", "two", "three"][: 1 + number % 3])
+        row["messages"] = [
+            {"role": "user", "content": f"{marks}Which digit is this?"},
+            {"role": "assistant", "content": answer},
+        ]
+        rows.append(row)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _picture(folder: Path, number: int) -> str:
+    width, height = ((32, 32), (48, 32), (32, 64))[number % 3]
+    pixels = bytes((7 * number + 13 * place + place // 29) % 256 for place in range(width * height * 3))
+    Image.frombytes("RGB", (width, height), pixels).save(folder / f"{number}.png")
+    return f"{number}.png"
+
+
+def _sound(folder: Path, number: int) -> str:
+    (folder / f"{number}.wav").write_bytes(sound_bytes(tone(0.4 + 0.15 * number, 16000, 300 + 100 * number), 16000))
+    return f"{number}.wav"
+
+
+_MEDIA = {"image": _picture, "audio": _sound}
+
+
+def write_run(row: Row, folder: Path, **sections: Config) -> Path:
+    """Model, rows and `run.yaml` in a folder; returns the YAML. `sections` are merged into it."""
+    row.write(folder / "model")
+    rows = write_rows(folder / "rows", row.kinds)
+    config: Config = {
+        "model": {"model_name_or_path": str(folder / "model")},
+        "data": {
+            "dataset_param": {
+                "dataset_type": "huggingface",
+                "basic_parameters": {"dataset": str(rows), "dataset_dir": str(folder / "rows"), "cutoff_len": 4096},
+                "preprocess_parameters": {"model_name_or_path": str(folder / "model")},
+            },
+            "dataloader_param": {"num_workers": 0, "shuffle": False},
+        },
+        "parallel": {},
+        "training": {"lr": 1e-3, "micro_batch_size": 2, "train_iters": 2, "log_interval": 1, "seed": 7},
+    }
+    path = folder / "run.yaml"
+    with path.open("w", encoding="utf-8") as file:
+        YAML().dump(merged(config, sections), file)
+    return path
+
+
+def _asr_processor() -> Any:
+    """With the extractor of its own, which fills up whole windows."""
+    processor = FAMILIES["qwen3_asr"].build()
+    processor.feature_extractor = transformers.Qwen3ASRFeatureExtractor(feature_size=16)
+    return processor
+
+
+def _of(name: str) -> Callable[[], Any]:
+    return (FAMILIES | MORE)[name].build
+
+
+def _kimi(config: Config) -> Config:
+    """In the keys of transformers' class, whose defaults are this size's tower."""
+    text = {key: value for key, value in config["text_config"].items() if key not in ("architectures", "model_type")}
+    return {
+        "architectures": ["Kimi_K25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text | {"model_type": "deepseek_v3"},
+        "vision_config": {
+            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "patch_size": 14, "pos_emb_height": 64, "pos_emb_width": 64,
+        },
+        "projection_hidden_size": 1152,
+        "tie_word_embeddings": False,
+        **dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), 0),
+    }  # fmt: skip
+
+
+def _minimax(config: Config) -> Config:
+    """The record has the text model alone; the tower is the class's."""
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+            "num_key_value_heads", "num_experts_per_tok", "num_local_experts", "dense_intermediate_size",
+            "shared_intermediate_size", "rotary_dim", "rope_theta", "rms_norm_eps")  # fmt: skip
+    return {
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "model_type": "minimax_m3_vl",
+        "text_config": {key: config[key] for key in kept}
+        | {"mlp_layer_types": ["dense" if not moe else "sparse" for moe in config["moe_layer_freq"]]}
+        | {"index_n_heads": 4, "index_head_dim": 128},
+        "vision_config": {
+            "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+            "patch_size": 14, "image_size": 2016,
+        },
+        "projector_hidden_size": 6144,
+        "image_token_index": 0,
+        "video_token_index": 0,
+    }  # fmt: skip
+
+
+def _asr(config: Config) -> Config:
+    """Flat, as transformers' class has it."""
+    inner = config["thinker_config"]
+    return {
+        "architectures": ["Qwen3ASRForConditionalGeneration"],
+        "model_type": "qwen3_asr",
+        "audio_config": inner["audio_config"] | {"model_type": "qwen3_asr_encoder"},
+        "text_config": inner["text_config"] | {"model_type": "qwen3"},
+        "tie_word_embeddings": True,
+        **dict.fromkeys(("audio_token_id", "timestamp_token_id", "pad_token_id", "eos_token_id"), 0),
+    }
+
+
+_SEES = ("image",)
+_SIGLIP = {"vision_config": {"image_size": 32, "patch_size": 8}}
+_CLIP_TILES = [[16, 16], [16, 32], [32, 16], [32, 32]]
+
+ROWS: dict[str, Row] = {
+    "qwen2vl": Row("qwen2-vl-2b", _of("qwen2_vl"), _SEES, QWEN_IDS, {"vision_config": {"hidden_size": 32}}),
+    "qwen2_5vl": Row("qwen2.5-vl-7b", _of("qwen2_5_vl"), _SEES, QWEN_IDS),
+    "qwen3vl": Row("qwen3-vl-2b", _of("qwen3_vl"), _SEES, QWEN_IDS),
+    "qwen3_vl_moe": Row("qwen3-vl-30b-a3b", _of("qwen3_vl"), _SEES, QWEN_IDS),
+    "qwen3_5": Row("qwen3.5-9b", _of("qwen3_5"), _SEES, QWEN_IDS, {"text_config": {"head_dim": 32}}),
+    "qwen3_5_moe": Row("qwen3.5-35b-a3b", _of("qwen3_5"), _SEES, QWEN_IDS, {"text_config": {"head_dim": 32}}),
+    "glm4v": Row(
+        "glm-4.1v-9b", _of("glm4v"), _SEES,
+        {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>",
+         "image_end_token_id": "<|end_of_image|>", "video_start_token_id": "<|begin_of_video|>",
+         "video_end_token_id": "<|end_of_video|>"},
+        {"text_config": {"head_dim": 16}},
+    ),
+    "glm4v_moe": Row(
+        "glm-4.5v-106b", _of("glm4v"), _SEES,
+        {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>",
+         "image_end_token_id": "<|end_of_image|>", "video_start_token_id": "<|begin_of_video|>",
+         "video_end_token_id": "<|end_of_video|>"},
+        {"text_config": {"head_dim": 16}},
+    ),
+    "internvl": Row(
+        "internvl3-8b-hf", _of("internvl"), _SEES, {"image_token_id": "<IMG_CONTEXT>"},
+        {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}, "image_seq_length": 4},
+    ),
+    "kimik2_5": Row(
+        "kimi-k2.5-bf16", _of("kimi_k25"), _SEES, {"image_token_id": "<|media_pad|>"},
+        {"text_config": {"num_key_value_heads": 4}, "projection_hidden_size": 48}, base=_kimi,
+    ),
+    "minimax_m3_vl": Row(
+        "minimax-m3-vl", _of("minimax_m3_vl"), _SEES,
+        {"image_token_index": "]<]image[>[", "video_token_index": "]<]video[>["},
+        {"text_config": {"dense_intermediate_size": 64, "shared_intermediate_size": 24, "rotary_dim": 4,
+                         "index_n_heads": 2, "index_head_dim": 8}, "projector_hidden_size": 40}, base=_minimax,
+    ),
+    "qwen3_asr": Row(
+        "qwen3-asr-0.6b", _asr_processor, ("audio",), {"audio_token_id": "<|audio_pad|>"},
+        {"audio_config": {"output_dim": 32, "downsample_hidden_size": 8, "n_window_infer": 100}}, base=_asr,
+    ),
+    "mistral3": Row("mistral-small-3.1-24b", _of("pixtral"), _SEES, {"image_token_index": "[IMG]"}),
+    "gemma3": Row(
+        "gemma3-4b", _of("gemma3"), _SEES,
+        {"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
+         "eoi_token_index": "<end_of_image>"},
+        {"mm_tokens_per_image": 4},
+    ),
+    "gemma4": Row(
+        "gemma4-26b-a4b", _of("gemma4"), _SEES,
+        {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+        {"vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 64, "default_output_length": 70},
+         "vision_soft_tokens_per_image": 70},
+    ),
+    "llava": Row("llava-1.5-7b", _of("llava"), _SEES, {"image_token_index": "<image>"}),
+    "llava_onevision": Row(
+        "llava-onevision-0.5b", llava_onevision_processor, _SEES,
+        {"image_token_index": "<image>", "video_token_index": "<video>"},
+        {"vision_config": {"image_size": 16, "patch_size": 4}, "image_grid_pinpoints": _CLIP_TILES},
+    ),
+    "idefics3": Row("idefics3-8b", idefics3_processor, _SEES, {"image_token_id": "<image>"}),
+    "smolvlm": Row("smolvlm2-256m", idefics3_processor, _SEES, {"image_token_id": "<image>"}, {"scale_factor": 2}),
+    "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
+    "qwen3": Row("qwen3-0.6b", _of("qwen3")),
+    "qwen3_moe": Row("qwen3-30b-a3b", _of("qwen3")),
+    "qwen3_next": Row("qwen3-next-80b-a3b", _of("qwen3")),
+    "llama": Row("llama-3.1-8b", _of("llama3")),
+    "gpt_oss": Row("gpt-oss-20b", _of("gpt_oss")),
+    "deepseek_v3": Row("deepseek-v3", _of("qwen3"), small={"num_key_value_heads": 4, "n_group": 2, "topk_group": 1}),
+    "mimo_v2_flash": Row("mimo-v2-flash", _of("qwen3")),
+}  # fmt: skip
+"""Name of the family's card → its row."""
