@@ -84,7 +84,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in _named_files(_read_index(index), folder, index)]
 
 
-MAPPED_BYTES = 256 * 2**20
+MAPPED_BYTES = 64 * 2**20
 """So much is read of mapped files before they are closed, where the memory of a process is to stay small."""
 
 
