@@ -100,7 +100,8 @@ def parameter_groups(model: nn.Module, training: TrainingArguments, plan: GroupP
 
 
 def _undecayed_names(model: nn.Module, trainable: dict[str, nn.Parameter], training: TrainingArguments) -> set[str]:
-    names = {name for name, parameter in trainable.items() if parameter.ndim < 2}
+    # The biases of stacked experts have two dimensions.
+    names = {n for n, parameter in trainable.items() if parameter.ndim < 2 or n.endswith((".bias", "_bias"))}
     if training.no_decay_params:
         names.update(
             resolve_patterns(training.no_decay_params, trainable, key="training.no_decay_params", allow_suffix=True)

@@ -16,8 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.models.loading import stream
 from mindspeed_mm.fsdp.models.loading.local_shard import local_pieces, local_tensor
 from mindspeed_mm.fsdp.models.loading.materialize import materialize
+from mindspeed_mm.fsdp.models.loading.stream import check_weights
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
@@ -159,6 +161,19 @@ def test_tied_weight_stored_twice_must_be_the_same(copied: Callable[[str], Path]
         ModelFolderError, match=r"embed_tokens\.weight  is stored.*than 'lm_head\.weight'.*tie_word_embeddings"
     ):
         load(folder)
+
+
+def test_a_check_compares_tied_weights_too(copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_COMPARED_BYTES", 1000)  # some rows at a time
+    folder = copied("tied")
+    model = ModelHub.build(arguments(folder))
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    edit_state(folder, lambda state: state.update({"lm_head.weight": head}))
+    check_weights(model, folder)
+    head[-1, -1] += 1
+    edit_state(folder, lambda state: state.update({"lm_head.weight": head}))
+    with pytest.raises(ModelFolderError, match="is stored with other values than"):
+        check_weights(model, folder)
 
 
 def test_tied_weight_stored_under_its_second_name(copied: Callable[[str], Path]) -> None:

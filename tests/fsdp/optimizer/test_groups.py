@@ -43,6 +43,17 @@ def test_norms_and_biases_do_not_decay() -> None:
     }  # fmt: skip
 
 
+def test_biases_of_stacked_experts_do_not_decay() -> None:
+    model = nn.Module()
+    model.experts = nn.Module()
+    for name, shape in (("gate_up_proj", (2, 4, 6)), ("gate_up_proj_bias", (2, 6)), ("bias_table", (2, 6))):
+        model.experts.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    decay = {name: value for name, (value, _) in by_name(model).items()}
+    assert decay == {
+        "experts.gate_up_proj": 0.5, "experts.gate_up_proj_bias": 0.0, "experts.bias_table": 0.5
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "undecayed"),
     [

@@ -50,7 +50,7 @@ def test_what_fits(keys: dict[str, Any]) -> None:
             f"{PLAN}.virtual_stages",
             "3, but the schedule zbv has 2",
         ),
-        ({"parallel__pp_plan__micro_batches": 3}, f"{PLAN}.micro_batches", "Sizes that divide them: 1, 2, 4"),
+        ({"parallel__pp_plan__micro_batches": 3}, f"{PLAN}.micro_batches", "Sizes that divide them: 2, 4"),
         ({"parallel__pipeline_parallel_size": 8}, STEPS, "4 micro-batches are fewer than the 8 ranks"),
         ({"parallel__pp_plan__micro_batches": 1}, f"{PLAN}.micro_batches", "Raise it to 2, or set"),
         (

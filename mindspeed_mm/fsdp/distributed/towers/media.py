@@ -40,6 +40,7 @@ from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 from mindspeed_mm.fsdp.ops.host_values import host_values, sent_with_values
 from mindspeed_mm.fsdp.params.sizes.encoder import KEY, EncoderSizes
+from mindspeed_mm.fsdp.utils.device import rng_state, set_rng_state
 
 FEATURES = ("pooler_output", "deepstack_features")
 """What a decoder reads of a tower's output, a row for each merged square of patches."""
@@ -81,7 +82,8 @@ def share_media(model: nn.Module, towers: Collection[str], sizes: EncoderSizes, 
     for tower in map(model.get_submodule, towers):
         if team is not None:
             apply_to_tower(tower)
-        shared.append(SharedMedia(tower, sizes, group, groups_of(state) if follows_decoder else team))
+        context = groups_of(state) if follows_decoder else team
+        shared.append(SharedMedia(tower, sizes, group, context, in_step=state.axis_size("tp") > 1))
     return MediaSharing(sizes, shared)
 
 
@@ -126,12 +128,21 @@ class SharedMedia:
         sizes: Who shares media.
         group: Those ranks.
         context: Those that share the patches of a medium with this one, if any: a team, or the decoder's.
+        in_step: Ranks of the group draw the same random numbers everywhere but in the tower, where they encode other
+            media and so draw others, and other amounts.
     """
 
     def __init__(
-        self, tower: nn.Module, sizes: EncoderSizes, group: dist.ProcessGroup, context: ContextGroups | None
+        self,
+        tower: nn.Module,
+        sizes: EncoderSizes,
+        group: dist.ProcessGroup,
+        context: ContextGroups | None,
+        *,
+        in_step: bool,
     ) -> None:
-        self._sizes, self._group, self._context = sizes, group, context
+        self._sizes, self._group, self._context, self._in_step = sizes, group, context, in_step
+        self._random: dict[str, Tensor] = {}
         self._rank = group.rank()
         self._pixels_name = _parameters(tower)[0]
         config: Any = tower.config
@@ -154,10 +165,16 @@ class SharedMedia:
         given.pop(CONTEXT_KEY, None)  # of the text, if any; an idle tower is not told
         if self._context is not None:
             given[CONTEXT_KEY] = self._context
+        if self._in_step:
+            seed = int(torch.randint(2**62, ()))  # the same on all of them, another at each call
+            self._random = rng_state()
+            torch.manual_seed(seed + self._rank)
         return (pixels,), given
 
     def _after(self, tower: nn.Module, _: Any, output: Any) -> Any:
         """Features of the own media instead of those that were encoded here."""
+        if self._in_step:
+            set_rng_state(self._random)
         assert self._way_back is not None
         (there, back), self._way_back = self._way_back, None
         kept = {name: output[name] for name in FEATURES if name in output} if isinstance(output, dict) else output

@@ -28,6 +28,8 @@ from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight, naming_of
 from mindspeed_mm.fsdp.models.structure.share import first_names, whole_of
 from mindspeed_mm.fsdp.models.structure.ties import shared_parameters
 
+_COMPARED_BYTES = 64 * 2**20
+"""Of tied weights that are compared, read at a time."""
 _MOST = 5
 """How many keys of each kind a message lists."""
 
@@ -139,8 +141,8 @@ def stream_weights(
 def check_weights(
     model: nn.Module, folder: Path, *, allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = ()
 ) -> None:
-    """Raise `ModelFolderError` where `stream_weights` would for a folder's keys and shapes; no value is read, and the
-    model needs no memory."""
+    """Raise `ModelFolderError` where `stream_weights` would for a folder's keys and shapes. No value is read but of
+    weights that are tied in the model and stored twice, and the model needs no memory."""
     targets = _targets(model)
     aliases = _aliases(model)
     with open_stored(folder, _config_of(model)) as stored:
@@ -150,6 +152,10 @@ def check_weights(
         )
         diff.check(folder)
         _check_ledger(steps, stored, {*targets, *aliases}, initialized, ignored)
+        made = {key: tensor for step in steps for key, tensor in step.targets.items()}
+        for alias, first in aliases.items():
+            if alias in made and first in made and not _are_equal(made[alias], made[first]):
+                raise _differing_ties(alias, first, folder)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
@@ -337,12 +343,30 @@ def _check_equal(key: str, tensor: LazyTensor, first_key: str, target: torch.Ten
         other = torch.empty_like(piece)
         tensor.copy_to(other, region)
         if not torch.equal(other, piece):
-            raise ModelFolderError(
-                f"is stored with other values than '{first_key}', but the model ties the two",
-                where=str(folder),
-                key=key,
-                way_out="Set tie_word_embeddings in config.json as the weights were trained.",
-            )
+            raise _differing_ties(key, first_key, folder)
+
+
+def _are_equal(left: LazyTensor, right: LazyTensor) -> bool:
+    """Whether two stored tensors of one shape hold the same, read some rows at a time."""
+    rows = max(1, _COMPARED_BYTES // max(1, left.size_bytes // max(1, left.shape[0])))
+    for start in range(0, left.shape[0], rows):
+        length = min(rows, left.shape[0] - start)
+        region = ((start, length), *((0, size) for size in left.shape[1:]))
+        pieces = [torch.empty(length, *left.shape[1:], dtype=left.dtype) for _ in range(2)]
+        for tensor, piece in zip((left, right), pieces, strict=True):
+            tensor.copy_to(piece, region)
+        if not torch.equal(*pieces):
+            return False
+    return True
+
+
+def _differing_ties(key: str, first_key: str, folder: Path) -> ModelFolderError:
+    return ModelFolderError(
+        f"is stored with other values than '{first_key}', but the model ties the two",
+        where=str(folder),
+        key=key,
+        way_out="Set tie_word_embeddings in config.json as the weights were trained.",
+    )
 
 
 def _warnings(folder: Path, initialized: Sequence[str], ignored: Sequence[str], nonfinite: Sequence[str]) -> list[str]:

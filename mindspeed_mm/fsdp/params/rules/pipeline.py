@@ -11,6 +11,8 @@ from mindspeed_mm.fsdp.params.sizes.encoder import is_given
 SIZE = "parallel.pipeline_parallel_size"
 PLAN = "parallel.pp_plan"
 ACCUMULATION = "training.gradient_accumulation_steps"
+_KEEPS_BUSY = ("1f1b", "interleaved1f1b")
+"""Schedules that want a micro-batch for every rank."""
 
 
 def pipeline_problems(arguments: Arguments) -> Iterator[Problem]:
@@ -40,14 +42,15 @@ def _micro_batches_fit_the_schedule(arguments: Arguments) -> Iterator[Problem]:
     plan, steps = arguments.parallel.pp_plan, arguments.training.gradient_accumulation_steps
     ranks, count = arguments.parallel.pipeline_parallel_size, plan.micro_batches or steps
     if steps % count:
-        fitting = ", ".join(str(n) for n in range(1, steps + 1) if steps % n == 0)
+        least = ranks if plan.schedule in _KEEPS_BUSY else 1
+        fitting = ", ".join(str(n) for n in range(1, steps + 1) if steps % n == 0 and (n >= least or n == steps))
         yield Problem(
             f"{count} at a time do not divide the {steps} micro-batches of a step ({ACCUMULATION})",
             key=f"{PLAN}.micro_batches",
             way_out=f"Sizes that divide them: {fitting}.",
         )
     key = f"{PLAN}.micro_batches" if plan.micro_batches else ACCUMULATION
-    if plan.schedule in ("1f1b", "interleaved1f1b") and count < ranks:
+    if plan.schedule in _KEEPS_BUSY and count < ranks:
         yield Problem(
             f"{count} micro-batches are fewer than the {ranks} ranks that the schedule {plan.schedule} keeps busy",
             key=key,
