@@ -1,4 +1,4 @@
-"""Ranks with copies of the same weights draw the same random numbers, also where a tower encodes other media on each."""
+"""Ranks with copies of the same weights draw the same random numbers, also where a tower encodes other media."""
 
 from __future__ import annotations
 
