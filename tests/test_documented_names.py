@@ -30,6 +30,8 @@ BUILT = (
     "mindspeed_mm.fsdp.models.base_model.WeightInitMixin",
     "mindspeed_mm.fsdp.train.trainer.Trainer",
     "mindspeed_mm.fsdp.train.train_engine.TrainEngine",
+    "mindspeed_mm.fsdp.tasks.funasr.trainer.Trainer",
+    "mindspeed_mm.fsdp.tasks.cosyvoice3.train.Trainer",
     "mindspeed_mm.fsdp.distributed.torch_parallelize.ParallelApplier",
     "mindspeed_mm.fsdp.distributed.parallel_state.get_parallel_state",
     "mindspeed_mm.fsdp.features.apply_features.FeaturesApplier",

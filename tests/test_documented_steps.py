@@ -147,10 +147,12 @@ def run_in(tree: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_the_steps_train_by_torchrun(tree: Path) -> None:
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "mindspeed_mm/fsdp/train/trainer.py"]
-    run_in(tree, sys.executable, *words, "steps_config.yaml")
-    assert sorted(losses(tree / "out")) == [1, 2]
+@pytest.mark.parametrize("entry", ["train/trainer.py", "tasks/funasr/trainer.py", "tasks/cosyvoice3/train.py"])
+def test_the_steps_train_by_torchrun(tree: Path, entry: str) -> None:
+    out = tree / f"out-{entry.replace('/', '-')}"
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "1", f"mindspeed_mm/fsdp/{entry}"]
+    run_in(tree, sys.executable, *words, "steps_config.yaml", f"training.save={out}")
+    assert sorted(losses(out)) == [1, 2]
 
 
 def test_the_steps_pass_the_check_from_scratch_too(tree: Path) -> None:

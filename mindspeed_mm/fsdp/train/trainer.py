@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -346,8 +347,11 @@ def _kept() -> Iterator[None]:
             gc.unfreeze()
 
 
-if __name__ == "__main__":
-    import importlib
-
+def main() -> None:
+    """What `torchrun … mindspeed_mm/fsdp/train/trainer.py run.yaml` runs: `mm train` with the same words."""
     # By name: the command line stands above this layer, and nothing below it imports it.
     importlib.import_module("mindspeed_mm.cli.main").main(["train", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

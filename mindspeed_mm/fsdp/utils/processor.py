@@ -11,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
 from mindspeed_mm.fsdp.utils.processor_settings import PROCESSOR_FILES, check_processor_settings
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -40,6 +41,8 @@ def load_processor(
     folder = Path(folder)
     is_multimodal = _check_files(folder)
     check_processor_settings(folder)
+    if asks_for_it(folder):
+        provide_fun_asr_features()
     try:
         processor = _read(folder, is_multimodal, use_fast, trust_remote_code=False, **options)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sourc
 from mindspeed_mm.fsdp.data.data_utils.sample import Sample
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_of, with_view
+from mindspeed_mm.fsdp.data.data_utils.transcript_language import detects_language, is_whisper, tell_language
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -116,6 +117,8 @@ class QuestionEncoder:
         self._basic, self._preprocess = param.basic_parameters, param.preprocess_parameters
         self.processor = load_processor(folder, use_fast=self._preprocess.use_fast_tokenizer)
         self.tokenizer = tokenizer_of(self.processor)
+        tell_language(self.processor, folder)
+        self._detects_language = detects_language(self.processor, folder)
         self._plugin = build_mm_plugin(self.processor, self._preprocess)
         self._template = build_template(self.processor, self._basic)
         self._tokens = Tokens(
@@ -143,4 +146,23 @@ class QuestionEncoder:
         ]
         fills: dict[str, float] = dict.fromkeys(rows[0], 0) | {"input_ids": self.tokenizer.pad_token_id}
         media = [item for question in questions for item in question.media]
-        return {**left_padded_rows(rows, fills), **(self._plugin.collate(media) if media else {})}
+        texts = left_padded_rows(rows, fills)
+        if is_whisper(self.processor):
+            texts = self._transcript_starts(texts, [len(question.media) for question in questions])
+        return {**texts, **(self._plugin.collate(media) if media else {})}
+
+    def _transcript_starts(self, texts: dict[str, Any], sounds: Sequence[int]) -> dict[str, Any]:
+        """What the decoder of a speech recogniser goes on from; nothing where it is to find out the language itself.
+
+        Raises:
+            DataError: A question has no sound, or several, or asks on.
+        """
+        if set(sounds) != {1} or not texts["attention_mask"].all():
+            raise DataError(
+                f"this model transcribes one sound a row, and a row has {max(sounds, key=lambda n: abs(n - 1))}"
+                if set(sounds) != {1}
+                else "this model transcribes one sound, and a row goes on with an earlier transcript",
+                key="audios",
+                way_out="Give rows of one turn with one sound.",
+            )
+        return {} if self._detects_language else {"decoder_input_ids": texts["input_ids"]}

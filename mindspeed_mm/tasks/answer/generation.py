@@ -18,16 +18,20 @@ from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
-from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
+from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.tasks.answer.asking import QuestionEncoder, RowsView
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
 from mindspeed_mm.tasks.answer.questions import Question
+from mindspeed_mm.tasks.answer.transcription import transcripts
 
 SORTED_BATCHES = 8
 """Questions are sorted by length in windows of so many batches: the media of one window are in memory at a time."""
+SOUNDS = "input_features"
+"""What models call the spectra of sounds."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,10 @@ class Generator:
 
     def answer_batch(self, questions: Sequence[EncodedQuestion], max_new_tokens: int) -> list[Answer]:
         """The answers to encoded questions, in order."""
-        inputs = move_to(self.encoder.collate(questions), self.model.device)
+        inputs = in_dtype_of(self.model, move_to(self.encoder.collate(questions), self.model.device))
+        if is_whisper(self.encoder.processor):
+            found = transcripts(self.model, inputs, max_new_tokens=max_new_tokens)
+            return [Answer(ids, self._text_of(ids), finished) for ids, finished in found]
         with torch.inference_mode():
             output_BL = self.model.generate(
                 **inputs,
@@ -98,13 +105,21 @@ class Generator:
     def _read_answer(self, token_ids: list[int]) -> Answer:
         end = next((i for i, token in enumerate(token_ids) if token in self._end_ids), None)
         kept = token_ids if end is None else token_ids[: end + 1]
-        text = self.tokenizer.decode(kept, skip_special_tokens=True)
-        return Answer(tuple(kept), text.strip(), finished=end is not None)
+        return Answer(tuple(kept), self._text_of(kept), finished=end is not None)
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
 
 
 def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """What a model takes, on its device."""
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def in_dtype_of(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """With sounds in the type of the model's weights: unlike towers for pictures, those for sounds convert nothing."""
+    sounds = inputs.get(SOUNDS)
+    return inputs if sounds is None else inputs | {SOUNDS: sounds.to(model.dtype)}
 
 
 def load_generator(folder: Path, lora: Path | None = None, view: RowsView | None = None) -> Generator:
@@ -134,17 +149,14 @@ def load_model(folder: Path) -> Any:
     divided = is_megatron_folder(folder)
     if not divided:
         find_entries(folder)  # says what is wrong with weight files in words
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # seconds
-
+    config = load_model_config(folder)
+    model_class: Any = native_class(config, folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        takes_pictures = type(config) in AutoModelForImageTextToText._model_mapping
-        auto_class = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
         with quiet("transformers"):
             if divided:
-                model, report = _joined_model(auto_class._model_mapping[type(config)], config, folder)
+                model, report = _joined_model(model_class, config, folder)
             else:
-                model, report = auto_class.from_pretrained(
+                model, report = model_class.from_pretrained(
                     folder, dtype="auto", local_files_only=True, output_loading_info=True
                 )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.data.data_utils.plugins.media_features import MediaPlugin
 from mindspeed_mm.fsdp.data.data_utils.positions import KEY as PACKING_KEY
 from mindspeed_mm.fsdp.data.data_utils.positions import PositionRule, in_one_form, inputs_of_samples
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample
+from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 from mindspeed_mm.fsdp.utils.register import Registry
@@ -92,7 +93,7 @@ def build_collator(
 
 def _collator_of(processor: Any) -> str | None:
     """The name of the collator that a processor's model needs, where it is not the generic one."""
-    return "whisper" if type(processor).__name__ == "WhisperProcessor" else None
+    return "whisper" if is_whisper(processor) else None
 
 
 class CheckedCollator:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 _SHOW = """\
@@ -146,7 +147,7 @@ def whisper_format(processor: Any) -> str | None:
     """
     tokenizer = tokenizer_of(processor)
     prefix = getattr(tokenizer, "prefix_tokens", None)
-    if type(processor).__name__ != "WhisperProcessor" or not prefix:
+    if not is_whisper(processor) or not prefix:
         return None
     start = "".join(tokenizer.convert_ids_to_tokens(prefix))
     return _format(_WHISPER).replace("START", f"({start!r} if loop.index0 == 0 else '')")

@@ -7,6 +7,7 @@ for, in whichever worker it falls to.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
@@ -23,6 +24,7 @@ from mindspeed_mm.fsdp.data.data_utils.rows.stream_table import open_streamed_ro
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedPair, EncodedSample, RowLocation, Sample, SampleSize
 from mindspeed_mm.fsdp.data.data_utils.template import build_template
 from mindspeed_mm.fsdp.data.data_utils.training_view import view_notes, with_view
+from mindspeed_mm.fsdp.data.data_utils.transcript_language import require_language, tell_language
 from mindspeed_mm.fsdp.data.dataset import MMDataset
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
 from mindspeed_mm.fsdp.utils.processor import load_processor, tokenizer_of
@@ -92,11 +94,16 @@ class Qwen2VLDataset(MMDataset):
 
     def sample(self, index: int) -> Sample:
         """Row `index`, converted but not encoded."""
-        row, place = self._rows.row(index), self._rows.place(index)
+        row, place = self.conversation(index), self._rows.place(index)
         if self._is_text:
             return convert_text(row, place)
         sample = convert_row(row, self._rows.row_format(index), place)
         return with_media_beside(sample, str(self._rows.folder(index).absolute())) if self._looks_beside else sample
+
+    def conversation(self, index: int) -> dict[str, Any]:
+        """Row `index` in a layout that `attr` can tell of. A data set of rows of another layout overrides this."""
+        row: dict[str, Any] = self._rows.row(index)
+        return row
 
     def measure(self, index: int) -> SampleSize:
         """The size that encoding sample `index` gives, its media known by their headers where those tell.
@@ -180,6 +187,8 @@ class Qwen2VLDataset(MMDataset):
             trust_remote_code=preprocess.trust_remote_code,
             fix_mistral_regex=preprocess.fix_mistral_regex,
         )
+        tell_language(self.processor, Path(preprocess.model_name_or_path))
+        require_language(self.processor, Path(preprocess.model_name_or_path))
         tokenizer = tokenizer_of(self.processor)
         self.plugin = build_mm_plugin(self.processor, preprocess)
         self.template = None if self._is_text else build_template(self.processor, basic)

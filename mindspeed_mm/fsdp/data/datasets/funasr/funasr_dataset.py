@@ -1,0 +1,48 @@
+"""Transcripts as FunASR's recipes lay them out: `dataset_type: funasr`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
+from mindspeed_mm.fsdp.utils.register import data_register
+
+_SPEECH = re.compile(r"<\|startofspeech\|>!?(.*?)<\|endofspeech\|>", re.DOTALL)
+
+
+@data_register.register("funasr")
+class FunAsrDataset(Qwen2VLDataset):
+    """Rows of two layouts, beside those that every data set reads:
+
+    `{"messages": [{"role": "user", "content": "Transcribe: <|startofspeech|>!a.wav<|endofspeech|>"}, …]}` and
+    `{"key": "a", "source": "a.wav", "target": "hello"}`, the latter perhaps with a `prompt`.
+
+    What they say of lengths (`speech_length`, `source_len` …) is not read: lengths are measured.
+    """
+
+    def conversation(self, index: int) -> dict[str, Any]:
+        """Row `index` with its sound in a column."""
+        return conversation_of(super().conversation(index))
+
+
+def conversation_of(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as a conversation with `audios`; one of another layout as it is."""
+    if isinstance(row.get("source"), str) and isinstance(row.get("target"), str):
+        asked, said = f"{row.get('prompt') or ''}<audio>", row["target"]
+        told = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        return {"id": row.get("key"), "messages": told, "audios": [row["source"]]}
+    turns = row.get("messages")
+    if not isinstance(turns, list):
+        return row
+    sounds: list[str] = []
+    told = [_without_paths(turn, sounds) for turn in turns]
+    return {**row, "messages": told, "audios": sounds} if sounds else row
+
+
+def _without_paths(turn: Any, sounds: list[str]) -> Any:
+    """A turn with marks where it named sounds, which are added to `sounds`."""
+    if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
+        return turn
+    sounds += [path.strip() for path in _SPEECH.findall(turn["content"])]
+    return {**turn, "content": _SPEECH.sub("<audio>", turn["content"])}

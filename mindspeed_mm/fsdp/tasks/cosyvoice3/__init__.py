@@ -1,0 +1,1 @@
+"""CosyVoice3: the language model that turns text into speech tokens."""

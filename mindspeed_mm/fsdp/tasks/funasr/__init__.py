@@ -1,0 +1,1 @@
+"""Fun-ASR: speech recognition."""
