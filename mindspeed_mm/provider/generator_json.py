@@ -10,7 +10,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, find, plain, text_at, value_at_key
 from mindspeed_mm.provider.model_sizes import compare
-from mindspeed_mm.provider.module_names import FAMILIES
+from mindspeed_mm.provider.module_names import FAMILIES, ModuleNames
 from mindspeed_mm.provider.reading import Reading
 
 _COMPONENTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "image_encoder")
@@ -34,7 +34,7 @@ def put_generator(reading: Reading, root: Node) -> None:
     reading.is_generator = True
     predictor = find(root, "predictor")
     model_id = text_at(root, "predictor.model_id") or ""
-    reading.names = FAMILIES["wan"] if model_id == "wandit" else None
+    reading.names = FAMILIES["wan"] if model_id == "wandit" else ModuleNames("", "", head=())
     layers = value_at_key(root, "predictor.num_layers")
     reading.decoder_layers = layers if isinstance(layers, int) else None
     found = _folder(reading, root)
@@ -55,11 +55,12 @@ def put_generator(reading: Reading, root: Node) -> None:
 
 def _folder(reading: Reading, root: Node) -> tuple[str, SourcePosition] | None:
     """The folder in diffusers' layout: the one around every component, or around the weights of `--load`."""
-    parents = {}
+    parents: dict[str, SourcePosition] = {}
     for node in _pretrained(root):
         path = PurePosixPath(node.value)
-        if path.name in _COMPONENTS:
-            parents[str(path.parent)] = node.place
+        around = next((inside.parent for inside in (path, *path.parents) if inside.name in _COMPONENTS), None)
+        if around is not None:
+            parents.setdefault(str(around), node.place)
     load = reading.value("load")
     if isinstance(load, str) and PurePosixPath(load).name == "transformer":
         parents.setdefault(str(PurePosixPath(load).parent), reading.place("load"))

@@ -23,6 +23,9 @@ _OPENS = re.compile(r"(?:if|for|while|case|until)\b|(?:function\s+)?\w+\s*\(\)")
 _CLOSES = re.compile(r"(?:.*[;\s])?(?:fi|done|esac|})\s*;?$", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+_COMMAND = re.compile(r"\$\([^)]*\)|`[^`]*`")
+_UNKNOWN = re.compile("\0(.*?)\0")
+"""What stands for a value that only a shell can tell, with the name of its variable."""
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -30,10 +33,6 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-
-
-class _NotKnownError(Exception):
-    """A variable whose value only a shell can tell."""
 
 
 def flags_of_launch(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -49,23 +48,38 @@ def flags_of_launch(words: Sequence[str], environment: Mapping[str, str]) -> lis
         ConfigError: The script cannot be read.
     """
     if words and words[0].endswith(".sh"):
-        return [*flags_of_launch(_command_of(Path(words[0]), environment), environment), *words[1:]]
+        flags = flags_of_launch(_command_of(Path(words[0]), environment), environment)
+        _check_known(flags, words[0])
+        return [*flags, *words[1:]]
     entry = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if entry is None:
         return list(words)
-    launcher, flags = words[:entry], words[entry + 1 :]
+    launcher, own = words[:entry], list(words[entry + 1 :])
     kept: list[str] = []
     for at, word in enumerate(launcher):
         name, sign, _ = word.removeprefix("--").replace("-", "_").partition("=")
         if word.startswith("--") and name in _NUMBER_OF_RANKS:
-            kept += [word] if sign else launcher[at : at + 2]
-    file = 1 if flags and flags[0].endswith((".yaml", ".yml")) else 0
-    return [*flags[:file], *kept, *flags[file:]]
+            kept += [word] if sign else list(launcher[at : at + 2])
+    file = 1 if own and own[0].endswith((".yaml", ".yml")) else 0
+    return [*own[:file], *kept, *own[file:]]
+
+
+def _check_known(words: Sequence[str], script: str) -> None:
+    """Raise where a flag's value is one that only a shell can tell."""
+    unknown = next((mark[1] for word in words if (mark := _UNKNOWN.search(word))), None)
+    if unknown is not None:
+        raise UsageError(
+            f"{unknown} is worked out while the script runs",
+            where=script,
+            way_out=f"Set it before the command: {unknown}=… mm config --from-flags {script}."
+            if unknown.isidentifier()
+            else "Write its value into the script.",
+        )
 
 
 def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
     """The words of the launch in a script: those of its quoted groups, with variables and sums worked out."""
-    values: dict[str, str | None] = {}
+    values: dict[str, str] = {}
     depth = 0
     for statement in _statements(read_config_text(path)):
         depth += 1 if _OPENS.match(statement) else 0
@@ -76,9 +90,9 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
         if assignment:
             name, in_quotes, literal, bare = assignment.groups()
             text = in_quotes if in_quotes is not None else bare
-            values[name] = literal if literal is not None else _value(text, values, environment)
-            if depth:  # whether the block runs, only a shell knows
-                values[name] = None
+            value = literal if literal is not None else _expanded(text, values, environment)
+            is_open = depth > 0 or _asks_a_shell(text or "")  # whether a block runs, only a shell knows
+            values[name] = environment.get(name, f"\0{name}\0") if is_open else value
         depth -= 1 if _CLOSES.fullmatch(statement) and depth else 0
     raise UsageError(
         "holds no line that starts an entry with torchrun or python",
@@ -107,60 +121,48 @@ def _statements(text: str) -> list[str]:
     return [statement for statement in statements if statement]
 
 
-def _launch_words(
-    command: str, values: Mapping[str, str | None], environment: Mapping[str, str], path: Path
-) -> list[str]:
+def _launch_words(command: str, values: Mapping[str, str], environment: Mapping[str, str], path: Path) -> list[str]:
     command = re.split(r"\s(?:\d?>|\||&)", command)[0]
+    text = _expanded(command, values, environment)
     try:
-        return shlex.split(_expanded(command, values, environment))
-    except _NotKnownError as error:
-        raise UsageError(
-            f"{error} is worked out while the script runs",
-            where=str(path),
-            way_out=f"Set it before the command: {error}=… mm config --from-flags {path}.",
-        ) from None
+        return shlex.split(text)
     except ValueError as error:
         raise UsageError(f"its launch cannot be read: {error}", where=str(path)) from None
 
 
-def _value(text: str, values: Mapping[str, str | None], environment: Mapping[str, str]) -> str | None:
-    try:
-        return _expanded(text, values, environment)
-    except _NotKnownError:
-        return None
+def _asks_a_shell(text: str) -> bool:
+    """Whether a text holds the output of a command, or a form of a variable that is not worked out here."""
+    left = _VARIABLE.sub("", _ARITHMETIC.sub("", text))
+    return "$" in left or "`" in left
 
 
-def _expanded(text: str, values: Mapping[str, str | None], environment: Mapping[str, str]) -> str:
-    """The text with variables and sums worked out. Raises `_NotKnownError` for what only a shell knows."""
+def _expanded(text: str, values: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    """The text with variables and sums worked out, and with marks for those that only a shell knows."""
 
-    def value(name: str, default: str | None = None) -> str:
-        found = values.get(name)
-        found = environment.get(name) if found is None else found
-        if found is None and default is None:
-            raise _NotKnownError(name)
-        return found if found is not None else str(default)
+    def value(found: re.Match[str]) -> str:
+        name, default = found[1] or found[3], found[2]
+        return values.get(name) or environment.get(name) or (default if default is not None else f"\0{name}\0")
 
     def total(match: re.Match[str]) -> str:
-        expression = _VARIABLE.sub(lambda found: value(found[1] or found[3], found[2]), match[1])
-        return str(_sum(re.sub(r"[A-Za-z_]\w*", lambda found: value(found[0]), expression)))
+        inner = _VARIABLE.sub(value, match[1])
+        inner = re.sub(r"(?<![\w\0])[A-Za-z_]\w*(?!\0)", lambda found: values.get(found[0], f"\0{found[0]}\0"), inner)
+        unknown = _UNKNOWN.search(inner)
+        return unknown[0] if unknown else _sum(inner)
 
-    text = _ARITHMETIC.sub(total, text)
-    if "$(" in text or "`" in text:
-        raise _NotKnownError("what a command prints")
-    return _VARIABLE.sub(lambda found: value(found[1] or found[3], found[2]), text)
+    return _VARIABLE.sub(value, _COMMAND.sub("\0$(…)\0", _ARITHMETIC.sub(total, text)))
 
 
-def _sum(expression: str) -> int:
-    """Whole numbers with + - * / % and brackets, as a shell computes them."""
+def _sum(expression: str) -> str:
+    """Whole numbers with + - * / % and brackets, as a shell computes them; anything else stays unknown."""
 
     def compute(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             return _OPERATIONS[type(node.op)](compute(node.left), compute(node.right))
-        raise _NotKnownError(expression)
+        raise ValueError(expression)
 
     try:
-        return compute(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError):
-        raise _NotKnownError(expression) from None
+        return str(compute(ast.parse(expression.strip(), mode="eval").body))
+    except (ValueError, SyntaxError, ZeroDivisionError):
+        return f"\0(({expression.strip()}))\0"

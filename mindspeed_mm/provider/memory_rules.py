@@ -74,7 +74,7 @@ def fused_kernels(reading: Reading) -> None:
 def _put_first_layers(reading: Reading, count: int, place: SourcePosition) -> None:
     """Patterns of the first layers of each stage; all layers need none."""
     stages = reading.stage_layers or _even_stages(reading)
-    if not stages or reading.names is None:
+    if not stages or reading.names is None or not reading.names.layers:
         reading.draft.note(
             f"{place}: the model's layers are not known here, so all of them are computed again, not {count} a stage."
         )

@@ -131,7 +131,8 @@ def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
     for role, part in _ROLES:
         if written == role or written.startswith(f"{role}."):
             rest = written.removeprefix(role)
-            return [_trimmed(name + rest) for name in _modules(part, names)] or [written]
+            found = [f"{module}{rest}".removeprefix(".") for module in _modules(part, names)]
+            return [name for name in found if name] or [written]
     class_name = written.rpartition(".")[2]
     if "." in written and class_name[:1].isupper():
         part = next((part for pattern, part in _CLASSES if pattern.search(class_name)), "")
@@ -145,11 +146,10 @@ def patterns_of(written: str, names: ModuleNames | None) -> list[str]:
 
 
 def _modules(part: str, names: ModuleNames) -> list[str]:
+    """The modules of a role; of a generator, the decoder is the model itself, whose name is empty."""
+    if part == "decoder":
+        return [names.decoder]
     if part in ("norm", "embed_tokens", "rotary_emb"):
         return [names.of_decoder(part)]
     found = getattr(names, part, "") if part else ""
     return list(found) if isinstance(found, tuple) else [found] if found else []
-
-
-def _trimmed(name: str) -> str:
-    return name.removeprefix(".")

@@ -39,10 +39,10 @@ class GivenFlags:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         name, _, rest = message.removeprefix("argument ").partition(": ")
-        if not rest:
+        if not message.startswith("argument ") or not rest:
             raise UsageError(message)
-        spelling = name.split("/")[0]
-        raise UsageError(rest.replace("expected one argument", "needs a value"), where=spelling)
+        what = "needs a value" if rest.startswith(("expected one", "expected at least one")) else rest
+        raise UsageError(what, where=name.split("/")[0])
 
 
 def parse(
@@ -79,8 +79,8 @@ def parse(
             setattr(known, flag.dest, flag.default)
     given.world_size = _world_size(known, given, environment)
     known.world_size = given.world_size or 1
-    known.rank = int(environment.get("RANK", "0"))
-    known.local_rank = int(environment.get("LOCAL_RANK", "0"))
+    known.rank = _number(environment, "RANK", 0)
+    known.local_rank = _number(environment, "LOCAL_RANK", 0)
     setattr(known, _ORIGIN, given)
     return known
 
@@ -171,10 +171,17 @@ def _convert(namespace: Namespace, given: GivenFlags) -> list[Problem]:
 def _world_size(namespace: Namespace, given: GivenFlags, environment: Mapping[str, str]) -> int | None:
     """The number of ranks: of the job that runs, or of the flags for torchrun."""
     if "WORLD_SIZE" in environment:
-        return int(environment["WORLD_SIZE"])
+        return _number(environment, "WORLD_SIZE", 1)
     if "nproc_per_node" in given.places or "nnodes" in given.places:
         return (namespace.nproc_per_node or 1) * (namespace.nnodes or 1)
     return None
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdigit():
+        raise UsageError(f"'{text}' is not a whole number", where=name, way_out="torchrun sets it.")
+    return int(text)
 
 
 def _count(problems: Sequence[Problem]) -> str:

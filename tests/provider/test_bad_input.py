@@ -74,6 +74,11 @@ def test_numbers_and_missing_values() -> None:
     assert problems("--lr --seed 3") == ["--lr  needs a value"]
 
 
+def test_a_number_of_ranks_that_is_none() -> None:
+    with pytest.raises(MMError, match="WORLD_SIZE  'eight' is not a whole number"):
+        from_flags(NEEDED.split(), {"WORLD_SIZE": "eight"})
+
+
 def test_what_every_training_needs() -> None:
     assert problems("") == [
         f"{flag}  is not given. Add it." for flag in ("--micro-batch-size", "--train-iters", "--lr")

@@ -14,7 +14,7 @@ from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, UsageError
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from mindspeed_mm.provider.flags import FLAGS, LaunchFlag, by_dest
-from mindspeed_mm.provider.parse import parse
+from mindspeed_mm.provider.parse import fill_absent, parse
 from mindspeed_mm.provider.translate import RULES, Translated, from_flags, translate
 
 BASE = {
@@ -268,6 +268,21 @@ def test_a_user_s_own_flags() -> None:
     namespace = parse(["--my-size", "4", *words_of()], {}, provider)
     assert (namespace.my_size, namespace.seed) == (4, 5)
     assert translate(namespace).arguments.training.lr == 1e-3
+
+
+def test_a_user_s_own_flag_that_is_required() -> None:
+    def provider(parser: Any) -> None:
+        parser.add_argument("--mine", required=True)
+
+    with pytest.raises(UsageError, match="the following arguments are required: --mine"):
+        parse(words_of(), {}, provider)
+
+
+def test_defaults_of_a_program_fill_absent_flags() -> None:
+    namespace = parse(words_of(), {})
+    fill_absent(namespace, {"seed": 3, "lr": 7.0, "own": 1})
+    training = translate(namespace).arguments.training
+    assert (training.seed, training.lr, namespace.own) == (3, 1e-3, 1)
 
 
 def test_unknown_words_can_be_left_out() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from mindspeed_mm.cli.main import run
+from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.loader import load_config
 from mindspeed_mm.provider.flags import FLAGS
-from mindspeed_mm.provider.translate import from_flags
+from mindspeed_mm.provider.translate import Translated, from_flags
 from mindspeed_mm.tasks.config import as_text, run_flags
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -64,17 +66,48 @@ def test_flags_and_a_yaml_written_by_hand_are_the_same() -> None:
     assert by_flags.arguments == by_hand.arguments
 
 
-def test_a_script_that_only_a_shell_can_work_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text("N=$(cat hosts | wc -l)\ntorchrun --nnodes $N --nproc_per_node 2 a.py --lr 1 --train-iters 1 \\\n"
-                      "  --micro-batch-size 1\n")  # fmt: skip
-    assert run(["config", "--from-flags", str(script)]) == 2
-    assert f"{script}  N is worked out while the script runs. Set it before the command: N=" in capsys.readouterr().err
-    config = run_flags([str(script)], {"N": "2"})
-    assert config.arguments.training.train_iters == 1
-    script.write_text("echo nothing\n")
-    assert run(["config", "--from-flags", str(script)]) == 2
-    assert "holds no line that starts an entry" in capsys.readouterr().err
+NEEDED = "--lr 1 --train-iters 1 --micro-batch-size 1"
+
+
+def of_script(tmp_path: Path, text: str, environment: Mapping[str, str] | None = None) -> Translated:
+    (tmp_path / "run.sh").write_text(text)
+    return run_flags([str(tmp_path / "run.sh")], environment or {})
+
+
+def test_a_script_that_only_a_shell_can_work_out(tmp_path: Path) -> None:
+    text = (
+        "ADDRESS=`hostname -I | awk '{print $1}'`  # of this host\n"
+        "N=$(cat hosts | wc -l)\nGBS=$((2 * N * 2))\n"
+        'D="--nnodes $N --nproc_per_node 2 --master_addr $ADDRESS"\n'
+        f"torchrun $D a.py {NEEDED} --global-batch-size $GBS\n"
+    )
+    with pytest.raises(UsageError, match=r"N is worked out while the script runs\. Set it before the command: N="):
+        of_script(tmp_path, text)
+    assert of_script(tmp_path, text, {"N": "3"}).arguments.training.gradient_accumulation_steps == 2
+    with pytest.raises(UsageError, match=r"\$\(…\) is worked out while the script runs. Write"):
+        of_script(tmp_path, f"python b.py {NEEDED} --save run_$(date +%F)\n")
+    with pytest.raises(UsageError, match="holds no line that starts an entry"):
+        of_script(tmp_path, "echo nothing\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "save"),
+    [
+        ('A=x\nif [ -d y ]; then\n  B=1\nfi\nexport C="$A/z"\n', "$C"),
+        ("A='x/$y'\n", '"$A"'),
+        ("A=x/z # words\n", "${A}"),
+        ("", "${B:-x/z}"),
+    ],
+)
+def test_forms_of_a_shell(tmp_path: Path, text: str, save: str) -> None:
+    found = of_script(tmp_path, f"{text}python b.py {NEEDED} --save {save} 2>&1 | tee log_$(date).txt\n")
+    assert found.arguments.training.save in ("x/z", "x/$y")
+
+
+def test_what_a_block_sets_is_not_known(tmp_path: Path) -> None:
+    text = f"A=x\nif true; then\n  A=y\nfi\npython b.py {NEEDED} --save $A\n"
+    with pytest.raises(UsageError, match="A is worked out while the script runs"):
+        of_script(tmp_path, text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,262 @@
+"""What model.json, data.json and tools.json say, key by key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.provider.parse import parse
+from mindspeed_mm.provider.translate import Translated, translate
+
+NEEDED = ["--lr", "1e-5", "--train-iters", "10", "--micro-batch-size", "1"]
+VISION = "image_encoder.vision_encoder"
+WHOLE_TOWER = ("model.visual",)
+WITHOUT_PROJECTOR = ("model.visual.patch_embed", "model.visual.blocks.{*}")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text('{"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 8}}')
+    write("data", {"dataset_param": {"preprocess_parameters": {"model_name_or_path": "hf"}}})
+
+
+def write(name: str, content: dict[str, Any]) -> None:
+    Path(f"{name}.json").write_text(json.dumps(content, indent=1))
+
+
+def run(model: dict[str, Any], *words: str, world_size: int = 8, data: bool = True) -> Translated:
+    write("model", model)
+    files = ["--mm-model", "model.json", *(["--mm-data", "data.json"] if data else [])]
+    return translate(parse([*NEEDED, *files, *words], {"WORLD_SIZE": str(world_size)}))
+
+
+def vlm(decoder: dict[str, Any] | None = None, tower: Any = None, projector: Any = None) -> dict[str, Any]:
+    return {
+        "model_id": "qwen2_5vl",
+        "text_decoder": {"num_layers": 8, **(decoder or {})},
+        "image_encoder": {"vision_encoder": tower or {}, "vision_projector": projector or {}},
+    }
+
+
+def problem(model: dict[str, Any], *words: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        run(model, *words)
+    return str(raised.value)
+
+
+def test_the_folder_is_that_of_the_processor() -> None:
+    config = run(vlm()).config
+    assert config.arguments.model.model_name_or_path == "hf"
+    assert str(config.origins["model.model_name_or_path"]).startswith("data.json:4:")
+
+
+@pytest.mark.parametrize(
+    ("tower", "projector", "decoder", "frozen"),
+    [
+        ({}, {}, {}, WITHOUT_PROJECTOR),
+        ({"freeze": True}, {"freeze": True}, {}, WHOLE_TOWER),
+        ({"freeze": False}, {"freeze": True}, {}, ("model.visual.merger",)),
+        ({"freeze": False}, {}, {}, ()),
+        ({"freeze": False}, {}, {"freeze": True}, ("model.language_model",)),
+    ],
+)
+def test_frozen_parts(tower: Any, projector: Any, decoder: Any, frozen: tuple[str, ...]) -> None:
+    assert run(vlm(decoder, tower, projector)).arguments.model.freeze == frozen
+
+
+def test_a_model_of_transformers_freezes_what_it_says() -> None:
+    model = {"model_id": "qwen3_vl", "init_from_hf_path": "hf", "image_encoder": {"vision_encoder": {}}}
+    assert run(model, data=False).arguments.model.freeze == ()
+    model["image_encoder"] = {"vision_encoder": {"freeze": True}}
+    assert run(model, data=False).arguments.model.freeze == WITHOUT_PROJECTOR
+
+
+def test_frozen_parts_of_a_model_that_is_not_known() -> None:
+    Path("hf/config.json").write_text('{"model_type": "other"}')
+    assert "freeze: the parts of this model are not known by name" in problem({**vlm(), "model_id": "x"})
+
+
+PP2 = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "16")
+
+
+@pytest.mark.parametrize(
+    ("counts", "words", "points"),
+    [
+        ([3, 5], PP2, ("model.language_model.layers.3",)),
+        ([0, 8], PP2, ("model.language_model.layers.0",)),
+        ([8, 0], PP2, ("model.language_model.norm",)),
+        (
+            [[1, 2], [2, 3]],
+            (*PP2, "--virtual-pipeline-model-parallel-size", "2"),
+            tuple(f"model.language_model.layers.{start}" for start in (1, 3, 5)),
+        ),
+        ([8], (), ()),
+    ],
+)
+def test_layers_of_stages(counts: Any, words: tuple[str, ...], points: tuple[str, ...]) -> None:
+    arguments = run(vlm({"pipeline_num_layers": counts}), *words).arguments
+    assert arguments.parallel.pp_plan.split_points == points
+
+
+def test_a_tower_on_several_stages_is_cut_at_equal_cost() -> None:
+    model = vlm({"pipeline_num_layers": [3, 5]}, {"pipeline_num_layers": [16, 16]})
+    translated = run(model, *PP2)
+    assert translated.arguments.parallel.pp_plan.split_points == ()
+    assert any("the vision tower lies on one stage here" in note for note in translated.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [
+        (("--recompute-method", "uniform", "--recompute-num-layers", "1"), ()),
+        (("--recompute-method", "block", "--recompute-num-layers", "8"), ()),
+        (("--recompute-method", "block", "--recompute-num-layers", "2"), ("model.language_model.layers.{0-1}",)),
+        ((*PP2, "--recompute-method", "block", "--recompute-num-layers", "1"), ("model.language_model.layers.{0,4}",)),
+    ],
+)
+def test_recomputed_layers(words: tuple[str, ...], pattern: tuple[str, ...]) -> None:
+    features = run(vlm(), "--recompute-granularity", "full", *words).arguments.features
+    assert (features.recompute, features.recompute_plan.apply_modules) == (True, pattern)
+
+
+def test_recomputation_in_the_file_goes_before_the_flags() -> None:
+    model = vlm({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3})
+    features = run(model, "--recompute-granularity", "selective").arguments.features
+    assert features.recompute_plan.mode == "full"
+    assert features.recompute_plan.apply_modules == ("model.language_model.layers.{0-2}",)
+    tower = vlm(tower={"recompute_granularity": "full", "recompute_method": "uniform"})
+    assert run(tower).arguments.features.recompute_plan.apply_modules == ("model.visual.blocks.{*}",)
+
+
+def test_sizes_of_the_tower() -> None:
+    words = ("--context-parallel-size", "2", "--context-parallel-algo", "ulysses_cp_algo")
+    plan = run(vlm(tower={"context_parallel_size": 1}), *words).arguments.parallel.encoder_plan
+    assert (plan.ring_attention_size, plan.ulysses_parallel_size) == (1, 1)
+    plan = run(vlm(tower={"tensor_model_parallel_size": 1}), "--tensor-model-parallel-size", "2").arguments.parallel
+    assert plan.encoder_plan.tensor_parallel_size == 1
+    assert (
+        run(vlm(tower={"context_parallel_size": 2}), *words).arguments.parallel.encoder_plan
+        == type(plan.encoder_plan)()
+    )
+    assert "Write 1, or 2" in problem(vlm(tower={"context_parallel_size": 3}), *words)
+    assert "2, but --context-parallel-size says 1" in problem(vlm({"context_parallel_size": 2}))
+
+
+def test_the_loss_of_a_model_of_transformers() -> None:
+    loss = {"compute_mode": "chunk", "chunk_size": 7, "loss_type": "default", "router_aux_loss_coef": 0.1}
+    features = run({"init_from_hf_path": "hf", "loss_cfg": loss}, data=False).arguments.features
+    assert (features.enable_chunk_loss, features.chunkloss_plan.chunk_size) == (True, 7)
+    assert (features.loss_cfg.loss_type, features.loss_cfg.router_aux_loss_coef) == ("default", 0.1)
+    assert "'chunky' is neither default nor chunk" in problem(
+        {"init_from_hf_path": "hf", "loss_cfg": {"compute_mode": "chunky"}}
+    )
+
+
+def test_patches() -> None:
+    translated = run({"patch": {"muon_optimizer": True, "clip_grad_async": True, "x": True}}, data=False)
+    assert translated.arguments.training.optimizer == "muon"
+    assert [note for note in translated.notes if "patch" in note] == [
+        "model.json:5:8: patch.x has no effect: nothing is patched here."
+    ]
+    assert "patch.adaptive_clip_grad_norm is not built" in problem({"patch": {"adaptive_clip_grad_norm": True}})
+
+
+def test_values_that_files_copy_are_noted() -> None:
+    Path("hf/config.json").write_text(
+        '{"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 8, "rms_norm_eps": 1e-5}}'
+    )
+    notes = run(vlm({"layernorm_epsilon": 1e-6})).notes
+    assert "text_decoder.layernorm_epsilon  1e-06, hf/config.json says 1e-05; the folder's value counts." in notes[0]
+
+
+def wan_folder() -> dict[str, Any]:
+    Path("wan/transformer").mkdir(parents=True)
+    sizes = {"num_layers": 2, "num_attention_heads": 3, "attention_head_dim": 4, "in_channels": 16}
+    Path("wan/transformer/config.json").write_text(json.dumps(sizes))
+    return {
+        "predictor": {"model_id": "wandit", "num_layers": 2, "num_heads": 3, "hidden_size": 12, "in_dim": 16},
+        "ae": {"from_pretrained": "./wan/vae/"},
+        "text_encoder": [{"from_pretrained": "wan/text_encoder"}],
+        "diffusion": {"model_id": "wan_flow_match_scheduler", "shift": 3},
+    }
+
+
+def test_a_generator() -> None:
+    arguments = run(wan_folder(), "--load", "wan/transformer/", data=False).arguments
+    assert (arguments.model.model_name_or_path, arguments.training.load) == ("wan", None)
+    noise = arguments.training.diffusion
+    assert (noise.timestep_density, noise.loss_weighting, noise.shift) == ("uniform", "bell", 3.0)
+
+
+def test_the_folder_around_files_of_components() -> None:
+    model = {"predictor": {"model_id": "hunyuanvideo15dit"}, "ae": {"from_pretrained": "hv/vae/weights.safetensors"},
+             "text_encoder": [{"from_pretrained": "hv/text_encoder/llm"}]}  # fmt: skip
+    Path("f.yaml").write_text("sub_modules_to_wrap: ['predictor.double_blocks.{*}']\nignored_modules: [ae]\n")
+    arguments = run(model, "--use-torch-fsdp2", "--fsdp2-config-path", "f.yaml", data=False).arguments
+    assert arguments.model.model_name_or_path == "hv"
+    plan = arguments.parallel.fsdp_plan
+    assert (plan.apply_modules, plan.ignored_modules) == (("double_blocks.{*}",), ())
+
+
+def test_sizes_and_bounds_of_a_generator() -> None:
+    model = wan_folder()
+    model["predictor"]["hidden_size"] = 13
+    model["diffusion"]["max_timestep_boundary"] = 0.4
+    text = problem(model)
+    assert "predictor.hidden_size  13, wan/transformer/config.json says 12" in text
+    assert "max_timestep_boundary is not built" in text
+
+
+def test_samples_of_a_generator() -> None:
+    model = {**wan_folder(), "pipeline_config": {"input_size": [5, 16, 32]}, "prompt": "a cat", "fps": 8}
+    model["diffusion"] |= {"num_inference_steps": 4, "guidance_scale": 2.5}
+    found = run(model, data=False).arguments.inference.sampling
+    assert (found.num_frames, found.height, found.width, found.fps) == (5, 16, 32, 8.0)
+    assert (found.prompts, found.num_inference_steps, found.guidance_scale) == (("a cat",), 4, 2.5)
+
+
+def media(kind: str) -> Arguments:
+    write("data", {
+        "dataset_param": {
+            "dataset_type": kind,
+            "basic_parameters": {"data_path": "clips.json", "data_folder": "clips"},
+            "preprocess_parameters": {"num_frames": 5, "max_height": 16, "max_width": 32, "train_fps": 8},
+        },
+        "dataloader_param": {"sampler_type": "LengthGroupedSampler", "group_data": True},
+    })  # fmt: skip
+    return run(wan_folder()).arguments
+
+
+def test_rows_of_generators() -> None:
+    dataset: Any = media("t2v").data.dataset_param
+    assert dataset.dataset_type == "generation"
+    assert (dataset.basic_parameters.dataset, dataset.basic_parameters.dataset_dir) == ("clips.json", "clips")
+    sizes = dataset.preprocess_parameters
+    assert [sizes[name] for name in ("num_frames", "height", "width", "fps")] == [5, 16, 32, 8]
+
+
+def test_features_of_generators() -> None:
+    dataset: Any = media("feature").data.dataset_param
+    assert (dataset.basic_parameters.features_dir, dataset.basic_parameters.dataset) == ("clips", None)
+
+
+def test_rows_of_an_older_layout() -> None:
+    write("data", {"dataset_param": {"dataset_type": "multimodal"}})
+    text = problem(vlm())
+    assert "data.json:3:19  dataset_type 'multimodal' reads rows of an older layout" in text
+
+
+def test_tools() -> None:
+    write("tools", {"profile": {"enable": True, "ranks": [-1]}, "sorafeature": {"save_path": "f"}})
+    translated = run(vlm(), "--mm-tool", "tools.json")
+    assert translated.arguments.tools.profile.enable is True
+    assert translated.tools_json["sorafeature"] == {"save_path": "f"}
+    assert translated.model_json["model_id"] == "qwen2_5vl"
+    assert translated.data_json["dataset_param"]["preprocess_parameters"] == {"model_name_or_path": "hf"}
