@@ -52,11 +52,11 @@ FSDP2_KEYS = (
 def put_fsdp2_config(reading: Reading) -> None:
     """What fsdp2_config.yaml asks for; without a file, its defaults."""
     given = _settings(reading, "fsdp2_config_path", FSDP2_KEYS)
-    _put_group_size(reading, given.get("sharding_size"), "sharding_size")
     for name, key in _AS_THEY_ARE.items():
         if name in given:
             node = given[name]
-            reading.draft.replace(key, _DTYPES.get(plain(node), plain(node)), node.place)
+            reading.draft.put(key, _DTYPES.get(plain(node), plain(node)), node.place)
+    _put_group_size(reading, given.get("sharding_size"), "sharding_size")
     for name, key in _PATTERNS.items():
         if name in given:
             _put_patterns(reading, key, given[name])

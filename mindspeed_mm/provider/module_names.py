@@ -43,7 +43,7 @@ def _qwen(decoder: str, vision: str, extra: tuple[str, ...] = (), mergers: tuple
 
 
 def _with_audio(names: ModuleNames) -> ModuleNames:
-    return ModuleNames(**{**names.__dict__, "audio": "audio_tower"})
+    return ModuleNames(**{**names.__dict__, "audio": "model.audio_tower"})
 
 
 _LLM, _VIS = "model.language_model", "model.visual"
@@ -67,8 +67,8 @@ FAMILIES: dict[str, ModuleNames] = {
         _LLM, f"{_LLM}.layers", vision=_TOWER, vision_layers=f"{_TOWER}.transformer.layers",
         vision_parts=(_TOWER,), projector=(_PROJECTOR,),
     ),
-    "qwen2_5_omni": _with_audio(_qwen("model", "visual")),
-    "qwen3_omni_moe": _with_audio(_qwen("model", "visual", ("pos_embed",), ("merger", "merger_list"))),
+    "qwen2_5_omni": _with_audio(_qwen(_LLM, _VIS)),
+    "qwen3_omni_moe": _with_audio(_qwen(_LLM, _VIS, ("pos_embed",), ("merger", "merger_list"))),
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen2", "llama"), _TEXT),
     "wan": ModuleNames("", "blocks", head=("proj_out",)),
 }  # fmt: skip

@@ -35,6 +35,8 @@ OF_TEST = {
 def tiny(family: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = TINY[OF_TEST[family]].build()
+    if "omni" in family and not hasattr(model.model, "language_model"):
+        pytest.skip("an older transformers names the parts of Omni models otherwise")
     return model
 
 
@@ -64,10 +66,7 @@ def test_tower_and_projector_are_all_that_sees(family: str) -> None:
     inside = resolve_patterns([*names.vision_parts, *names.projector], known, key="freeze")
     frozen = {name for name, _ in model.named_parameters() if any(name.startswith(f"{part}.") for part in inside)}
     outside = (names.of_decoder(""), *(f"{head}." for head in names.head), f"{names.audio}." if names.audio else "-")
-    if names.decoder == "model":
-        seeing = {name for name, _ in model.named_parameters() if name.startswith(f"{names.vision}.")}
-    else:
-        seeing = {name for name, _ in model.named_parameters() if not name.startswith(outside)}
+    seeing = {name for name, _ in model.named_parameters() if not name.startswith(outside)}
     assert frozen == seeing != set()
 
 
