@@ -102,23 +102,29 @@ def _command_of(path: Path, environment: Mapping[str, str]) -> list[str]:
 
 
 def _statements(text: str) -> list[str]:
-    """The script's statements: lines, of which a backslash or an open quote joins several; comments are left out."""
+    """The script's statements: lines, of which a backslash or an open quote joins several; comments are left out, and a
+    backslash that ends one joins nothing."""
     statements, current, quote = [], "", ""
-    for line in text.replace("\\\n", " ").split("\n"):
-        kept = ""
-        for at, character in enumerate(line):
-            if quote:
-                quote = "" if character == quote and line[at - 1 : at] != "\\" else quote
-            elif character in "\"'`":
-                quote = character
-            elif character == "#" and (at == 0 or line[at - 1].isspace()):
-                break
-            kept += character
-        current += f" {kept}" if current else kept
-        if not quote:
+    for line in text.split("\n"):
+        kept, quote = _without_comment(line, quote)
+        goes_on = kept.endswith("\\")
+        current += f" {kept[:-1]}" if goes_on else f" {kept}"
+        if not quote and not goes_on:
             statements.append(current.strip())
             current = ""
     return [statement for statement in statements if statement]
+
+
+def _without_comment(line: str, quote: str) -> tuple[str, str]:
+    """The line up to its comment, and the quote that is open at its end; `quote` is open at its start."""
+    for at, character in enumerate(line):
+        if quote:
+            quote = "" if character == quote and line[at - 1 : at] != "\\" else quote
+        elif character in "\"'`":
+            quote = character
+        elif character == "#" and (at == 0 or line[at - 1].isspace()):
+            return line[:at], ""
+    return line, quote
 
 
 def _launch_words(command: str, values: Mapping[str, str], environment: Mapping[str, str], path: Path) -> list[str]:

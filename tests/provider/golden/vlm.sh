@@ -70,6 +70,8 @@ MM_ARGS="
     --mm-model $MM_MODEL \
     --mm-tool $MM_TOOL
 "
+# To let the folder's own code run, add:
+# --trust-remote-code \
 OUTPUT_ARGS="
     --log-interval 1 \
     --save-interval 500 \
