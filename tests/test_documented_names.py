@@ -1,5 +1,4 @@
-"""Names that the users' documents fix: what is built can be imported; what is not is listed, and must not exist yet, so
-that this list cannot fall behind."""
+"""Names that the users' documents fix can be imported."""
 
 from __future__ import annotations
 
@@ -50,9 +49,6 @@ BUILT = (
     "mindspeed_mm.models.transformers_model.TransformersModel",
     "mindspeed_mm.models.vl_model.VLModel",
     "mindspeed_mm.models.sora_model.SoRAModel",
-)
-
-PLANNED = (
     "mindspeed_mm.training.pretrain",
     "mindspeed_mm.training.train",
     "mindspeed_mm.training.train_step",
@@ -76,12 +72,6 @@ def find(name: str) -> object:
 @pytest.mark.parametrize("name", BUILT)
 def test_built_name_is_there(name: str) -> None:
     assert find(name) is not None
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_planned_name_is_not_there_yet(name: str) -> None:
-    with pytest.raises((ImportError, AttributeError)):
-        find(name)
 
 
 def test_the_check_itself() -> None:

@@ -15,9 +15,10 @@ from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
 from mindspeed_mm.fsdp.train.provider.live import LIVE
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
-from mindspeed_mm.fsdp.train.trainer import Trainer
+from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import make_tiny_qwen3_vl_moe
 from tests.helpers.tiny_run import make_tiny_run
 
 PLANS: dict[str, tuple[str, ...]] = {
@@ -45,13 +46,15 @@ def forward_step(data_iterator: Any, model: nn.Module) -> Any:
     return logits, loss_func
 
 
-def steps(config: str, overrides: tuple[str, ...], callbacks: Callbacks | None) -> list[Any]:
+def steps(
+    config: str, overrides: tuple[str, ...], callbacks: Callbacks | None, options: TrainOptions | None = None
+) -> list[Any]:
     recorder = StepRecorder()
     resolved = load_with_plugins(Path(config), ["training.train_iters=3", *overrides])
     if callbacks is None:
-        Trainer(resolved, hooks=[recorder]).train()
+        Trainer(resolved, options, hooks=[recorder]).train()
     else:
-        ProviderTrainer(resolved, callbacks, hooks=[recorder]).train()
+        ProviderTrainer(resolved, callbacks, options=options, hooks=[recorder]).train()
         assert LIVE.trainer is None
     return recorder.steps
 
@@ -72,6 +75,26 @@ def assert_bitwise(first: list[Any], second: list[Any]) -> None:
 
 def test_one_process(tmp_path: Path) -> None:
     assert_bitwise(*both(str(make_tiny_run(tmp_path)), ()))
+
+
+@pytest.mark.parametrize("first_is_yaml", [True, False])
+def test_a_run_goes_on_through_the_other_door(tmp_path: Path, first_is_yaml: bool) -> None:
+    config = str(make_tiny_run(tmp_path))
+    whole = steps(config, (), None)
+    words = (f"training.save={tmp_path / 'run'}",)
+    doors: list[Callbacks | None] = [None, Callbacks(model_provider)]
+    first, second = doors if first_is_yaml else doors[::-1]
+    begun = steps(config, words, first, TrainOptions(steps=1))
+    rest = steps(config, words, second)
+    assert_bitwise(whole, begun + rest)
+
+
+@pytest.mark.slow
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    make_tiny_qwen3_vl_moe(tmp_path / "model")
+    config = str(make_tiny_run(tmp_path))
+    for measured in run_ranks(2, both, config, ("parallel.expert_parallel_size=2",), timeout_s=200):
+        assert_bitwise(*measured)
 
 
 @pytest.mark.slow

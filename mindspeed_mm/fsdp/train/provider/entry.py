@@ -6,8 +6,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from mindspeed_mm.core.errors import ExitCode, MMError
+
+PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def run_entry(call: Callable[[], object]) -> None:
@@ -17,6 +20,8 @@ def run_entry(call: Callable[[], object]) -> None:
     Args:
         call: `pretrain` with its functions, for one.
     """
+    # Of a script inside the package Python puts the folder in front: its `models` and `core` are nobody's packages.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != PACKAGE]
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         call()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective, reduce_reports
 from mindspeed_mm.fsdp.train.run.data import Pass
 from mindspeed_mm.fsdp.train.run.record import RunRecord
@@ -58,6 +60,24 @@ def reported(reports: Sequence[dict[str, Any]], ranks: dist.ProcessGroup | None)
     zero = torch.zeros(2, dtype=torch.float64)
     sums = {name: torch.stack([each.get(name, zero) for each in everyone]).sum(0).tolist() for name in names}
     return {name: total / divisor if divisor else 0.0 for name, (total, divisor) in sums.items()}
+
+
+class SaveLineHook(Hook):
+    """Tells of each checkpoint in the words that scripts of older tools look for.
+
+    Args:
+        save: The run folder.
+        record: Where it is told.
+    """
+
+    def __init__(self, save: Path, record: RunRecord) -> None:
+        self._save, self._record = save, record
+
+    def on_step_end(self, engine: TrainEngine, result: StepResult) -> None:
+        """Tell, where the step's checkpoint is complete; one that is written in the background is told by the run."""
+        if checkpoint_folder(self._save, result.step).is_dir():
+            line = f"saving checkpoint at iteration {result.step:>7} to {self._save} in torch_dcp format"
+            self._record.progress.note(line)
 
 
 class ArgumentsHook(Hook):

@@ -111,7 +111,9 @@ def _own_part(batch: Batch) -> Any:
     change it and stages call it several times."""
     raw = batch[RAW]
     if type(raw) is dict:
-        return {key: batch.get(key, value) for key, value in raw.items()}
+        # A stage behind the first is given no media: it has no towers.
+        kept = {key: value for key, value in raw.items() if key in batch or not isinstance(key, str)}
+        return {key: batch.get(key, value) for key, value in kept.items()}
     return raw
 
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import nn
 
@@ -19,7 +20,7 @@ from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.family import Family
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, Provided
 from mindspeed_mm.fsdp.train.provider.front import ModelFront
-from mindspeed_mm.fsdp.train.provider.hooks import ArgumentsHook, ReportHook, TestSetHook
+from mindspeed_mm.fsdp.train.provider.hooks import ArgumentsHook, ReportHook, SaveLineHook, TestSetHook
 from mindspeed_mm.fsdp.train.provider.live import LIVE
 from mindspeed_mm.fsdp.train.provider.loader import ProvidedDataset, ProvidedLoader
 from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective
@@ -73,7 +74,7 @@ class ProviderTrainer(Trainer):
         hooks: Sequence[Hook | Callable[[StepResult], object]] = (),
     ) -> None:
         if not isinstance(config, ResolvedConfig):
-            config = load_with_plugins(config)  # type: ignore[arg-type]
+            config = load_with_plugins(Path(config) if isinstance(config, str) else config)
         builds = callbacks.model_provider is not None
         given = GivenObjects(build_model=self._build_model if builds else None)
         self.callbacks, self.scaling = callbacks, scaling or ProviderOptions()
@@ -166,6 +167,8 @@ class ProviderTrainer(Trainer):
     def _build_hooks(self, parts: RunParts) -> list[Hook]:
         hooks = [ArgumentsHook(self.args), *super()._build_hooks(parts)]
         assert self.engine is not None
+        if self.options.plain_lines and self.arguments.training.save:
+            hooks.append(SaveLineHook(Path(self.arguments.training.save), parts.record))
         if isinstance(objective := self.engine.objective, ProviderObjective):
             interval = self.arguments.training.log_interval
             hooks.append(ReportHook(objective, parts.record, interval, self.engine.all_ranks))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
-from mindspeed_mm.fsdp.train.provider.live import live_args
+from mindspeed_mm.fsdp.train.provider.live import LIVE, live_args
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderOptions, ProviderTrainer
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from tests.fsdp.train.provider.user_run import configuration, forward_step, rows, seeded_model
@@ -147,6 +147,7 @@ def test_sequences_are_whole() -> None:
         ProviderTrainer(config, Callbacks(seeded_model, loader, partial(forward_step, "loss"))).train()
 
 
-def test_arguments_outside_of_a_run() -> None:
+def test_arguments_outside_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIVE, "args", None)
     with pytest.raises(ConfigError, match="there are no arguments yet"):
         live_args()

@@ -1,0 +1,49 @@
+"""Makes pictures or clips of the prompt of model.json by Megatron-style flags: `torchrun … inference_sora.py …`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mindspeed_mm.arguments import parse_args
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.train.provider.entry import run_entry
+from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
+from mindspeed_mm.provider.translate import translate
+from mindspeed_mm.tasks.draw import generate
+
+
+def draw() -> None:
+    """Make the samples in `save_path`.
+
+    Raises:
+        ConfigError: There is no model, or no prompt.
+    """
+    args = parse_args()
+    translated = translate(args, for_training=False)
+    section = JsonSection(translated.model_json)
+    model = args.load or translated.arguments.model.model_name_or_path
+    if model is None:
+        raise ConfigError("no model is named", key="--load", way_out="Give a folder in diffusers' layout, or a run.")
+    given = translated.arguments.inference.sampling.model_dump(exclude_unset=True)
+    prompts = section.get("prompt") if isinstance(section.get("prompt"), list) else given.pop("prompts", ())
+    file = given.pop("prompts_file", None)
+    if not prompts and file is None:
+        raise ConfigError("has no prompt", where=str(args.mm_model), key="prompt", way_out="Add one, or a file.")
+    request = generate.GenerateRequest(
+        prompts=tuple(prompts),
+        prompts_file=Path(file) if file is not None else None,
+        image=Path(section.image) if section.get("image") else None,
+        settings=given,
+    )
+    outcome = generate.run(Path(model), Path(section.get("save_path", "samples")), request)
+    if outcome is not None:
+        print(outcome.sentence())
+
+
+def main() -> None:
+    """Draw."""
+    run_entry(draw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""`megatron.core.enums`."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ModelType(Enum):
+    """What Megatron asks of a model; nothing is decided by it here."""
+
+    encoder_or_decoder = 1
+    encoder_and_decoder = 2
+    retro_encoder = 3
+    retro_decoder = 4

@@ -1,0 +1,24 @@
+"""Trains generators of pictures and clips by Megatron-style flags.
+
+`torchrun $DISTRIBUTED_ARGS pretrain_sora.py $GPT_ARGS $MM_ARGS $OUTPUT_ARGS`.
+A copy of this script takes functions of your own."""
+
+from __future__ import annotations
+
+from mindspeed_mm.fsdp.train.provider.entry import run_entry
+from mindspeed_mm.models.sora_model import SoRAModel
+from mindspeed_mm.training import forward_step, get_args, pretrain, train_valid_test_datasets_provider
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> SoRAModel:
+    """The whole model that the flags name; stages are made of it."""
+    return SoRAModel(get_args().mm.model)
+
+
+def main() -> None:
+    """Train as the flags say."""
+    run_entry(lambda: pretrain(train_valid_test_datasets_provider, model_provider, None, forward_step))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The migration guide (document 002), followed step by step on two ranks: data, model, callbacks, fsdp2_config.yaml and
+the flags that it adds to a command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
+from mindspeed_mm.fsdp.train.provider.live import LIVE
+from mindspeed_mm.training import get_args, pretrain
+from tests.fsdp.train.provider.user_run import rows
+from tests.helpers.distributed import run_ranks
+from tests.models.document_002 import CustomModel, YourModel
+
+FSDP2_CONFIG = """\
+sharding_size: auto\t
+sub_modules_to_wrap:\t
+  - "blocks.{*}"\t
+param_dtype: "fp32"\t
+reduce_dtype: "fp32"\t
+cast_forward_inputs: True\t
+recompute_modules:\t
+  - "blocks.{*}"\t
+num_to_forward_prefetch: 2\t
+num_to_backward_prefetch: 2
+offload_to_cpu: False
+"""
+ADDED = "--use-torch-fsdp2 --fsdp2-config-path {} --ckpt-format torch_dcp --untie-embeddings-and-output-weights"
+FLAGS = "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --lr-decay-style constant --seed 5"
+
+
+class CustomDataset(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, _ = (part[index] for part in rows(24))
+        return {"x": x, "y": y}
+
+
+def build_dataloader(dataset: CustomDataset) -> DataLoader[Any]:
+    state = get_parallel_state()
+    sampler = DistributedSampler(dataset, state.data_size, state.data_rank, shuffle=False)
+    return DataLoader(dataset, batch_size=get_args().micro_batch_size, sampler=sampler)
+
+
+def train_valid_test_datasets_provider() -> Any:
+    """Build train, valid, and test datasets."""
+    return build_dataloader(CustomDataset()), build_dataloader(CustomDataset()), build_dataloader(CustomDataset())
+
+
+def get_batch(data_iterator: Any) -> Any:
+    """Generate a batch."""
+    if data_iterator is not None:
+        batch = next(data_iterator)
+    else:
+        raise ValueError("Data iterator is None. Unable to retrieve batch.")
+    return {key: tensor.to(get_args().params_dtype) for key, tensor in batch.items()}
+
+
+class Measured(CustomModel):
+    """The guide's model, whose output has what the loss needs."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) - y
+
+
+class MeasuredAndSharded(Measured, YourModel):
+    """The same, with a strategy of its own."""
+
+
+def loss_func(output_tensor: torch.Tensor) -> torch.Tensor:
+    return output_tensor.square().mean()
+
+
+def forward_step(data_iterator: Any, model: nn.Module) -> Any:
+    """Forward step."""
+    batch_data = get_batch(data_iterator)
+    output_tensor = model(**batch_data)
+    return output_tensor, loss_func
+
+
+def run(folder: str, own_strategy: bool) -> list[float]:
+    """The losses of three steps."""
+
+    def model_provider(*args: Any, **kwargs: Any) -> nn.Module:
+        return MeasuredAndSharded({}) if own_strategy else Measured({})
+
+    config = Path(folder) / "fsdp2_config.yaml"
+    save = Path(folder) / "run"
+    sys.argv = ["pretrain.py", *FLAGS.split(), *ADDED.format(config).split(), "--save", str(save)]
+    sys.argv += ["--log-interval", "1", "--eval-interval", "2", "--eval-iters", "1"]
+    pretrain(train_valid_test_datasets_provider, model_provider, None, forward_step)
+    assert LIVE.trainer is None
+    dist.barrier()  # the first rank has written
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert {"val_loss", "test_loss"} <= {key for line in lines for key in line}
+    assert (save / "iter_0000003").is_dir()
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("own_strategy", [False, True])
+def test_two_ranks_train_as_one(tmp_path: Path, own_strategy: bool) -> None:
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        (tmp_path / str(ranks) / "fsdp2_config.yaml").write_text(FSDP2_CONFIG)
+    (expected,) = run_ranks(1, run, str(tmp_path / "1"), own_strategy)
+    measured = run_ranks(2, run, str(tmp_path / "2"), own_strategy)
+    assert len(expected) == 3 and expected[2] < expected[0]
+    for found in measured:
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,240 @@
+"""`pretrain` from flags to trained weights: a user's script, the entries, and what stands under Megatron's names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_mm import inference_vlm, pretrain_transformers, training
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.train.configuration import load_with_plugins
+from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
+from mindspeed_mm.fsdp.train.trainer import Trainer
+from mindspeed_mm.megatron_names import NAMES
+from mindspeed_mm.megatron_names.__main__ import main
+from mindspeed_mm.megatron_names.install import install
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.tasks.answer.infer import answer_prompt
+from tests.fsdp.train.provider.user_run import data_provider, forward_step, seeded_model
+from tests.helpers.distributed import alone
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_run import make_rows, make_tiny_run
+
+ROOT = Path(__file__).parents[1]
+FLAGS = "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 --log-interval 1 --eval-iters 0 --save"
+ENTRIES = sorted(path.stem for path in (ROOT / "mindspeed_mm").glob("pretrain_*.py"))
+
+
+def pretrain(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, **options: Any) -> None:
+    argv = ["entry.py", *FLAGS.split(), str(folder), *words]
+    monkeypatch.setattr(sys, "argv", argv)
+    step = options.pop("step", partial(forward_step, "loss and dict"))
+    model = options.pop("model", lambda: seeded_model().float())
+    data = options.pop("data", partial(as_float, data_provider, 12))
+    training.pretrain(data, model, None, step, **options)
+
+
+def as_float(provider: Any, count: int) -> Any:
+    loader, *others = provider(count)
+    loader.dataset.tensors = tuple(part.float() for part in loader.dataset.tensors)
+    return loader, *others
+
+
+def test_a_run_by_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+    called: list[str] = []
+
+    def add_flags(parser: Any) -> Any:
+        parser.add_argument("--mine", type=int, default=3)
+        return parser
+
+    def watching(data_iterator: Any, model: nn.Module) -> Any:
+        args = training.get_args()
+        seen.append((args.mine, args.curr_iteration, args.consumed_train_samples, args.params_dtype, args.seed))
+        return forward_step("loss and dict", data_iterator, model)
+
+    defaults = {"seed": 4321, "init_func": lambda: called.append("init")}
+    pretrain(monkeypatch, tmp_path, "--mine", "5", step=watching, extra_args_provider=add_flags, args_defaults=defaults)
+    assert called == ["init"]
+    assert seen == [(5, step, 4 * step, torch.float32, 4321) for step in range(3) for _ in range(2)]
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if "] iteration " in line]
+    assert [line.split("iteration")[1].split("|")[0].split() for line in lines] == [
+        ["1/", "3"],
+        ["2/", "3"],
+        ["3/", "3"],
+    ]
+    assert all(float(line.split(":")[4].split()[0]) > 0 for line in lines)
+    assert (tmp_path / "iter_0000003").is_dir()
+    assert f"saving checkpoint at iteration       3 to {tmp_path} in torch_dcp format" in printed
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum("reported/mean" in line for line in metrics) == 3
+
+
+def test_steps_taken_by_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train_step` inside of a run, on micro-batches of the script's own."""
+    step = partial(forward_step, "loss and dict")
+    found: list[Any] = []
+
+    def stepping(data_iterator: Any, model: nn.Module) -> Any:
+        if not found:
+            found.append(None)
+            loader = as_float(data_provider, 12)[0]
+            found.append(training.train_step(step, iter(loader), [model], None, None, None, [found.append]))
+        return step(data_iterator, model)
+
+    with pytest.raises(ConfigError, match="another model"):
+        pretrain(
+            monkeypatch,
+            tmp_path / "wrong",
+            step=lambda d, m: training.train_step(step, d, nn.Linear(1, 1), *[None] * 3),
+        )
+    pretrain(monkeypatch, tmp_path / "run", step=stepping)
+    _, model, (report, skipped, norm, zeros) = found
+    assert isinstance(model, nn.Module)
+    assert set(report) == {"squares", "mean"} and skipped == 0 and norm > 0 and zeros is None
+    with pytest.raises(ConfigError, match="no training is under way"):
+        training.train(step, None, None, None, None, None, None, None)
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="outputs that are no loss"):
+        pretrain(monkeypatch, tmp_path, process_non_loss_data_func=print)
+    with pytest.raises(ConfigError, match="is no function to call"):
+        training.train_valid_test_datasets_provider()
+
+
+def test_sections_by_attribute_and_key() -> None:
+    section = JsonSection({"a": {"b": [1, {"c": 2}]}, "d": None})
+    assert section.a.b[1].c == section["a"]["b"][1]["c"] == 2
+    assert section.get("e", 7) == 7 and "d" in section
+    assert section.to_dict() == {"a": {"b": [1, {"c": 2}]}, "d": None}
+    assert dict(**section.a) == {"b": section.a.b}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entries_stand_at_the_root_too(name: str) -> None:
+    assert f"from mindspeed_mm.{name} import main" in (ROOT / f"{name}.py").read_text()
+    assert len((ROOT / "mindspeed_mm" / f"{name}.py").read_text().splitlines()) <= 30
+
+
+SCRIPT = """
+from pathlib import Path
+import mindspeed.megatron_adaptor
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args, print_rank_0
+from megatron.training.utils import average_losses_across_data_parallel_group, unwrap_model
+from mindspeed_mm.training import pretrain
+from tests.fsdp.train.provider.user_run import seeded_model
+from tests.test_training import as_float, data_provider, forward_step
+
+def step(data_iterator, model):
+    assert mpu.get_data_parallel_world_size() == 1 and get_num_microbatches() == 2
+    output, loss_func = forward_step("loss and dict", data_iterator, unwrap_model(model))
+    def averaged(output):
+        loss, _ = loss_func(output)
+        return loss, {"averaged": average_losses_across_data_parallel_group([loss])[0]}
+    return output, averaged
+
+pretrain(lambda: as_float(data_provider, 12), lambda: seeded_model().float(), ModelType.encoder_or_decoder, step)
+print_rank_0("ended")
+(Path(get_args().save) / "ended").touch()
+"""
+
+
+@alone
+def test_a_script_that_imports_megatron(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT)
+    sys.argv = ["-m", str(script), *FLAGS.split(), str(tmp_path / "run")]
+    main()
+    assert "reported/averaged" in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert (tmp_path / "run" / "ended").exists()
+    sys.argv = ["-m", str(script), *FLAGS.split(), str(tmp_path / "run"), "--lrr", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+
+
+def test_unknown_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_vlm.py", *FLAGS.split(), str(tmp_path), "--lrr", "1"])
+    with pytest.raises(SystemExit) as ended:
+        pretrain_transformers.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "--lrr" in told and "Did you mean '--lr'?" in told and "Traceback" not in told
+
+
+def test_names_of_installed_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: sys.modules.get(name) for name in NAMES}
+    monkeypatch.setitem(sys.modules, "megatron", sys)
+    monkeypatch.setitem(sys.modules, "mindspeed", sys)
+    assert install() == []
+    assert {name: sys.modules.get(name) for name in NAMES} == before
+
+
+def write_model_json(folder: Path, **values: Any) -> str:
+    path = folder / "model.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def test_answers_to_the_prompts_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_qwen3_vl(tmp_path / "model")
+    make_rows(tmp_path, 1)
+    image = tmp_path / "images" / "0_0.png"
+    path = write_model_json(
+        tmp_path,
+        init_from_hf_path=str(model),
+        prompts=["What is it?", "And now?"],
+        image_path=str(image),
+        generation_config={"max_new_tokens": 3},
+    )
+    monkeypatch.setattr(sys, "argv", ["inference_vlm.py", "--mm-model", path])
+    inference_vlm.main()
+    media = [MediaItem("image", str(image))]
+    expected = [answer_prompt(model, p, media, max_new_tokens=3).text for p in ("What is it?", "And now?")]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    monkeypatch.setattr(sys, "argv", ["inference_vlm.py"])
+    with pytest.raises(SystemExit) as ended:
+        inference_vlm.main()
+    assert ended.value.code == 2
+    assert "no model is named" in capsys.readouterr().err
+
+
+def test_an_entry_trains_what_model_json_and_data_json_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pretrain_transformers`, with a class that the script has registered; the loss is that of the YAML's run."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    yaml = make_tiny_run(tmp_path, training={"train_iters": 2})
+    ModelHub.MODEL_MAPPINGS["of the test of training"] = Registered = type(
+        "Registered", (Qwen3VLForConditionalGeneration,), {}
+    )
+    settings = load_with_plugins(yaml).arguments.data.model_dump(mode="json", exclude_unset=True)
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps(settings), encoding="utf-8")
+    model = write_model_json(tmp_path, init_from_hf_path=str(tmp_path / "model"), model_id="of the test of training")
+    words = ["--mm-model", model, "--mm-data", str(data), "--seed", "7", "--micro-batch-size", "2", "--lr", "1e-3"]
+    words += ["--train-iters", "2", "--num-workers", "0", "--lr-decay-style", "constant", "--save", str(tmp_path / "f")]
+    monkeypatch.setattr(sys, "argv", ["pretrain_transformers.py", *words])
+    pretrain_transformers.main()
+    run = json.loads((tmp_path / "f" / "run.json").read_text())
+    assert run["model_class"] == "Registered" == Registered.__name__
+    lines = [json.loads(line) for line in (tmp_path / "f" / "metrics.jsonl").read_text().splitlines()]
+    overrides = [f"training.save={tmp_path / 'y'}", "training.lr_decay_style=constant", "training.weight_decay=0.01"]
+    engine = Trainer(load_with_plugins(yaml, overrides)).train()
+    assert engine is not None
+    own = [json.loads(line) for line in (tmp_path / "y" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] == own[-1]["loss"]
