@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.core.errors import MMError, UsageError
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.tasks.models import catalogue, routes
@@ -140,6 +140,12 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         ("draw pictures in my style", routes.TASKS["draw"].title, "flux"),
         ("an omni assistant", routes.TASKS["omni"].title, "qwen3omni"),
         ("SFT of an LLM", routes.TASKS["text"].title, "qwen3"),
+        ("text to video LoRA", routes.TASKS["film"].title, "wan"),
+        ("speech-to-text with whisper", routes.TASKS["hear"].title, "whisper"),
+        ("quantise my model", "Train or run with weights in 4 or 8 bits", None),
+        ("evaluate word error rate", "Score a model", None),
+        ("resume training on another number of gpus", "Go on with a run", None),
+        ("count tokens", "Look at rows before training", None),
         ("convert Qwen2.5-VL to Megatron", "Convert a checkpoint to another layout", "qwen2_5vl"),
         ("LoRA of Gemma 3", "Train small matrices beside frozen weights", None),
         ("my training is too slow", "Find out where the time goes", None),
@@ -149,6 +155,21 @@ def test_a_wish_leads_to_its_task(wish: str, title: str, family: str | None) -> 
     route = routes.find(wish)
     assert route.title == title
     assert family is None or BY_NAME[family] in route.families
+
+
+def test_what_else_a_wish_is_about_is_named() -> None:
+    assert routes.find("text to video LoRA").also == ["Train small matrices beside frozen weights: docs/adapters.md"]
+
+
+@pytest.mark.parametrize("wish", ["segment images", "embed documents", "train a reward model with DPO"])
+def test_what_nothing_here_does_is_said(wish: str) -> None:
+    with pytest.raises(UsageError, match="here"):
+        routes.find(wish)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "qwen2_5_vl", "qwen2.5-vl-7b-instruct"])
+def test_a_family_is_found_by_its_title_however_it_is_written(name: str) -> None:
+    assert "qwen2_5vl" in [card.name for card in catalogue.find(name)]
 
 
 def test_commands_and_pages_of_routes_exist() -> None:

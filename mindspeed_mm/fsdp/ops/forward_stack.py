@@ -25,7 +25,7 @@ _ATTRIBUTE = "_mm_forwards"
 
 class ForwardKind(IntEnum):
     """What replaces a forward, the innermost first: each may stand around those above it, in the order in which
-    `fsdp/train/assemble.py` applies them."""
+    `fsdp/plan/apply.py` applies them."""
 
     ADAPTER = auto()
     """Low-rank adapters on fused experts."""

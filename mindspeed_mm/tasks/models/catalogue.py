@@ -10,7 +10,7 @@ from pathlib import Path
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.cards import ModelCard, families
-from mindspeed_mm.tasks.models.routes import TASKS
+from mindspeed_mm.tasks.models.routes import TASKS, bare
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def find(name: str) -> list[ModelCard]:
     if Path(name).is_dir():
         return _in_folder(Path(name))
     wanted = name.lower()
-    found = [card for card in families() if wanted in set(_names(card))]
+    found = [card for card in families() if bare(wanted) in map(bare, _names(card))]
     if not found:
-        known = sorted({each for card in families() for each in (card.name, *card.ids)})
+        known = sorted({each for card in families() for each in (card.name, *card.ids, card.title)})
         raise UsageError(
             f"no family is called '{name}'",
             way_out=f"{did_you_mean(name, known)}`mm models` lists all. A model of transformers that is not listed "
@@ -71,9 +71,9 @@ def find(name: str) -> list[ModelCard]:
 
 
 def _names(card: ModelCard) -> Iterator[str]:
-    yield from (card.name, *card.ids, card.model_class.lower(), card.model_class.partition(".")[2].lower())
+    yield from (card.name, *card.ids, card.title, card.model_class, card.model_class.partition(".")[2])
     for hub in card.released:
-        yield from (hub.lower(), hub.partition("/")[2].lower())
+        yield from (hub, hub.partition("/")[2])
 
 
 def _in_folder(folder: Path) -> list[ModelCard]:

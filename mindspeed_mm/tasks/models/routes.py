@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mindspeed_mm.core.errors import UsageError
@@ -29,6 +29,11 @@ _TRAIN = {
 _ROWS = {
     "look at every row": "mm data check run.yaml",
     **_TRAIN,
+}
+_TRANSCRIBED = {
+    "transcribe rows": "mm infer runs/mine --data data/test.jsonl --out answers.jsonl",
+    "count wrong words": "mm evaluate runs/mine --data data/test.jsonl --metric wer",
+    "write a folder that transformers loads": "mm export runs/mine exported",
 }
 _SCORED = {
     "score it on rows that it has not seen": "mm evaluate runs/mine --data data/test.jsonl",
@@ -58,7 +63,7 @@ TASKS: dict[str, Topic] = {
     "hear": Topic(
         "Turn speech into text",
         ("asr", "speech", "recogni", "transcri", "dictat", "listen", "hear", "subtitle", "audio", "whisper"),
-        {**_ROWS, "transcribe rows": "mm infer runs/mine --data data/test.jsonl --out answers.jsonl", **_SCORED},
+        {**_ROWS, **_TRANSCRIBED},
         "docs/data.md",
     ),
     "text": Topic(
@@ -100,6 +105,38 @@ ANY_MODEL: tuple[Topic, ...] = (
         "docs/adapters.md",
     ),
     Topic(
+        "Train or run with weights in 4 or 8 bits",
+        ("quanti", "nf4", "int8", "fp8", "mxfp8", "4-bit", "8-bit", "qlora"),
+        {"set training.lora.quantize: nf4, or training.quantization_plan": "mm check run.yaml", **_TRAIN},
+        "docs/adapters.md",
+    ),
+    Topic(
+        "Score a model",
+        ("evaluat", "benchmark", "score", "accuracy", "wer", "cer", "error", "metric", "test"),
+        {
+            "count right answers": "mm evaluate runs/mine --data data/test.jsonl",
+            "count wrong words of transcripts": "mm evaluate runs/mine --data data/test.jsonl --metric wer",
+            "measure the loss of held-out rows": "mm evaluate runs/mine --loss",
+        },
+        "README.md",
+    ),
+    Topic(
+        "Go on with a run",
+        ("resum", "restart", "continue", "crash", "killed", "checkpoint", "preempt"),
+        {"start it again, on as many devices as there are now": "mm train run.yaml --nproc 4"},
+        "README.md",
+    ),
+    Topic(
+        "Look at rows before training",
+        ("row", "token", "dataset", "data", "length", "preview", "stat", "clean"),
+        {
+            "see what is wrong with them": "mm data check run.yaml",
+            "count tokens and media": "mm data stats run.yaml",
+            "see some as the model does": "mm data preview run.yaml",
+        },
+        "docs/data.md",
+    ),
+    Topic(
         "Find out where the time goes",
         ("profil", "slow", "speed", "faster", "bottleneck", "mfu", "flop", "throughput"),
         {"trace some steps": "mm profile run.yaml", "count FLOPs": "mm flops run.yaml"},
@@ -120,6 +157,23 @@ ANY_MODEL: tuple[Topic, ...] = (
 )
 
 
+_PHRASES = {
+    r"\b(text|words?|prompts?)[ -]?(to|2|into)[ -]?(video|clip|film|movie)s?\b": "t2v",
+    r"\b(image|picture|photo)s?[ -]?(to|2|into)[ -]?(video|clip|film|movie)s?\b": "i2v",
+    r"\b(text|words?|prompts?)[ -]?(to|2|into)[ -]?(image|picture|photo)s?\b": "t2i",
+    r"\b(speech|audio|voice|sound)[ -]?(to|2|into)[ -]?(text|words?)\b": "asr",
+    r"\b(image|picture|photo|video)s?[ -]?(to|2|into)[ -]?(text|words?)\b": "vqa",
+}
+"""From what to what: the words alone would name both ends alike."""
+_ABSENT = {
+    ("segment", "detect", "depth", "pose"): "no family here segments pictures or finds things in them",
+    ("embed", "rerank", "retrieval"): "no family here makes embeddings",
+    ("dpo", "grpo", "ppo", "rlhf", "reward", "preference"): "post-training with preferences or rewards is not here yet",
+    ("tts", "synthes", "speak"): "no family here speaks yet",
+}
+"""What people ask for in vain."""
+
+
 @dataclass(frozen=True)
 class Route:
     """An answer to a wish."""
@@ -128,6 +182,8 @@ class Route:
     families: Sequence[ModelCard]
     stages: Mapping[str, str]
     page: str
+    also: Sequence[str] = ()
+    """What else the wish is about, with its page."""
 
 
 def find(wish: str) -> Route:
@@ -138,7 +194,13 @@ def find(wish: str) -> Route:
     Raises:
         UsageError: No word is known.
     """
-    words = re.findall(r"[\w.-]+", wish.lower())
+    text = wish.lower()
+    for phrase, word in _PHRASES.items():
+        text = re.sub(phrase, word, text)
+    words = re.findall(r"[\w.-]+", text)
+    for stems, answer in _ABSENT.items():
+        if _shared(stems, words):
+            raise UsageError(answer, way_out="`mm models` lists what there is.")
     named = [card for card in families() if _is_named(card, words)]
     topics = [(_shared(topic.stems, words), Route(topic.title, named, topic.stages, topic.page)) for topic in ANY_MODEL]
     tasks = [
@@ -155,7 +217,8 @@ def find(wish: str) -> Route:
             way_out="Say what the model is to do, or what you want to do with it: "
             f"{'; '.join(each.title.lower() for each in (*TASKS.values(), *ANY_MODEL))}.",
         )
-    return route
+    others = [f"{other.title}: {other.page}" for score, other in topics if score and other.title != route.title]
+    return replace(route, also=others)
 
 
 def _shared(stems: Sequence[str], words: Sequence[str]) -> int:
@@ -164,10 +227,11 @@ def _shared(stems: Sequence[str], words: Sequence[str]) -> int:
 
 def _is_named(card: ModelCard, words: Sequence[str]) -> bool:
     names = {card.name, *card.ids, card.title.lower().split(",")[0]}
-    return any(_bare(name) == _bare(word) for name in names for word in words)
+    return any(bare(name) == bare(word) for name in names for word in words)
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
+    """A name without case and punctuation: `Qwen2.5-VL` and `qwen2_5_vl` are one."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
@@ -180,9 +244,10 @@ def as_text(route: Route) -> str:
     width = max(len(stage) for stage in route.stages)
     lines = [route.title]
     if route.families:
-        lines += [f"  with {', '.join(card.title for card in route.families)}"]
+        lines += [f"  with {'; '.join(card.title for card in route.families)}"]
     lines += [
         f"  {number}  {stage:{width}}  {command}"
         for number, (stage, command) in enumerate(route.stages.items(), start=1)
     ]
+    lines += [f"  also: {other}" for other in route.also]
     return "\n".join([*lines, f"  read {route.page}; `mm models NAME` tells what is proven of a family"])
