@@ -26,6 +26,8 @@ from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderE
 from mindspeed_mm.core.folder_writing import atomic_folder, backup_of, check_target, copy_plain, folder_in_place
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 
+_SHOWN = 5
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -74,6 +76,8 @@ class Converted:
     """Where the original of a conversion in place is kept."""
     logits: str = ""
     """What the comparison of logits found, or why there was none; empty where nobody asked for it."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Key of a source that was not written → why."""
 
     def lines(self, source: str = "") -> list[str]:
         """For a person: what was written, after what it was made from, where the original is, and what was compared."""
@@ -81,7 +85,15 @@ class Converted:
         size = f"{self.tensors:,} tensors, {self.size_bytes / 2**20:,.1f} MiB"
         line = f"{self.folder}: {', '.join([size, *([source] if source else [])])}, written in {self.write_s:.1f} s"
         kept = [f"the original is kept as {self.backup}"] if self.backup else []
-        return [f"{line}, {verified}", *kept, *([self.logits] if self.logits else [])]
+        reasons: dict[str, list[str]] = {}
+        for key, why in self.left_out.items():
+            reasons.setdefault(why, []).append(key)
+        left = [f"not written: {_listed(keys)} ({why})" for why, keys in reasons.items()]
+        return [f"{line}, {verified}", *left, *kept, *([self.logits] if self.logits else [])]
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else "")
 
 
 Verify = bool | Literal["full"]
@@ -151,7 +163,7 @@ def convert(
     tensors = sum(len(file.tensors) for file in conversion.files.values())
     backup = backup_of(target) if in_place and keep_backup else None
     times = written - began, verified - written if writing.verify else 0.0
-    return Converted(target, tensors, conversion.size_bytes, *times, backup, logits)
+    return Converted(target, tensors, conversion.size_bytes, *times, backup, logits, conversion.left_out)
 
 
 def check_complete(conversion: Conversion) -> None:

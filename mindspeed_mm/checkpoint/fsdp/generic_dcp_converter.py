@@ -32,7 +32,8 @@ from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem,
 
 NO_PLACE = "the model has no place for it"
 _SHOWN = 3
-_OWN_NAMES = "the checkpoint's names are none of transformers' model"
+_RENAMED = "the checkpoint's names are none of transformers' model"
+_NO_CLASS = "transformers has no class that config.json names, so the checkpoint has the folder's own keys"
 
 
 class GenericDCPConverter(Converter):
@@ -95,7 +96,7 @@ class GenericDCPConverter(Converter):
                     "fused_linear_names": fused_linear_names or [],
                 },
                 left_out=dict.fromkeys(surplus, NO_PLACE),
-                incomparable="" if outline is not None else _OWN_NAMES,
+                incomparable="" if outline is not None else _RENAMED if renames else _NO_CLASS,
                 texts={layout.TRACKER: f"{layout.RELEASE}\n"},
             )
             return convert(conversion, dcp_dir, Writing(overwrite, verify, self.examine), stream=sys.stderr)
@@ -166,7 +167,7 @@ class GenericDCPConverter(Converter):
                 layout={"kind": "hf"},
                 times={held[name].key: 2 for name in outline.tied_keys.values()} if outline is not None else {},
                 left_out=left_out,
-                incomparable="" if outline is not None else _OWN_NAMES,
+                incomparable="" if outline is not None else _RENAMED if renames else _NO_CLASS,
                 copies={path.name: path for path in assets},
                 texts=texts,
             )

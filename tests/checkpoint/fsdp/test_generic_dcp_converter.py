@@ -188,7 +188,8 @@ def test_what_the_model_has_no_place_for_is_kept_from_its_own_folder(tmp_path: P
     index = json.loads(index_file.read_text())
     index["weight_map"]["mtp.norm.weight"] = file.name
     index_file.write_text(json.dumps(index))
-    GenericDCPConverter().hf_to_dcp(tmp_path / "hf", tmp_path / "dcp")
+    done = GenericDCPConverter().hf_to_dcp(tmp_path / "hf", tmp_path / "dcp")
+    assert "not written: mtp.norm.weight (the model has no place for it)" in done.lines()
     manifest = json.loads((tmp_path / "dcp/conversion_manifest.json").read_text())
     assert manifest["left_out"] == {"mtp.norm.weight": "the model has no place for it"}
     GenericDCPConverter().dcp_to_hf(tmp_path / "dcp", tmp_path / "back", tmp_path / "hf")
