@@ -152,6 +152,16 @@ def model_modules() -> dict[str, str]:
 
 
 @cache
+def own_model_types() -> dict[str, str]:
+    """Model type in config.json that transformers does not know → the module of the family that is written here."""
+    return {
+        name: f"mindspeed_mm.fsdp.models.{folder}.modeling_{folder}"
+        for card, folder in _cards("models")
+        for name in card.get("model_types") or ()
+    }
+
+
+@cache
 def dataset_modules() -> dict[str, str]:
     """Built-in dataset type → the module that registers it, which its card names."""
     return {

@@ -12,6 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.fun_asr_features import asks_for_it, provide_fun_asr_features
+from mindspeed_mm.fsdp.utils.own_families import know_family_of
 from mindspeed_mm.fsdp.utils.processor_settings import PROCESSOR_FILES, check_processor_settings
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
@@ -60,10 +61,11 @@ def _read(folder: Path, is_multimodal: bool, use_fast: bool, *, trust_remote_cod
     prepare_for_transformers()
     from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer  # seconds, and only after the guard
 
+    know_family_of(folder)
     common: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     own = {name: value for name, value in options.items() if value is not None}
     processor = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(str(folder), **common, **own)
-    if is_multimodal and not use_fast:
+    if is_multimodal and not use_fast and hasattr(processor, "image_processor"):
         processor.image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil", **common)
     return processor
 

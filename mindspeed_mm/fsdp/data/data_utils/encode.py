@@ -212,11 +212,12 @@ class SampleEncoder:
 
     def _features(self, sample: Sample) -> list[MediaFeatures]:
         pictures = sum(item.kind == "image" for item in sample.media)
-        if pictures > 1 and getattr(self._plugin, "one_picture_a_row", False):
+        most = getattr(self._plugin, "pictures_seen_alone", None)
+        if most is not None and pictures > most:
             raise DataError(
-                f"the row has {pictures} pictures, and this model's processor cuts several otherwise than one",
+                f"the row has {pictures} pictures, and this model's processor cuts more than {most} otherwise than one",
                 key="images",
-                way_out="Give such models rows of one picture, or take a model of another family.",
+                way_out=f"Give such models rows of at most {most}, or take a model of another family.",
             )
         return [encode_media(self._plugin, self._media, item) for item in sample.media]
 

@@ -99,8 +99,8 @@ def cut_to_rank(model: nn.Module, plan: StagePlan, rank: int, dtype: torch.dtype
     for name, module in _parts(model, plan):
         if plan.owner(name) not in own:
             replace_module(model, name, _placeholder(name, module, plan.points.embedding, dtype))
-    for name in plan.points.behind_parameters:
-        if plan.stages - 1 not in own:
+    for name in _path_parameters(model, plan):
+        if plan.owner(name) not in own:
             _drop_parameter(model, name)
     held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {copy: first for copy, first in copies.items() if copy in held}
@@ -153,6 +153,16 @@ def _path(plan: StagePlan) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
 
+def _path_parameters(model: nn.Module, plan: StagePlan) -> list[str]:
+    """Names of the parameters that the modules around the layers hold themselves: marks of a model's own, tables."""
+    return [
+        f"{name}.{own}" if name else own
+        for name in _path(plan)
+        for own, parameter in model.get_submodule(name)._parameters.items()
+        if parameter is not None
+    ]
+
+
 def _drop_parameter(model: nn.Module, name: str) -> None:
     """A parameter of a module that all stages have stays, where it is not owned, as a constant: forward code may read
     it."""
@@ -178,10 +188,10 @@ def stage_of(part: nn.Module, plan: StagePlan, stage: int, dtype: torch.dtype) -
     for name, module in _parts(model, plan):
         if plan.owner(name) != stage:
             replace_module(model, name, _placeholder(name, module, points.embedding, dtype))
+    for name in _path_parameters(model, plan):
+        if plan.owner(name) != stage:
+            _drop_parameter(model, name)
     if stage != last:
-        for name in points.behind_parameters:
-            if name in dict(model.named_parameters()):
-                _drop_parameter(model, name)
         end = plan.layers_of(stage).stop
         name = f"{points.layers}.{end}" if end < plan.layers else points.behind[0]
         replace_module(model, name, PlaceholderExit(model.get_submodule(name)))

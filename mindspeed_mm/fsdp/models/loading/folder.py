@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import did_you_mean
+from mindspeed_mm.fsdp.utils.own_families import know_family_of
 from mindspeed_mm.fsdp.utils.plugin_import import hash_of_files
 
 _KEY = "model.model_name_or_path"
@@ -87,6 +88,7 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False, plugin_c
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = read_config(folder)
+    know_family_of(folder)
     model_type = config.get("model_type")
     is_native = model_type in CONFIG_MAPPING
     own_config_class = getattr(plugin_class, "config_class", None)

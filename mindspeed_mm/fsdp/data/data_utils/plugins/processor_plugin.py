@@ -74,8 +74,9 @@ class ProcessorPlugin:
         self._image_options = _image_options(processor, preprocess)
         self._budget = PixelBudget(preprocess.image_max_pixels, preprocess.image_min_pixels or 0)
         images = getattr(processor, "image_processor", None)
-        self.one_picture_a_row = _PICTURES_OF_ROWS in getattr(images, "model_input_names", ())
-        """Whether several pictures of a row would be shown otherwise than each alone, which is not done."""
+        one = 1 if _PICTURES_OF_ROWS in getattr(images, "model_input_names", ()) else None
+        self.pictures_seen_alone: int | None = getattr(processor, "pictures_seen_alone", one)
+        """Pictures of a row beyond which the processor would show each otherwise than alone, which is not done."""
         self.hears_videos = bool(preprocess.use_audio_in_video)
         """Whether the sound of videos is loaded with them."""
         self._check_sound(preprocess)

@@ -1,0 +1,283 @@
+"""Kimi-VL against the paper's formulas (arXiv:2504.07491) in plain torch, in fp64, on weights under the released names;
+then as any model: steps under plans, adapters, resumed and exported, and asked."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import mindspeed_mm as mm
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors, save_hf
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.decoder_logits import Weights, decoder_logits
+from tests.helpers.parity_runs import Case, Fault, ParityRuns
+from tests.helpers.plan_matrix import EP, FP64, PP
+from tests.helpers.runs import differing, tensors, train
+from tests.helpers.tiny_kimi_vl import HEADS_SEE, HIDDEN, PATCH, WIDTH, make_tiny_kimi_vl
+from tests.helpers.tiny_run import make_rows, make_tiny_run
+
+SIZES = [(62, 15), (16, 8)]
+"""Of the two pictures, in pixels: one is padded, one is taken as it is. The table of 8 × 8 places is brought to 4 × 16
+and 2 × 4 by weights that are exact in fp32, which transformers computes them in."""
+
+
+@cache
+def released(root: str) -> tuple[Path, Weights]:
+    folder = Path(root) / "model"
+    return folder, make_tiny_kimi_vl(folder)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("kimi_vl"))
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    arguments = ModelArguments(model_name_or_path=str(folder))
+    model = ModelHub.build(arguments, param_dtype=dtype)
+    ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
+    return model.eval()
+
+
+def pictures() -> list[Image.Image]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        Image.frombytes("RGB", size, bytes(torch.randint(256, (size[0] * size[1] * 3,), generator=draw).tolist()))
+        for size in SIZES
+    ]
+
+
+# --- the formulas -----------------------------------------------------------------------------------------------------
+
+
+def tower(w: Weights, patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """(rows · columns, 3, side, side) → (rows · columns, width)."""
+    hidden = linear(w, "vision_tower.patch_embed.proj", patches.flatten(1))
+    table = w["vision_tower.patch_embed.pos_emb.weight"].permute(2, 0, 1)[None]
+    places = F.interpolate(table, size=(rows, columns), mode="bicubic")[0]
+    hidden = hidden + places.permute(1, 2, 0).flatten(0, 1)
+    turns = turned(rows, columns, WIDTH // HEADS_SEE)
+    for block in ("vision_tower.encoder.blocks.0.", "vision_tower.encoder.blocks.1."):
+        q, k, v = linear(w, f"{block}wqkv", layer_norm(w, f"{block}norm0", hidden)).split(WIDTH, dim=1)
+        heads = []
+        for part in torch.arange(WIDTH).split(WIDTH // HEADS_SEE):
+            own_q, own_k = (
+                torch.view_as_real(
+                    torch.view_as_complex(each[:, part].unflatten(1, (-1, 2)).contiguous()) * turns
+                ).flatten(1)
+                for each in (q, k)
+            )
+            heads.append((own_q @ own_k.T / math.sqrt(len(part))).softmax(dim=1) @ v[:, part])
+        hidden = hidden + linear(w, f"{block}wo", torch.cat(heads, dim=1))
+        inner = linear(w, f"{block}mlp.fc0", layer_norm(w, f"{block}norm1", hidden))
+        hidden = hidden + linear(w, f"{block}mlp.fc1", F.gelu(inner, approximate="tanh"))
+    return layer_norm(w, "vision_tower.encoder.final_layernorm", hidden)
+
+
+def turned(rows: int, columns: int, width: int) -> torch.Tensor:
+    """(patches, width / 2) complex numbers: each frequency turns one pair by the column and the next by the row."""
+    speeds = 1 / 10000 ** (torch.arange(0, width, 4) / width)  # in fp32, as models of transformers have them
+    found = []
+    for y in range(rows):
+        for x in range(columns):
+            angles = torch.stack([x * speeds, y * speeds], dim=1).flatten()
+            found.append(torch.complex(angles.cos().double(), angles.sin().double()))
+    return torch.stack(found)
+
+
+def written(w: Weights, patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """What stands in the places of one picture's tokens, token by token."""
+    normed = layer_norm(w, "multi_modal_projector.pre_norm", tower(w, patches, rows, columns)).view(rows, columns, -1)
+    found = []
+    for y in range(0, rows, 2):
+        for x in range(0, columns, 2):
+            inner = linear(w, "multi_modal_projector.linear_1", normed[y : y + 2, x : x + 2].flatten())
+            found.append(linear(w, "multi_modal_projector.linear_2", F.gelu(inner)))
+    return torch.stack(found)
+
+
+def text_logits(w: Weights, vocabulary: int, embeddings: torch.Tensor) -> torch.Tensor:
+    import transformers
+
+    config = transformers.DeepseekV3Config(
+        hidden_size=HIDDEN, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, intermediate_size=40,
+        moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=2, vocab_size=vocabulary,
+        kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12, rms_norm_eps=1e-5,
+        first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.446,
+        rope_parameters={"rope_type": "default", "rope_theta": 800000.0}, attn_implementation="eager",
+    )  # fmt: skip
+    return decoder_logits(transformers.DeepseekV3Model(config), w, "language_model.", embeddings)
+
+
+def linear(w: Weights, name: str, rows: torch.Tensor) -> torch.Tensor:
+    return rows @ w[f"{name}.weight"].flatten(1).T + w[f"{name}.bias"]
+
+
+def layer_norm(w: Weights, name: str, rows: torch.Tensor) -> torch.Tensor:
+    centred = rows - rows.mean(dim=-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def test_equals_the_formulas(root: str) -> None:
+    folder, stored = released(root)
+    processor: Any = load_processor(folder)
+    model = loaded(folder)
+    text = "<|im_user|>user<|im_middle|><|media_pad|>Which of <|media_pad|>both?<|im_end|>"
+    batch = processor(images=pictures(), text=[text], return_tensors="pt")
+    w = {name: tensor.double() for name, tensor in stored.items()}
+    pixels, grids = batch["pixel_values"].double(), batch["image_grid_thw"].tolist()
+    assert grids == [[1, 4, 16], [1, 2, 4]]
+    features = torch.cat([written(w, pixels[:64], 4, 16), written(w, pixels[64:], 2, 4)])
+    ids = batch["input_ids"]
+    embeddings = w["language_model.model.embed_tokens.weight"][ids]
+    embeddings[ids == processor.image_token_id] = features
+    inputs = dict(batch) | {"pixel_values": pixels}
+    with torch.no_grad(), keeping_double():
+        expected = text_logits(w, len(processor.tokenizer), embeddings)
+        assert (model(**inputs).logits[0] - expected).abs().max() < 1e-9
+        # Planted: rows and columns of the table of places in each other's stead.
+        places = model.model.vision_tower.patch_embed.pos_emb.position_embeddings
+        places.data = places.data.transpose(0, 1).contiguous()
+        assert (model(**inputs).logits[0] - expected).abs().max() > 1e-3
+
+
+def test_pictures_in_their_own_size(root: str) -> None:
+    """62 × 15 pixels are 15 × 3 patches, within the limit of 64: nothing is made smaller, zeros fill both sides up."""
+    processor: Any = load_processor(released(root)[0])
+    picture = pictures()[0]
+    made = processor(images=[picture], text=["<|media_pad|>"], return_tensors="pt")
+    assert made["image_grid_thw"].tolist() == [[1, 4, 16]]
+    whole = torch.zeros(16, 64, 3, dtype=torch.uint8)
+    whole[:15, :62] = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(15, 62, 3)
+    expected = (whole.permute(2, 0, 1) / 255 - 0.5) / 0.5
+    for number in range(64):
+        y, x = divmod(number, 16)
+        patch = expected[:, y * PATCH : (y + 1) * PATCH, x * PATCH : (x + 1) * PATCH]
+        torch.testing.assert_close(made["pixel_values"][number], patch)
+    assert made["input_ids"].shape[1] == 16
+
+
+def test_too_many_patches_are_made_fewer(root: str) -> None:
+    """16 × 12 patches for a limit of 64: both sides times √(64 / 192), then filled up to whole squares."""
+    processor: Any = load_processor(released(root)[0])
+    made = processor(images=[Image.new("RGB", (64, 48))], text=["<|media_pad|>"], return_tensors="pt")
+    width, height = (int(side * math.sqrt(64 / 192)) for side in (64, 48))
+    assert made["image_grid_thw"].tolist() == [[1, math.ceil(height / 8) * 2, math.ceil(width / 8) * 2]]
+
+
+def test_released_size() -> None:
+    from mindspeed_mm.fsdp.models.kimi_vl.modeling_kimi_vl import KimiVLForConditionalGeneration, tell_transformers
+
+    tell_transformers()
+    text = {
+        "model_type": "deepseek_v3", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "intermediate_size": 11264, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163840,
+        "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    vision = {"model_type": "moonvit", "init_pos_emb_height": 64, "init_pos_emb_width": 64}
+    config = KimiVLForConditionalGeneration.config_class.from_dict({"text_config": text, "vision_config": vision})
+    with torch.device("meta"):
+        model = KimiVLForConditionalGeneration(config)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(16.4, rel=0.02)
+    wanted = {
+        "vision_tower.patch_embed.proj.weight": (1152, 3, 14, 14),
+        "vision_tower.patch_embed.pos_emb.weight": (64, 64, 1152),
+        "vision_tower.encoder.blocks.26.wqkv.weight": (3456, 1152),
+        "vision_tower.encoder.blocks.26.wo.weight": (1152, 1152),
+        "vision_tower.encoder.blocks.26.norm0.weight": (1152,),
+        "vision_tower.encoder.blocks.26.mlp.fc0.weight": (4304, 1152),
+        "vision_tower.encoder.final_layernorm.weight": (1152,),
+        "multi_modal_projector.pre_norm.weight": (1152,),
+        "multi_modal_projector.linear_1.weight": (4608, 4608),
+        "multi_modal_projector.linear_2.weight": (2048, 4608),
+        "language_model.model.layers.26.self_attn.q_proj.weight": (3072, 2048),
+        "language_model.model.layers.26.self_attn.kv_a_proj_with_mqa.weight": (576, 2048),
+        "language_model.model.layers.26.mlp.experts.63.gate_proj.weight": (1408, 2048),
+        "language_model.model.layers.26.mlp.gate.e_score_correction_bias": (64,),
+        "language_model.lm_head.weight": (163840, 2048),
+    }
+    made = hub_tensors(model, live_tensors(model))
+    assert {key: tuple(made[key].shape) for key in wanted} == wanted
+
+
+# --- as any model -----------------------------------------------------------------------------------------------------
+
+
+def test_goes_back_to_the_bit(root: str, tmp_path: Path) -> None:
+    folder, stored = released(root)
+    save_hf(loaded(folder, torch.float32), tmp_path / "out", folder)
+    with open_weights(tmp_path / "out") as written_again:
+        assert differing({name: tensor.read() for name, tensor in written_again.items()}, stored) == []
+
+
+@cache
+def yaml_of(root: str) -> str:
+    folder, _ = released(root)
+    make_rows(folder.parent)
+    return str(
+        make_tiny_run(folder.parent, training={"train_iters": 4, "save_interval": 2, "lr_decay_style": "constant"})
+    )
+
+
+def test_trains_resumes_and_is_exported(root: str, tmp_path: Path) -> None:
+    yaml = yaml_of(root)
+    train(yaml, tmp_path / "whole")
+    train(yaml, tmp_path / "half", "training.train_iters=2")
+    train(yaml, tmp_path / "rest", f"training.load={tmp_path / 'half'}")
+    assert differing(tensors(tmp_path / "rest", 4), tensors(tmp_path / "whole", 4)) == []
+    exported = mm.export(tmp_path / "whole", tmp_path / "exported")
+    with open_weights(exported.folder) as made:
+        found = {name: tensor.read() for name, tensor in made.items()}
+    stored = released(root)[1]
+    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in stored.items()}
+    assert {"vision_tower.patch_embed.pos_emb.weight", "multi_modal_projector.linear_1.weight"} <= set(
+        differing(found, stored)
+    )
+    answer = mm.infer(exported.folder, "What is it like?", images=pictures()[:1], max_new_tokens=3)
+    assert isinstance(answer.text, str)
+
+
+def test_adapters(root: str, tmp_path: Path) -> None:
+    train(yaml_of(root), tmp_path / "run", "training.lora.enable=true", "training.train_iters=2")
+    assert Path(mm.export(tmp_path / "run", tmp_path / "adapters").folder, "adapter_model.safetensors").exists()
+
+
+RUNS = ParityRuns(
+    __file__,
+    {"kimi fsdp2": Case("kimi", 2, 2, 2)},
+    slow={
+        "kimi pp2 × ep2": Case("kimi", 4, 2, 2, (PP, EP)),
+        "kimi pp2 × ep2, recompute": Case("kimi", 4, 2, 2, (PP, EP, "features.recompute=true")),
+    },
+    slow_faults={"own denominator": Fault("kimi pp2 × ep2", "rank's own denominator")},
+)
+
+
+@pytest.fixture(scope="module")
+def yamls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("plans")
+    make_tiny_kimi_vl(folder / "kimi" / "model", layers=4)
+    return {"kimi": str(make_tiny_run(folder / "kimi", **FP64))}
+
+
+@pytest.mark.parametrize("name", RUNS.case_params())
+def test_plan_equals_one_process(name: str, yamls: dict[str, str]) -> None:
+    RUNS.check(name, yamls)
+
+
+@pytest.mark.parametrize("fault", RUNS.fault_params())
+def test_planted_fault_is_found(fault: str, yamls: dict[str, str]) -> None:
+    RUNS.check_fault(fault, yamls)
