@@ -70,7 +70,8 @@ def _put_features(reading: Reading, root: Node) -> None:
 
 def _put_media(reading: Reading, root: Node) -> None:
     """Clips or pictures with captions."""
-    for theirs, ours in (("data_path", "dataset"), ("data_folder", "dataset_dir")):
+    names = {"data_path": "dataset", "data_folder": "dataset_dir", "data_storage_mode": "data_storage_mode"}
+    for theirs, ours in names.items():
         entry = find(root, f"dataset_param.basic_parameters.{theirs}")
         if entry is not None and entry.node.value:
             reading.draft.put_node(f"{_DATASET}.basic_parameters.{ours}", entry.node)
@@ -81,7 +82,6 @@ def _put_media(reading: Reading, root: Node) -> None:
     fps = find(root, "dataset_param.preprocess_parameters.train_fps")
     if fps is not None and isinstance(fps.node.value, int | float):
         reading.draft.put_node(f"{_DATASET}.preprocess_parameters.fps", fps.node)
-    reading.draft.fill(f"{_DATASET}.basic_parameters.media_column", "path", "the rows of such files")
 
 
 def processor_folder(reading: Reading) -> str | None:

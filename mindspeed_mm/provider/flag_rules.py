@@ -120,6 +120,8 @@ def loss_of_samples(reading: Reading) -> None:
 def starting_point(reading: Reading) -> None:
     """Where the weights come from, and whether the step and the optimizer's state come with them."""
     draft, saved = reading.draft, reading.draft.value("training.save")
+    if reading.has("data_path") and reading.has("load"):  # scripts of one model, which have no model.json
+        draft.fill("model.model_name_or_path", reading.value("load"), "--load of a script without --mm-model")
     for name in ("load_base_model", "load"):
         path = reading.value(name)
         if path is None or path == draft.value("model.model_name_or_path"):

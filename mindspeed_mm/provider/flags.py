@@ -184,7 +184,8 @@ _DREAMBOOTH = (
     LaunchFlag("validation_prompt", "word", rule="samples"),
     LaunchFlag("validation_epochs", "int", rule="samples"),
     LaunchFlag("output_dir", "word", key="training.save"),
-    *_refused("every row brings its own caption; write the prompt into the rows", "word", "instance_prompt"),
+    *_idle("every row brings its own caption", "word", "instance_prompt"),
+    LaunchFlag("dataloader_num_workers", "int", key="data.dataloader_param.num_workers", example="5"),
 )
 
 _WITHOUT_EFFECT = (
@@ -234,7 +235,7 @@ _REFUSED = (
         _POSTTRAIN, "float", "adv_clip_max", "cfg", "clip_range", "eta", "sampler_seed", "shift", "timestep_fraction"
     ),
     *_refused(
-        _POSTTRAIN, "int", "dataloader_num_workers", "h", "w", "t", "num_generations", "num_latent_t",
+        _POSTTRAIN, "int", "h", "w", "t", "num_generations", "num_latent_t",
         "sample_batch_size", "sampling_steps", "sp_size", "train_sp_batch_size",
     ),
     *_refused(

@@ -17,7 +17,8 @@ _ASSIGNMENT = re.compile(
     r"(?:export\s+)?(\w+)=(?:\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|[^\s;#]*))", re.DOTALL
 )
 _LAUNCH = re.compile(
-    r"(?:\w+=\S*\s+)*(?:torchrun|\S*python3?(?:\s+-m\s+torch\.distributed\.\w+)?)\s+(.*\.py\b.*)", re.DOTALL
+    r"(?:\w+=\S*\s+)*(?:torchrun|accelerate\s+launch|\S*python3?(?:\s+-m\s+torch\.distributed\.\w+)?)\s+(.*\.py\b.*)",
+    re.DOTALL,
 )
 _OPENS = re.compile(r"(?:if|for|while|case|until)\b|(?:function\s+)?\w+\s*\(\)")
 _CLOSES = re.compile(r"(?:.*[;\s])?(?:fi|done|esac|})\s*;?$", re.DOTALL)
@@ -54,6 +55,11 @@ def flags_of_launch(words: Sequence[str], environment: Mapping[str, str]) -> lis
     entry = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if entry is None:
         return list(words)
+    if Path(words[entry]).name.startswith("posttrain_"):
+        way_out = "Write a YAML for the supervised part."
+        raise UsageError(
+            "preferences and rewards cannot be trained with flags yet", where=words[entry], way_out=way_out
+        )
     launcher, own = words[:entry], list(words[entry + 1 :])
     kept: list[str] = []
     for at, word in enumerate(launcher):
@@ -147,6 +153,8 @@ def _expanded(text: str, values: Mapping[str, str], environment: Mapping[str, st
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1] or found[3], found[2]
+        if name.endswith("ARGS") and name not in values:  # a group that a copied script names and does not have
+            default = ""
         return values.get(name) or environment.get(name) or (default if default is not None else f"\0{name}\0")
 
     def total(match: re.Match[str]) -> str:

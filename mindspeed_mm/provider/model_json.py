@@ -153,12 +153,12 @@ def _put_stages(reading: Reading, root: Node) -> None:
         reading.draft.problem(what, place, f"PP {stages} x {chunks} chunks need as many numbers.")
     elif isinstance(total, int) and sum(flat) != total:
         reading.draft.problem(f"{flat} are {sum(flat)} layers, but num_layers is {total}", place, "Change one of them.")
-    elif 0 in flat[1:-1]:
-        reading.draft.problem(f"{flat}: a stage between others has no layer", place, "Give it one.")
     elif reading.names is None:
         reading.draft.note(f"{place}: the model's layers are not known here, so stages are cut at equal cost.")
     elif _is_tower_cut(root):
         reading.draft.note(f"{place}: the vision tower lies on one stage here, so stages are cut at equal cost.")
+    elif 0 in flat[1:-1]:
+        reading.draft.problem(f"{flat}: a stage between others has no layer", place, "Give it one.")
     else:
         reading.stage_layers = flat
         starts = [sum(flat[:number]) for number in range(1, len(flat))]

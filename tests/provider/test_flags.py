@@ -278,6 +278,11 @@ def test_a_user_s_own_flag_that_is_required() -> None:
         parse(words_of(), {}, provider)
 
 
+def test_a_script_of_one_model_names_it_by_load() -> None:
+    arguments = run(words_of(more=["--data-path", "rows.jsonl", "--load", "ckpt/OCR"])).arguments
+    assert (arguments.model.model_name_or_path, arguments.training.load) == ("ckpt/OCR", None)
+
+
 def test_defaults_of_a_program_fill_absent_flags() -> None:
     namespace = parse(words_of(), {})
     fill_absent(namespace, {"seed": 3, "lr": 7.0, "own": 1})

@@ -97,11 +97,21 @@ def test_a_script_that_only_a_shell_can_work_out(tmp_path: Path) -> None:
         ("A='x/$y'\n", '"$A"'),
         ("A=x/z # words\n", "${A}"),
         ("", "${B:-x/z}"),
+        ("A=x/z\n# --trust-remote-code \\\nD=1\n", "$A $ROPE_ARGS"),
     ],
 )
 def test_forms_of_a_shell(tmp_path: Path, text: str, save: str) -> None:
     found = of_script(tmp_path, f"{text}python b.py {NEEDED} --save {save} 2>&1 | tee log_$(date).txt\n")
     assert found.arguments.training.save in ("x/z", "x/$y")
+
+
+def test_entries(tmp_path: Path) -> None:
+    words = [*NEEDED.split(), "--output_dir", "x"]
+    found = run_flags(["accelerate", "launch", "--config_file", "c.yaml", "train_dreambooth_flux.py", *words], {})
+    assert found.arguments.training.save == "x"
+    assert of_script(tmp_path, f"accelerate launch train.py {NEEDED} --save y\n").arguments.training.save == "y"
+    with pytest.raises(UsageError, match=r"posttrain_sora_dpo.py  preferences and rewards cannot be trained"):
+        run_flags(["torchrun", "posttrain_sora_dpo.py", *words], {})
 
 
 def test_what_a_block_sets_is_not_known(tmp_path: Path) -> None:

@@ -105,9 +105,11 @@ def test_layers_of_stages(counts: Any, words: tuple[str, ...], points: tuple[str
     assert arguments.parallel.pp_plan.split_points == points
 
 
-def test_a_tower_on_several_stages_is_cut_at_equal_cost() -> None:
-    model = vlm({"pipeline_num_layers": [3, 5]}, {"pipeline_num_layers": [16, 16]})
-    translated = run(model, *PP2)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_tower_on_several_stages_is_cut_at_equal_cost(chunks: int) -> None:
+    decoder, tower = ([3, 5], [16, 16]) if chunks == 1 else ([[0, 0], [4, 4]], [[16, 16], [0, 0]])
+    model = vlm({"pipeline_num_layers": decoder}, {"pipeline_num_layers": tower})
+    translated = run(model, *PP2, "--virtual-pipeline-model-parallel-size", str(chunks))
     assert translated.arguments.parallel.pp_plan.split_points == ()
     assert any("the vision tower lies on one stage here" in note for note in translated.notes)
 
