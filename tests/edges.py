@@ -39,6 +39,7 @@ EDGES = {
     "R15": "No key of `inference` is accepted and ignored.",
     "R16": "Media beside the rows' own file are found.",
     "R17": "A memory profile that cannot start says why; profiles run on any device.",
+    "R18": "Every flag of launch scripts acts on its key, or says why it does not.",
     # Generators
     "G1": "A changed rows file is noticed by training on features.",
     "G2": "Every key of `preprocessing` that features depend on is compared with them.",

@@ -186,6 +186,7 @@ def test_each_flag_does_one_thing() -> None:
     assert {flag.rule for flag in OF_KIND["rule"]} - {"files"} == {rule.__name__ for rule in RULES}
 
 
+@pytest.mark.edge("R18")
 @names("key")
 def test_a_flag_with_a_key_sets_it(flag: LaunchFlag) -> None:
     given = example(flag)
@@ -195,6 +196,7 @@ def test_a_flag_with_a_key_sets_it(flag: LaunchFlag) -> None:
         assert value(run(words_of()).arguments, flag.key) != value(arguments, flag.key)
 
 
+@pytest.mark.edge("R18")
 @names("rule")
 def test_a_flag_with_a_rule_acts(flag: LaunchFlag) -> None:
     if flag.dest in ONLY_NOTED:
@@ -214,6 +216,7 @@ def test_a_flag_with_a_rule_acts(flag: LaunchFlag) -> None:
     assert left != case.value or flag.dest in ("recompute_method",)
 
 
+@pytest.mark.edge("R18")
 @names("idle")
 def test_a_flag_without_effect_says_why(flag: LaunchFlag) -> None:
     found = run(words_of(more=[flag.spellings[0], *example(flag)]))
@@ -228,6 +231,7 @@ def test_a_flag_of_the_loop_is_in_the_namespace(flag: LaunchFlag) -> None:
     assert translate(namespace).arguments == translate(parse(words_of(), {})).arguments
 
 
+@pytest.mark.edge("R18")
 @names("refused")
 def test_a_refused_flag_says_why(flag: LaunchFlag) -> None:
     with pytest.raises(ConfigError) as raised:
