@@ -66,6 +66,12 @@ TASKS: dict[str, Topic] = {
         {**_ROWS, **_TRANSCRIBED},
         "docs/data.md",
     ),
+    "speak": Topic(
+        "Turn text into speech tokens",
+        ("tts", "speak", "voice", "synthes", "narrat", "cosyvoice"),
+        {**_TRAIN, "write a folder of the trained weights": "mm export runs/mine exported"},
+        "docs/data.md",
+    ),
     "text": Topic(
         "Write and reason in text",
         ("llm", "text", "language", "chat", "reason", "code", "instruct", "write"),
@@ -162,6 +168,7 @@ _PHRASES = {
     r"\b(image|picture|photo)s?[ -]?(to|2|into)[ -]?(video|clip|film|movie)s?\b": "i2v",
     r"\b(text|words?|prompts?)[ -]?(to|2|into)[ -]?(image|picture|photo)s?\b": "t2i",
     r"\b(speech|audio|voice|sound)[ -]?(to|2|into)[ -]?(text|words?)\b": "asr",
+    r"\b(text|words?)[ -]?(to|2|into)[ -]?(speech|voice|audio)\b": "tts",
     r"\b(image|picture|photo|video)s?[ -]?(to|2|into)[ -]?(text|words?)\b": "vqa",
 }
 """From what to what: the words alone would name both ends alike."""
@@ -169,7 +176,6 @@ _ABSENT = {
     ("segment", "detect", "depth", "pose"): "no family here segments pictures or finds things in them",
     ("embed", "rerank", "retrieval"): "no family here makes embeddings",
     ("dpo", "grpo", "ppo", "rlhf", "reward", "preference"): "post-training with preferences or rewards is not here yet",
-    ("tts", "synthes", "speak"): "no family here speaks yet",
 }
 """What people ask for in vain."""
 

@@ -60,12 +60,16 @@ OUTPUT_PATHS = (
 """Keys whose paths are written to, and need not exist."""
 
 
+_MODEL_KEYS = {"generation": ("model_id", "transformer"), "cosyvoice": ("mix_ratio",)}
+"""Dataset type → further keys of `model` that its `preprocess_parameters` take over."""
+
+
 def derive_processor_folder(root: Node) -> None:
-    """A dataset that names no processor uses the model's folder; one of generators also what else decides the model."""
+    """A dataset that names no processor uses the model's folder; one of generators also what else decides the model,
+    and one of speech tokens how the model takes turns."""
     for dataset in ("data.dataset_param", "data.val_dataset_param"):
         if dataset == "data.dataset_param" or value_at_key(root, dataset) is not None:
-            of_generators = text_at(root, f"{dataset}.dataset_type") == "generation"
-            for key in ("model_name_or_path", *(("model_id", "transformer") if of_generators else ())):
+            for key in ("model_name_or_path", *_MODEL_KEYS.get(text_at(root, f"{dataset}.dataset_type") or "", ())):
                 _derive(root, f"model.{key}", f"{dataset}.preprocess_parameters.{key}", dataset)
 
 

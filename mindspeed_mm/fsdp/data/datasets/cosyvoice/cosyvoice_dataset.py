@@ -1,0 +1,194 @@
+"""Texts and the speech tokens that say them: `dataset_type: cosyvoice`, for CosyVoice3's language model."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
+from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
+from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, RowLocation, SampleSize, TooLongError
+from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.data.datasets.cosyvoice.sequences import SpeechRows
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.utils.processor import load_processor
+from mindspeed_mm.fsdp.utils.register import data_register
+
+_FOLDER_KEY = "data.dataset_param.preprocess_parameters.model_name_or_path"
+_SHARE_KEY = "data.dataset_param.basic_parameters.mixed_share"
+MIXED_SHARE = 0.5
+"""Of the samples, where nobody says otherwise: that of CosyVoice's own training."""
+_RATIO_KEY = "data.dataset_param.preprocess_parameters.mix_ratio"
+
+
+@data_register.register("cosyvoice")
+class CosyVoiceDataset(MMDataset):
+    """Rows of JSONL, parquet or CSV: `{"text": "hello", "speech_token": [17, 4093, …], "instruct": "Speak softly."}`.
+
+    The columns are those of CosyVoice's own recipes, whose parquet files are read as they are; others are not looked
+    at. An instruction is optional, and the text of it is never trained.
+
+    Args:
+        basic_param: Which rows; `mixed_share` of the samples let text and speech take turns.
+        preprocess_param: The model's folder, with its tokenizer; `mix_ratio`.
+        dataset_param: The whole section.
+
+    Raises:
+        DataError: Files are missing or broken.
+        ConfigError: The share or the ratio cannot be used, or rows are streamed.
+        ModelFolderError: The folder is not one of CosyVoice3.
+    """
+
+    is_deterministic = True
+
+    def __init__(
+        self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
+    ) -> None:
+        folder = preprocess_param.model_name_or_path
+        if not folder:
+            raise ConfigError("there is no folder with a tokenizer", key=_FOLDER_KEY, way_out="Name the model's.")
+        if basic_param.streaming:
+            raise ConfigError("these rows are not streamed", key="streaming", way_out="Set it to false.")
+        self.basic_parameters = basic_param
+        self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
+        self.truncation = basic_param.truncation
+        self._rows: Any = open_rows(basic_param, dataset_param.attr)
+        self.parts = self._rows.parts
+        self.processor = load_processor(folder)
+        self._speech = _speech_rows(Path(folder), preprocess_param.get("mix_ratio"))
+        self._share = _share(basic_param.get("mixed_share"))
+        self._seed = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> EncodedSample:
+        """Sample `index` as it is in the first epoch. Raises `DataError` for a row that does not fit."""
+        return self.item(index, 0)
+
+    def item(self, index: int, epoch: int) -> EncodedSample:
+        """Sample `index`; whether text and speech take turns in it is drawn for each epoch.
+
+        Raises:
+            DataError: The row lacks text or speech, or has tokens that the codec does not.
+            TooLongError: It has more tokens than `cutoff_len`.
+        """
+        row, place = self._rows.row(index), str(self.place(index))
+        text, speech = self._ids(row, "text", place), self._codes(row, place)
+        prompt = self._ids(row, "instruct", place) if row.get("instruct") else []
+        drawn = random.Random(derive_seed("mixed", self._seed, epoch, index)).random()
+        mixes = drawn < self._share and self._speech.can_mix(text, speech)
+        tokens = (self._speech.mixed if mixes else self._speech.whole)(prompt, text, speech)
+        ids, labels = tokens.arrays()
+        self._check_length(len(ids), place)
+        return {"sample_id": place, "input_ids": ids, "labels": labels, "media": [], "shrunk": False}
+
+    def measure(self, index: int) -> SampleSize:
+        """Its tokens: as many, whether text and speech take turns or not."""
+        return SampleSize(len(self[index]["input_ids"]), 0)
+
+    def place(self, index: int) -> RowLocation:
+        """Where row `index` stands."""
+        return self._rows.place(index)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index` as it stands in its file."""
+        found: dict[str, Any] = self._rows.row(index)
+        return found
+
+    def draw_captions(self, seed: int) -> None:
+        """Draw with this seed, `training.seed`, from now on."""
+        self._seed = seed
+
+    def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
+        """Rows padded to the right.
+
+        Raises:
+            ConfigError: Rows are to be packed.
+        """
+        if self.basic_parameters.packs if packs is None else packs:
+            raise ConfigError("speech is not packed", key="packing", way_out="Set packing and neat_packing to false.")
+        return build_collator(self.processor, TextOnlyPlugin(), collate_param)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run compares: files, and what shapes samples."""
+        files = self._rows.facts()
+        settings = {"mixed_share": self._share, "speech": repr(self._speech), "cutoff_len": self._longest}
+        digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
+        return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
+
+    # --- one row ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _longest(self) -> int:
+        return self.basic_parameters.cutoff_len
+
+    def _ids(self, row: dict[str, Any], column: str, place: str) -> list[int]:
+        text = row.get(column)
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{text!r:.80} is no text", where=place, key=column, way_out="Repair or drop the row.")
+        ids: list[int] = self.processor(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _codes(self, row: dict[str, Any], place: str) -> list[int]:
+        codes = np.asarray(row.get("speech_token") if row.get("speech_token") is not None else [])
+        if codes.ndim != 1 or not len(codes) or not np.issubdtype(codes.dtype, np.integer):
+            raise DataError(
+                "there are no speech tokens",
+                where=place,
+                key="speech_token",
+                way_out="Give a list of numbers, as CosyVoice's tools/extract_speech_token.py makes it of a sound.",
+            )
+        if codes.min() < 0 or codes.max() >= self._speech.codec_rows:
+            raise DataError(
+                f"speech tokens go from {codes.min()} to {codes.max()}, those of the codec from 0 to "
+                f"{self._speech.codec_rows - 1}",
+                where=place,
+                key="speech_token",
+                way_out="Extract them with the codec of this model.",
+            )
+        return [int(code) for code in codes]
+
+    def _check_length(self, length: int, place: str) -> None:
+        if length > self._longest:
+            error = TooLongError(
+                f"the sample has {length} tokens, more than cutoff_len {self._longest}",
+                where=place,
+                key="data.dataset_param.basic_parameters.cutoff_len",
+                way_out="Raise it: a second of speech has 25 tokens.",
+            )
+            error.tokens = length
+            raise error
+
+
+def _speech_rows(folder: Path, mix_ratio: Any) -> SpeechRows:
+    path = folder / "config.json"
+    config = read_json_object(path, ModelFolderError)
+    text_rows, codec_rows = (config.get("llm_config") or {}).get("vocab_size"), config.get("speech_token_size")
+    if not isinstance(text_rows, int) or not isinstance(codec_rows, int):
+        raise ModelFolderError(
+            "has no llm_config.vocab_size and speech_token_size: it is not a folder of CosyVoice3's language model",
+            where=str(path),
+            key=_FOLDER_KEY,
+        )
+    ratio = mix_ratio or config.get("mix_ratio") or [5, 15]
+    if not isinstance(ratio, list) or len(ratio) != 2 or not all(isinstance(n, int) and n > 0 for n in ratio):
+        raise ConfigError(
+            f"{ratio} are not two numbers of tokens", key=_RATIO_KEY, way_out="Give text and speech: [5, 15]."
+        )
+    return SpeechRows(text_rows, codec_rows, *ratio)
+
+
+def _share(given: Any) -> float:
+    share = MIXED_SHARE if given is None else given
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ConfigError(f"{share!r} is not a share", key=_SHARE_KEY, way_out="Give a number from 0 to 1.")
+    return float(share)

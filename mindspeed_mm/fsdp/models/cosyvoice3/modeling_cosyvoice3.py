@@ -1,0 +1,18 @@
+"""Registers CosyVoice3's language model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mindspeed_mm.fsdp.utils.register import model_register
+
+if TYPE_CHECKING:
+    from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM
+
+
+@model_register.register("cosyvoice3_lm")
+def cosyvoice3_lm() -> type[CosyVoice3LM]:
+    """Our class, on the blocks of transformers' Qwen2."""
+    from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM  # transformers: seconds to import
+
+    return CosyVoice3LM
