@@ -134,8 +134,40 @@ def check_source(folder: Path) -> None:
     more are left to whoever reads them."""
     root = converted_root(folder)
     if root is not None:
-        records = {name: found for name, found in _records_in(root, folder).items() if (root / name).exists()}
-        _compare(root, records, [], None)
+        _compare(root, _present(root, folder), [], None)
+
+
+def differences_of_share(folder: Path, part: int, parts: int) -> list[Problem]:
+    """What of a folder that a conversion wrote is not as it was written; nothing where no conversion did. Files that
+    are not there any more are left to whoever reads them.
+
+    Args:
+        folder: It, or its `release/`.
+        part: Which share of the bytes is read, from 0.
+        parts: How many shares there are.
+    """
+    root = converted_root(folder)
+    if root is None:
+        return []
+    records = _share(_present(root, folder), part, parts)
+    return differences(root, records, _kinds_of(root, records), alone=False)
+
+
+def _present(root: Path, folder: Path) -> Records:
+    return {name: found for name, found in _records_in(root, folder).items() if (root / name).exists()}
+
+
+def _share(records: Records, part: int, parts: int) -> Records:
+    """Tensors that begin in the part of all bytes: neighbours, so that few files are opened."""
+    total = max(1, sum(record.size_bytes for found in records.values() for record in found.values()))
+    held: dict[str, dict[str, TensorRecord]] = {}
+    position = 0
+    for name, found in records.items():
+        for key, record in found.items():
+            if min(position, total - 1) * parts // total == part:
+                held.setdefault(name, {})[key] = record
+            position += record.size_bytes
+    return held
 
 
 def _records_in(root: Path, folder: Path) -> dict[str, dict[str, TensorRecord]]:
@@ -146,8 +178,7 @@ def _compare(root: Path, records: Records, problems: list[Problem], progress: Wo
     sizes = [record.size_bytes for found in records.values() for record in found.values()]
     if progress is not None:
         progress.begin(sum(sizes) / MB)
-    files = {name: _kind_of(root / name, found) for name, found in records.items() if (root / name).exists()}
-    problems = [*problems, *differences(root, records, files, progress, alone=False)]
+    problems = [*problems, *differences(root, records, _kinds_of(root, records), progress, alone=False)]
     if progress is not None:
         progress.end()
     if problems:
@@ -158,6 +189,10 @@ def _compare(root: Path, records: Records, problems: list[Problem], progress: Wo
             problems=problems[:_SHOWN] + more,
         )
     return len(sizes), sum(sizes)
+
+
+def _kinds_of(root: Path, records: Records) -> dict[str, OutputFile]:
+    return {name: _kind_of(root / name, found) for name, found in records.items() if (root / name).exists()}
 
 
 def _kind_of(path: Path, records: Mapping[str, TensorRecord]) -> OutputFile:

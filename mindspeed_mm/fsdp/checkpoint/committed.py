@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_mm.checkpoint import layout
-from mindspeed_mm.checkpoint.conversion.manifest import converted_root
+from mindspeed_mm.checkpoint.conversion.manifest import MANIFEST, converted_root, differences_of_share
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.errors import CheckpointError, Problem
 from mindspeed_mm.fsdp.checkpoint.manifest import (
@@ -19,6 +19,8 @@ from mindspeed_mm.fsdp.checkpoint.manifest import (
     verify_files,
 )
 from mindspeed_mm.fsdp.utils.ranks import Ranks
+
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,45 @@ def open_checkpoint(path: Path, ranks: Ranks, verification: Verification) -> Com
         return found
     if kind == "foreign":
         note = f"{folder} has no {layout.MANIFEST}: it comes from elsewhere, and damage to it would not be noticed"
-        if (root := converted_root(folder)) is not None:
-            note = f"the checksums of {root} are not looked at here: mm convert --verify-only {root} compares them"
-        return CommittedCheckpoint(folder, None, None, (note,))
+        return CommittedCheckpoint(folder, None, None, () if converted_root(folder) is not None else (note,))
     try:
         manifest = _verified(folder, ranks, verification)
     except InvalidCheckpoint as error:
         raise _offering_older(folder, error) from error
     return CommittedCheckpoint(folder, manifest.iteration, manifest)
+
+
+def verify_converted(
+    path: Path, ranks: Ranks, verification: Verification, say: Callable[[str], None], *, from_first_rank: bool
+) -> None:
+    """Compare a folder that a conversion wrote with the checksums that it left there; any other is left alone. Called
+    by all ranks.
+
+    Args:
+        path: Weights in any layout.
+        ranks: All of them.
+        verification: Nothing is compared but under `hash`: the checksums are all that is noted.
+        say: Tells the user what takes a while.
+        from_first_rank: The others may not see the folder; else all share the reading.
+
+    Raises:
+        CheckpointError: A tensor is missing or another one, with its file and key.
+    """
+    if verification != "hash" or not ranks.first("looking for checksums", lambda: converted_root(path) is not None):
+        return
+    say(f"comparing {path} with its checksums")
+    if from_first_rank:
+        problems = ranks.first("verifying", lambda: differences_of_share(path, 0, 1))
+    else:
+        shares = ranks.each("verifying", lambda: differences_of_share(path, ranks.rank, ranks.world_size))
+        problems = [problem for share in shares for problem in share]
+    if problems:
+        more = [Problem(f"and {len(problems) - _SHOWN:,} more")] if len(problems) > _SHOWN else []
+        raise CheckpointError(
+            f"{path}: {len(problems)} of what {MANIFEST} lists is not as it was written. Copy the folder again; to "
+            "train on it as it is: training.verify_checkpoint=size.",
+            problems=problems[:_SHOWN] + more,
+        )
 
 
 def _resolve(path: Path) -> tuple[str, Path]:

@@ -182,7 +182,8 @@ class TrainingArguments(Section):
     on_save_error: Literal["stop", "continue"] = "stop"
     """Whether the run stops or continues after a failed save."""
     verify_checkpoint: Literal["hash", "size", "none"] = "hash"
-    """What is compared with the manifest before a checkpoint is loaded: hashes, sizes or nothing."""
+    """What is compared with the manifest before a checkpoint is loaded: hashes, sizes or nothing. Of weights that a
+    conversion wrote, hashes are compared or nothing."""
     allow_missing: Patterns = ()
     """Patterns of weight keys that may be missing from the folder."""
     allow_unexpected: Patterns = ()

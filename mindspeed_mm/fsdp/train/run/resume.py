@@ -13,6 +13,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.layout import TRAINER_STATE, list_iterations
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.errors import CheckpointError
+from mindspeed_mm.fsdp.checkpoint.committed import verify_converted
 from mindspeed_mm.fsdp.checkpoint.loading import RESTORE
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
@@ -167,10 +168,17 @@ def _from_elsewhere(
     if not load.exists():
         raise missing_input(load, "training.load", CheckpointError)
     kind = recognise(load) if arguments.training.load_format == "auto" else arguments.training.load_format
+    reader = manager or CheckpointManager(load, arguments.training, context={}, note=note)
+    verify_converted(
+        load,
+        reader.ranks,
+        arguments.training.verify_checkpoint,
+        say,
+        from_first_rank=arguments.training.load_rank0_and_broadcast,
+    )
     if kind in {"hf", "megatron"}:
         say(f"weights from {load}")
         return ResumePoint(manager, weights=load)
-    reader = manager or CheckpointManager(load, arguments.training, context={}, note=note)
     checkpoint = reader.open(load)
     # Weights without an optimizer, or from a run that kept no state of its loop, are a new run's beginning.
     weights_only = options.weights_only or arguments.training.no_load_optim or checkpoint.manifest is None
