@@ -39,6 +39,8 @@ class ParallelConfig(_Config):
     """Ranks that divide a layer of the audio tower; 0: as tp_size."""
     ep_size: PositiveInt = 1
     """Ranks that divide the experts."""
+    encoders_on_every_stage: bool = False
+    """Every pipeline stage holds the whole vision and audio towers, as heterogeneous parallelism trains them."""
 
 
 class HfConfig(_Config):
@@ -60,7 +62,7 @@ class CommonModelConfig(_Config):
     tie_word_embeddings: bool | None = None
     """Whether the head is the embedding."""
     llm_hf_dir: Path | None = None
-    """Folder of a language model that is stored apart."""
+    """Folder of another language model, which takes the place of the model's own."""
     llm_num_layers: NonNegativeInt | None = None
     """Layers of the language model."""
     vit_num_layers: NonNegativeInt | None = None
@@ -79,7 +81,7 @@ class ConvertMMConfig(_Config):
     parallel_config: ParallelConfig = ParallelConfig()
     """How the checkpoint is divided."""
     llm_hf_config: HfConfig | None = None
-    """A language model that is stored in a folder of its own."""
+    """As common_model_config.llm_hf_dir."""
     common_model_config: CommonModelConfig = CommonModelConfig()
     """Facts about the model."""
     save_vit_only: bool = False

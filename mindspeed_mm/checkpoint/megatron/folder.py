@@ -329,9 +329,22 @@ def _layout_of(
             tuple(_count_layers(contents, stage, outline.model_key(chunk), tower.layers) for stage in range(stages))
             for chunk in range(chunks)
         )
+    everywhere = {
+        name: depth
+        for name, depth in model.depths.items()
+        if stages > 1 and name != "text" and layers[name][0] == (depth,) * stages
+    }
+    for name, depth in everywhere.items():
+        layers[name] = ((depth, *[0] * (stages - 1)), *layers[name][1:])
     ep = 1 + max(rank.ep for rank in contents)
     tp = 1 + max(rank.tp for rank in contents)
-    layout = MegatronLayout(layers, tp=tp, ep=ep, vocabulary_multiple=_vocabulary_multiple(contents, model, tp))
+    layout = MegatronLayout(
+        layers,
+        tp=tp,
+        ep=ep,
+        vocabulary_multiple=_vocabulary_multiple(contents, model, tp),
+        everywhere=frozenset(everywhere),
+    )
     if wanted is None:
         return layout
     return replace(layout, tp_of_tower=wanted.tp_of_tower)

@@ -54,6 +54,11 @@ class MegatronLayout:
     """The vocabulary is filled up to a multiple of this times the tensor ranks."""
     canonical: bool = False
     """Queries, keys and values, and gates and ups, are stored apart."""
+    everywhere: frozenset[str] = frozenset()
+    """Towers that every stage holds whole, in its first chunk, as heterogeneous parallelism trains them."""
+    u_shape: bool = False
+    """The ends of the language model both stand on the first stage, in its first and in its last chunk, wherever the
+    layers are."""
 
     @property
     def stages(self) -> int:
@@ -82,12 +87,12 @@ class MegatronLayout:
         return self.tp_of_tower.get(tower, self.tp)
 
     def first_place(self, tower: str) -> Place:
-        """Where the tower's first layer is."""
-        return self._filled(tower)[0]
+        """Where what comes before the tower's layers stands: beside the first of them."""
+        return Place(0, 0) if self._has_u_shape(tower) else self._filled(tower)[0]
 
     def last_place(self, tower: str) -> Place:
-        """Where the tower's last layer is."""
-        return self._filled(tower)[-1]
+        """Where what comes behind the tower's layers stands: beside the last of them."""
+        return Place(self.chunks - 1, 0) if self._has_u_shape(tower) else self._filled(tower)[-1]
 
     def place_of_layer(self, tower: str, layer: int) -> tuple[Place, int]:
         """Where a layer is, and its number there.
@@ -100,9 +105,11 @@ class MegatronLayout:
                 return place, layer - start
         raise IndexError(layer)
 
-    def first_layer(self, tower: str, place: Place) -> int:
-        """The number in the whole model of the layer that is 0 at a place."""
-        return next(start for found, start, _ in self._runs(tower) if found == place)
+    def layers_at(self, tower: str, place: Place) -> range:
+        """The layers of a tower at a place, by their numbers in the whole model."""
+        if tower in self.everywhere:
+            return range(sum(map(sum, self.layers[tower])) if place.chunk == 0 else 0)
+        return next(range(start, end) for found, start, end in self._runs(tower) if found == place)
 
     def model_key(self, chunk: int) -> str:
         """What a chunk's tensors stand under in a file."""
@@ -152,6 +159,8 @@ class MegatronLayout:
             **{_TP_FLAG[tower]: size for tower, size in self.tp_of_tower.items()},
             "vocabulary_multiple": self.vocabulary_multiple,
             "canonical": self.canonical,
+            **({_EVERYWHERE: sorted(self.everywhere)} if self.everywhere else {}),
+            **({"u_shape": True} if self.u_shape else {}),
         }
 
     @classmethod
@@ -172,6 +181,8 @@ class MegatronLayout:
                 tp_of_tower={tower: _size(values, flag) for tower, flag in _TP_FLAG.items() if flag in values},
                 vocabulary_multiple=_size(values, "vocabulary_multiple"),
                 canonical=_flag(values, "canonical"),
+                everywhere=_towers(values, layers),
+                u_shape="u_shape" in values and _flag(values, "u_shape"),
             )
         except UsageError as error:
             raise CheckpointError(
@@ -208,11 +219,23 @@ class MegatronLayout:
             for i, (count, end) in enumerate(zip(counts, ends, strict=True))
         ]
 
+    def _has_u_shape(self, tower: str) -> bool:
+        return self.u_shape and tower == "text"
+
     def _filled(self, tower: str) -> list[Place]:
         return [place for place, start, end in self._runs(tower) if end > start]
 
 
 _TP_FLAG = {"vision": "vit_tp_size", "audio": "audio_tp_size"}
+_EVERYWHERE = "towers_on_every_stage"
+
+
+def _towers(values: Mapping[str, Any], layers: Mapping[str, Stages]) -> frozenset[str]:
+    names = values.get(_EVERYWHERE, [])
+    known = [tower for tower in layers if tower != "text"]
+    if not isinstance(names, list) or not all(name in known for name in names):
+        raise UsageError(f"{names!r} are no towers of {known}", key=_EVERYWHERE)
+    return frozenset(names)
 
 
 def _size(values: Mapping[str, Any], key: str) -> int:

@@ -90,6 +90,8 @@ def _holders(name: str, model: MegatronModel, layout: MegatronLayout) -> int:
 
 def _places(name: str, tower: PipelineTower, layout: MegatronLayout) -> list[tuple[Place, str]]:
     """Where a tensor stands, and its name there: layers are numbered from 0 at every place."""
+    if tower.name in layout.everywhere:
+        return [(Place(0, stage), name) for stage in range(layout.stages)]
     if name.startswith(tower.layers):
         number, _, rest = name.removeprefix(tower.layers).partition(".")
         if not is_number(number):
@@ -166,15 +168,15 @@ def _whole_name(local: str, place: Place, rank: MegatronRank, model: MegatronMod
     name = local
     if local.startswith(tower.layers):
         number, _, rest = local.removeprefix(tower.layers).partition(".")
-        held = layout.layers[tower.name][place.chunk][place.stage]
-        layer = _number_below(number, held, f"{local}: it is layer", "layers", layout.folder_name(rank))
-        name = f"{tower.layers}{layer + layout.first_layer(tower.name, place)}.{rest}"
+        held = layout.layers_at(tower.name, place)
+        layer = _number_below(number, len(held), f"{local}: it is layer", "layers", layout.folder_name(rank))
+        name = f"{tower.layers}{held[layer]}.{rest}"
     if (found := EXPERT.fullmatch(name)) and model.experts:
-        held = model.experts // layout.ep
+        experts = model.experts // layout.ep
         local_expert = _number_below(
-            found["number"], held, f"{local}: it is expert", "experts", layout.folder_name(rank)
+            found["number"], experts, f"{local}: it is expert", "experts", layout.folder_name(rank)
         )
-        name = f"{found['before']}{local_expert + rank.ep * held}{found['after']}"
+        name = f"{found['before']}{local_expert + rank.ep * experts}{found['after']}"
     return name
 
 

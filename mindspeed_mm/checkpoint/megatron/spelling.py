@@ -45,12 +45,11 @@ def usual_names(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, Lazy
     Raises:
         CheckpointError: Two have the same usual name.
     """
-    found: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
+    names: dict[str, str] = {}
+    for name in tensors:
         if name.endswith("._extra_state"):
             continue
-        usual = usual_name(name)
-        if usual in found:
-            raise CheckpointError(f"is there as {usual} too", where=where, key=name)
-        found[usual] = tensor
-    return found
+        first = names.setdefault(usual_name(name), name)
+        if first != name:
+            raise CheckpointError(f"is there as {first} too", where=where, key=name)
+    return {usual: tensors[name] for usual, name in names.items()}

@@ -41,12 +41,15 @@ from mindspeed_mm.checkpoint.megatron.layout import LAYOUT_FILE, WEIGHTS_FILE, M
 from mindspeed_mm.checkpoint.megatron.sharding import divide, times_written
 from mindspeed_mm.checkpoint.ptd.config import AdapterModelConfig
 from mindspeed_mm.checkpoint.ptd.division import check_facts, depths_of, layout_of
+from mindspeed_mm.checkpoint.ptd.other_text import renamed_text, text_keys
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, check_same_tensors, open_weights
 from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import CheckpointError, UsageError
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _ADAPTERS = "adapters alone compute nothing"
+_VISION_ALONE = "only the vision tower is written"
+_OTHER_TEXT = "the language model is that of another folder"
 
 
 def hf_to_megatron(
@@ -57,6 +60,8 @@ def hf_to_megatron(
     *,
     facts: CommonModelConfig,
     vision_only: bool = False,
+    text_dir: Path | None = None,
+    u_shape: bool = False,
     writing: Writing,
 ) -> Converted:
     """Divide a Hugging Face folder among ranks.
@@ -68,6 +73,8 @@ def hf_to_megatron(
         said: The division.
         facts: What was said of the model.
         vision_only: Leave the language model out.
+        text_dir: Folder of another language model, which takes the place of the folder's own.
+        u_shape: As `layout_of` has it.
         writing: How the output is written.
 
     Raises:
@@ -77,26 +84,35 @@ def hf_to_megatron(
     canonical = facts.enable_canonical_hf_struct
     model = family.model(config, canonical=canonical)
     check_facts(facts, model, config, hf_dir)
-    layout = layout_of(said, model.depths, canonical=canonical)
+    layout = layout_of(said, model.depths, canonical=canonical, u_shape=u_shape)
     layout.check(model.depths, model.experts)
-    with open_weights(hf_dir, MAPPED_BYTES) as stored:
+    with open_weights(hf_dir, MAPPED_BYTES) as stored, _opened(text_dir) as of_text:
+        # Both folders may have the same keys.
+        own_keys = {key: f"{text_dir}/{key}" for key in of_text}
         ledger = SourceLedger(stored, hf_dir)
+        text_ledger = SourceLedger({own_keys[key]: tensor for key, tensor in of_text.items()}, text_dir or hf_dir)
         left_out = {key: "is no part of this layout" for key in stored if key.startswith(model.not_carried)}
-        whole = megatron_tensors(ledger.tensors, model)
-        check_whole(
-            whole, expected_shapes(hf_dir, family, config, canonical=canonical, weights=False), model, hf_dir, hf_dir
-        )
+        tensors: dict[str, LazyTensor] = dict(ledger.tensors)
+        if text_dir is not None:
+            replaced = text_keys(tensors, model)
+            left_out |= dict.fromkeys(replaced, f"comes from {text_dir}")
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in left_out}
+            of_text = {key: text_ledger.tensors[own_key] for key, own_key in own_keys.items()}
+            tensors |= renamed_text(of_text, model, text_dir)
+        whole = megatron_tensors(tensors, model)
+        shapes = expected_shapes(hf_dir, family, config, canonical=canonical, weights=False)
+        check_whole(whole, shapes, model, text_dir or hf_dir, hf_dir)
         if vision_only:
             whole, model, layout = _vision_alone(whole, model, layout)
             kept = {source for step in model.key_map.inverse.steps(whole) for source in step.targets}
-            left_out |= {key: "only the vision tower is written" for key in stored if key not in kept}
+            left_out |= {key: _VISION_ALONE for key in stored if key not in kept}
         conversion = Conversion(
-            sources=[hf_dir],
-            ledgers=[ledger],
+            sources=[hf_dir, *([text_dir] if text_dir is not None else [])],
+            ledgers=[ledger, text_ledger],
             **_megatron_output(divided_files(whole, model, layout), layout),
             times=times_written(whole, model, layout),
             left_out=left_out,
-            incomparable="only the vision tower is written" if vision_only else "",
+            incomparable=_VISION_ALONE if vision_only else _OTHER_TEXT if text_dir is not None else "",
             copies={path.name: path for path in asset_files(hf_dir)},
         )
         return convert(conversion, mm_dir, writing, stream=sys.stderr)
@@ -213,7 +229,7 @@ def _joined(
     check_whole(whole, expected_shapes(hf_dir, family, config, canonical=found.canonical), found.model, mm_dir, hf_dir)
     tensors = renamed_to_hub(whole, found.model)
     dropped = [*found.padding(ledger.tensors), *without_a_name(whole, found.model)]
-    with _opened(hf_dir) as own:
+    with _opened(hf_dir if any(hf_dir.glob("*.safetensors")) else None) as own:
         tensors |= {key: own[key] for key in own if key.startswith(model.not_carried)}
         yield _Joined(model, ledger, tensors, own, found.left_out, dropped)
 
@@ -383,9 +399,9 @@ def _vision_alone(
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[Mapping[str, LazyTensor]]:
-    """A folder's tensors; none where it has no weights."""
-    if not any(folder.glob("*.safetensors")):
+def _opened(folder: Path | None) -> Iterator[Mapping[str, LazyTensor]]:
+    """A folder's tensors; none where there is no folder."""
+    if folder is None:
         yield {}
         return
     with open_weights(folder, MAPPED_BYTES) as stored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from mindspeed_mm.checkpoint.common.config import ConvertHFConfig, ConvertMMConfig
@@ -44,16 +45,7 @@ class _Megatron(Converter):
             overwrite: Replace what an earlier conversion wrote to mm_dir.
             verify: Read everything back and compare, also the logits; full: of models of any size.
         """
-        _refuse_other_text_model(cfg)
-        return hf_to_megatron(
-            self.family,
-            cfg.hf_config.hf_dir,
-            cfg.mm_dir,
-            cfg.parallel_config,
-            facts=cfg.common_model_config,
-            vision_only=cfg.save_vit_only,
-            writing=Writing(overwrite, verify, self.examine),
-        )
+        return self._divided(cfg, Writing(overwrite, verify, self.examine))
 
     def mm_to_hf(self, cfg: ConvertHFConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
         """Join a Megatron-style checkpoint to a Hugging Face folder.
@@ -63,7 +55,12 @@ class _Megatron(Converter):
             overwrite: Replace what an earlier conversion wrote to save_hf_dir.
             verify: Read everything back and compare, also the logits; full: of models of any size.
         """
-        _refuse_other_text_model(cfg)
+        if _other_text_model(cfg) is not None:
+            raise UsageError(
+                "the whole model is written, and the language model with it",
+                key="cfg.common_model_config.llm_hf_dir",
+                way_out="Leave it out.",
+            )
         if cfg.save_vit_only:
             raise UsageError("a Hugging Face folder of a vision tower alone is not written", key="cfg.save_vit_only")
         return megatron_to_hf(
@@ -92,6 +89,19 @@ class _Megatron(Converter):
             cfg.source_parallel_config,
             cfg.target_parallel_config,
             writing=Writing(overwrite, verify, self.examine),
+        )
+
+    def _divided(self, cfg: ConvertMMConfig, writing: Writing, *, u_shape: bool = False) -> Converted:
+        return hf_to_megatron(
+            self.family,
+            cfg.hf_config.hf_dir,
+            cfg.mm_dir,
+            cfg.parallel_config,
+            facts=cfg.common_model_config,
+            vision_only=cfg.save_vit_only,
+            text_dir=None if cfg.save_vit_only else _other_text_model(cfg),
+            u_shape=u_shape,
+            writing=writing,
         )
 
 
@@ -133,14 +143,15 @@ class _WithAdapters(_Megatron):
         )
 
 
-def _refuse_other_text_model(cfg: ConvertMMConfig) -> None:
-    if cfg.llm_hf_config is not None or cfg.common_model_config.llm_hf_dir is not None:
-        key = "cfg.llm_hf_config" if cfg.llm_hf_config is not None else "cfg.common_model_config.llm_hf_dir"
+def _other_text_model(cfg: ConvertMMConfig) -> Path | None:
+    told = {cfg.common_model_config.llm_hf_dir, cfg.llm_hf_config.hf_dir if cfg.llm_hf_config else None} - {None}
+    if len(told) > 1:
         raise UsageError(
-            "a language model out of another folder is not taken",
-            key=key,
-            way_out="Put the two together with transformers, save the model, and convert that folder.",
+            "names another folder than cfg.common_model_config.llm_hf_dir",
+            key="cfg.llm_hf_config.hf_dir",
+            way_out="Leave one of them out.",
         )
+    return next(iter(told), None)
 
 
 class Qwen2VLConverter(_WithAdapters):
@@ -153,6 +164,17 @@ class Qwen2_5_VLConverter(_WithAdapters):
     """Qwen2.5-VL: Hugging Face folder ↔ Megatron-style checkpoint."""
 
     family = QWEN2_5_VL
+
+    def hf_to_mm_ldt(self, cfg: ConvertMMConfig, overwrite: bool = False, verify: Verify = True) -> Converted:
+        """Divide a Hugging Face folder in the shape of a U: embedding, final norm and head stand on the first stage, in
+        its first and its last virtual chunk, for training over a long distance.
+
+        Args:
+            cfg: The folders and the division.
+            overwrite: Replace what an earlier conversion wrote to mm_dir.
+            verify: Read everything back and compare, also the logits; full: of models of any size.
+        """
+        return self._divided(cfg, Writing(overwrite, verify, self.examine), u_shape=True)
 
 
 class Qwen2_5_OmniConverter(_Megatron):

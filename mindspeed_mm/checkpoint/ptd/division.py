@@ -13,13 +13,16 @@ from mindspeed_mm.checkpoint.megatron.layout import FLAG_OF_TOWER, MegatronLayou
 from mindspeed_mm.core.errors import Problem, UsageError
 
 
-def layout_of(said: ParallelConfig, depths: Mapping[str, int], *, canonical: bool = False) -> MegatronLayout:
+def layout_of(
+    said: ParallelConfig, depths: Mapping[str, int], *, canonical: bool = False, u_shape: bool = False
+) -> MegatronLayout:
     """The division that flags mean.
 
     Args:
         said: Layers of each tower, and ranks.
         depths: Layers of each tower of the model.
         canonical: Projections are stored apart.
+        u_shape: Embedding, final norm and head all stand on the first stage.
 
     Raises:
         UsageError: Layers are named of a tower that the model does not have, or a tower has more tensor ranks than the
@@ -51,7 +54,17 @@ def layout_of(said: ParallelConfig, depths: Mapping[str, int], *, canonical: boo
             f"{sizes[wider[0]]} ranks for the {wider[0]} tower are more than tp_size {said.tp_size}",
             key="vit_tp_size" if wider[0] == "vision" else "audio_tp_size",
         )
-    return MegatronLayout(layers, tp=said.tp_size, ep=said.ep_size, tp_of_tower=sizes, canonical=canonical)
+    several = len(next(iter(layers.values()))[0]) > 1
+    everywhere = [tower for tower in depths if tower != "text" and said.encoders_on_every_stage and several]
+    return MegatronLayout(
+        layers,
+        tp=said.tp_size,
+        ep=said.ep_size,
+        tp_of_tower=sizes,
+        canonical=canonical,
+        everywhere=frozenset(everywhere),
+        u_shape=u_shape,
+    )
 
 
 def depths_of(layers: Mapping[str, Stages]) -> dict[str, int]:

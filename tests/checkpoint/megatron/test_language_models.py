@@ -196,3 +196,41 @@ def test_layers_that_predict_further_tokens_stay_in_the_original_folder(
     assert left_out == {"model.layers.5.enorm.weight": "is no part of this layout"}
     assert mm("convert", tmp_path / "mm", tmp_path / "hf", "--to", "hf", "--model", hf).code == 0
     assert_same(tmp_path / "hf", hf)
+
+
+def with_transformer_engine(state: Hub) -> Hub:
+    """The same file as Transformer Engine's modules name it, with what its kernels keep."""
+    found: Hub = {"decoder.layers.0.self_attention.linear_qkv._extra_state": torch.zeros(3)}
+    for name, tensor in state.items():
+        is_sparse = name.replace("pre_mlp_layernorm", "mlp.router") in state
+        if name.endswith("input_layernorm.weight"):
+            name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        elif name.endswith("pre_mlp_layernorm.weight") and not is_sparse:
+            name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        elif ".local_experts." in name:
+            layer, _, expert = name.partition("local_experts.")
+            number, linear, part = expert.split(".")
+            name = f"{layer}{linear}.{part}{number}"
+        found[name] = tensor
+    return found
+
+
+def test_names_of_transformer_engine_are_read(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    hf = saved("qwen3_moe")
+    divide(hf, tmp_path / "mm", "--cfg.parallel_config.llm_pp_layers", "[2,3]", "--cfg.parallel_config.ep_size", 2)
+    (tmp_path / "mm/conversion_manifest.json").unlink()
+    names = set()
+    for file in (tmp_path / "mm/release").glob("*/model_optim_rng.pt"):
+        content = torch.load(file, weights_only=True)
+        content["model"] = with_transformer_engine(content["model"])
+        names |= content["model"].keys()
+        torch.save(content, file)
+    assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in names
+    assert {"decoder.layers.0.mlp.experts.linear_fc2.weight1", "decoder.layers.0.pre_mlp_layernorm.weight"} <= names
+    assert not any("local_experts" in name for name in names)
+    assert mm("convert", tmp_path / "mm", tmp_path / "hf", "--to", "hf", "--model", hf).code == 0
+    assert_same(tmp_path / "hf", hf)
+    content["model"]["decoder.layers.1.input_layernorm.weight"] = torch.ones(32)
+    torch.save(content, file)
+    said = mm("convert", tmp_path / "mm", tmp_path / "no", "--to", "hf", "--model", hf)
+    assert said.code == 4 and "is there as decoder.layers.1.self_attention.linear_qkv.layer_norm_weight too" in said.err
