@@ -106,9 +106,10 @@ def test_every_flag_that_is_missing_is_named_with_an_example(words: list[str], n
 
 def test_errors_of_a_conversion_name_the_flag(tmp_path: Path) -> None:
     words = ["--cfg.mm_dir", str(tmp_path), "--cfg.hf_config.hf_dir", str(tmp_path), "--cfg.llm_hf_config.hf_dir", "x"]
+    words += ["--cfg.common_model_config.llm_hf_dir", "y"]
     with pytest.raises(UsageError) as caught:
         mm_convert.run(["GlmConverter", "hf_to_mm", *words])
-    assert caught.value.problems[0].key == "--cfg.llm_hf_config"
+    assert caught.value.problems[0].key == "--cfg.llm_hf_config.hf_dir"
 
 
 def test_the_help_names_every_converter_and_hf2mg_without_torch() -> None:
