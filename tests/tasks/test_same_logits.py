@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,12 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.checkpoint.key_ops import Column, Interleave
 from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, Sliced
+from mindspeed_mm.checkpoint.recognise import Layout
 from mindspeed_mm.cli.mm_convert import run as mm_convert
 from mindspeed_mm.core.errors import CheckpointError, MachineError
 from mindspeed_mm.fsdp.utils.host_memory import available_bytes
 from mindspeed_mm.tasks.convert import convert, same_logits
 from tests.helpers.megatron_models import save_tiny
 from tests.helpers.runs import mm
+from tests.helpers.small_run_folder import make_text_run
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 
 TP2 = convert.Division(tp=2, pp=2)
@@ -94,6 +97,78 @@ def test_a_wider_checkpoint_is_compared_as_its_folder_rounds_it(model: Path, tmp
     assert said.code == 0, said.err
     assert load_file(tmp_path / "back/model.safetensors")["model.language_model.norm.weight"].dtype == torch.bfloat16
     assert "are those of the source, to the bit" in said.out
+
+
+def changed(source: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of a folder with other weights."""
+    shutil.copytree(source, folder)
+    weights = {key: change(key, tensor) for key, tensor in load_file(source / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_run_is_compared(tmp_path: Path) -> None:
+    """Its steps hold random numbers in safetensors, too."""
+    run = make_text_run(tmp_path)
+    newest = run / "iter_0000002"
+    assert any(newest.glob("*.safetensors"))
+    for source, words in ((run, ()), (newest, ("--model", tmp_path / "model"))):
+        target = tmp_path / f"of-{source.name}"
+        said = mm("convert", source, target, "--to", "hf", *words)
+        assert said.code == 0, said.err
+        assert "logits of 16 tokens are those of the source, to the bit" in said.out
+        assert "compared, both under one config.json" in said.out
+        assert not torch.equal(
+            load_file(target / "model.safetensors")["model.norm.weight"],
+            load_file(tmp_path / "model/model.safetensors")["model.norm.weight"],
+        )
+
+
+@pytest.mark.parametrize("to", ["dcp", "megatron"])
+def test_a_wide_head_beside_narrow_norms_is_rounded_to_neither(
+    to: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The head is beyond what fp16 holds; on the way back, what training holds wider is rounded tensor by tensor."""
+
+    def typed(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "norm" in key:
+            return tensor.half()
+        return tensor * 1e6 if "lm_head" in key else tensor.bfloat16() if "mlp" in key else tensor
+
+    source = changed(saved("qwen2_5_vl"), tmp_path / "mixed", typed)
+    said = mm("convert", source, tmp_path / "there", "--to", to)
+    assert said.code == 0, said.err
+    assert "those of the source, to the bit" in said.out
+    said = mm("convert", tmp_path / "there", tmp_path / "back", "--to", "hf", "--model", source)
+    assert said.code == 0, said.err
+    assert "those of the source, to the bit" in said.out
+    if to == "dcp":
+        wide = changed(source, tmp_path / "wide", lambda _, tensor: tensor.float() * 1.0001)
+        assert mm("convert", wide, tmp_path / "trained", "--to", "dcp").code == 0
+        said = mm("convert", tmp_path / "trained", tmp_path / "narrowed", "--to", "hf", "--model", source)
+        assert said.code == 0, said.err
+        assert "those of the source, to the bit" in said.out
+
+
+def test_a_head_of_zeros_is_said_to_show_nothing(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    source = changed(
+        saved("qwen2_5_vl"), tmp_path / "zeros", lambda key, tensor: tensor * 0 if "lm_head" in key else tensor
+    )
+    _, done = convert.run(source, tmp_path / "dcp", "dcp")
+    assert "every one of them zero" in done.logits
+
+
+@pytest.mark.parametrize("to", ["dcp", "megatron"])
+def test_what_the_source_does_not_compute_is_said_to_be_its_own(
+    to: Layout, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = changed(
+        saved("qwen2_5_vl"),
+        tmp_path / "nan",
+        lambda key, tensor: tensor * torch.nan if key.endswith("layers.2.mlp.up_proj.weight") else tensor,
+    )
+    _, done = convert.run(source, tmp_path / "out", to)
+    assert done.logits == "logits not compared: the source itself computes no finite number of them"
 
 
 def test_large_models_are_compared_when_they_are_asked_for(

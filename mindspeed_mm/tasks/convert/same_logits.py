@@ -16,8 +16,9 @@ import torch
 
 from mindspeed_mm.checkpoint.conversion.run import Conversion
 from mindspeed_mm.checkpoint.dcp_folder.reading import find_step
-from mindspeed_mm.checkpoint.recognise import is_megatron_folder
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.checkpoint.recognise import recognise
+from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.transformers_outline import TransformersOutline
 from mindspeed_mm.core.errors import CheckpointError, MachineError, MMError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import LANGUAGE, kind_of_folder
@@ -34,13 +35,12 @@ from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.asking import QuestionEncoder
 from mindspeed_mm.tasks.answer.questions import ask
+from mindspeed_mm.tasks.convert.agreement import Agreement
 
 MOST_PARAMETERS = 1_000_000_000
 """Larger models are compared when they are asked for: building one twice takes minutes."""
 _BYTES_EACH = 6
 """Of memory for each parameter: one model in single precision, and the files that it is read from."""
-_TOLERANCE = 1e-4
-"""Of the largest logit. Both sides compute the same operations on the same numbers in single precision."""
 _TOKENS, _PICTURE = 16, 32
 _BUILD_ERRORS = (MMError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
 """How a model's class or processor says that it is not to be had."""
@@ -60,6 +60,8 @@ class _Sides:
     """The Hugging Face folder; None: both are checkpoints. Its model may be the language model of theirs alone."""
     checkpoints: tuple[Path, ...]
     """One, or the source and what was written."""
+    is_plain_written: bool = False
+    """Else it is the source."""
 
 
 def same_logits(conversion: Conversion, draft: Path, any_size: bool) -> str:
@@ -78,7 +80,7 @@ def same_logits(conversion: Conversion, draft: Path, any_size: bool) -> str:
         MachineError: `any_size`, and the model does not fit into memory.
     """
     try:
-        return _compare(_sides(conversion, draft), draft, any_size)
+        return _compare(_sides(conversion, draft), conversion.sources[0], any_size)
     except _NotCompared as reason:
         return f"logits not compared: {reason}"
 
@@ -93,42 +95,51 @@ def _sides(conversion: Conversion, draft: Path) -> _Sides:
     if kind_of_folder(home) is not LANGUAGE or "_class_name" in read_json_object(home / "config.json", CheckpointError):
         raise _NotCompared("generators give none")
     if conversion.layout["kind"] == "hf":
-        return _Sides(home, draft, (source,))
-    if any(source.glob("*.safetensors")):
+        return _Sides(home, draft, (source,), is_plain_written=True)
+    if recognise(source) == "hf":
         return _Sides(home, source, (draft,))
     return _Sides(home, None, (source, draft))
 
 
-def _compare(sides: _Sides, draft: Path, any_size: bool) -> str:
+def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
     models = [_built(sides.home, any_size) for _ in sides.checkpoints]
     given, told = _inputs(sides.plain or sides.home, sides.home)
-    dtype = _narrowest_dtype(sides.plain)
     computed: list[dict[str, torch.Tensor]] = []
     if sides.plain is not None:
         try:
-            computed.append(_logits(_rounded(_plain(sides.plain), dtype), given))
+            computed.append(_logits(_plain(sides.plain), given))
         except _BUILD_ERRORS as error:
             raise _NotCompared(f"transformers alone does not compute it: {_first_line(error)}") from error
+    dtypes = _written_dtypes(sides.plain) if sides.plain is not None and sides.is_plain_written else {}
     for folder in sides.checkpoints:
         model = models.pop()
         _fill(model, folder)
-        computed.append(_logits(_rounded(model, dtype), given))
+        computed.append(_logits(_rounded(model, dtypes), given))
         del model
-    most = 0.0
-    for what in given:
-        first, second = (each[what] for each in computed)
-        difference, largest = float((first - second).abs().max()), float(first.abs().max())
-        if not difference <= _TOLERANCE * largest:
+    if sides.is_plain_written:
+        computed.reverse()
+    found = {what: Agreement.of(*(each[what] for each in computed)) for what in given}
+    for what, agreement in found.items():
+        if agreement.worst is not None:
             raise CheckpointError(
-                f"what was written computes another model: logits of {what} differ by {difference:.3g}, "
-                f"the largest is {largest:.3g}. Nothing was left behind.",
-                where=str(draft),
+                f"what was written computes another model: logits of {what} differ by {agreement.difference:.3g} of "
+                f"their size, {agreement.worst[0]:.6g} of the source and {agreement.worst[1]:.6g} of what was "
+                "written. Nothing was left behind.",
+                where=str(source),
                 way_out="Report this with the model's config.json; --no-verify (of mm-convert --verify false) "
                 "writes all the same.",
             )
-        most = max(most, difference / largest)
-    how = f"to {most:.1g} of the largest" if most else "to the bit"
-    return f"logits of {' and of '.join(given)} are those of the source, {how}{told}"
+    return _told(found) + told
+
+
+def _told(found: Mapping[str, Agreement]) -> str:
+    if not any(agreement.compared for agreement in found.values()):
+        raise _NotCompared("the source itself computes no finite number of them")
+    most = max(agreement.difference for agreement in found.values())
+    how = f"to {most:.1g} of their size" if most else "to the bit"
+    counts = "; ".join(agreement.told() for agreement in found.values())
+    what = " and of ".join(found)
+    return f"logits of {what} are those of the source, {how} ({counts} compared, both under one config.json)"
 
 
 # --- the two models ---------------------------------------------------------------------------------------------------
@@ -162,7 +173,7 @@ def _built(home: Path, any_size: bool) -> Any:
 def _fill(model: Any, folder: Path) -> None:
     """What `training.load` does with a folder of this kind, in one process."""
     device = torch.device("cpu")
-    if is_megatron_folder(folder) or any(folder.glob("*.safetensors")):
+    if recognise(folder) in ("megatron", "hf"):
         ModelHub.load_weights(model, ModelArguments(), seed=0, device=device, folder=folder)
         return
     materialize(model, device)
@@ -185,16 +196,20 @@ def _plain(folder: Path) -> Any:
     return model.eval()
 
 
-def _narrowest_dtype(plain: Path | None) -> torch.dtype | None:
-    """Of a folder's weights."""
-    stored = {entry.dtype for entry in find_entries(plain).values()} if plain is not None else set()
-    return min((dtype for dtype in stored if dtype.is_floating_point), key=lambda d: d.itemsize, default=None)
+def _written_dtypes(plain: Path) -> dict[str, torch.dtype]:
+    """Name of a parameter → the type that a folder has it in: what is read of a wider checkpoint is rounded so."""
+    outline = TransformersOutline.of(plain)
+    if outline is None:
+        raise _NotCompared("config.json names no class of transformers")
+    with open_weights(plain) as stored:
+        return {name: tensor.dtype for name, tensor in outline.own_tensors(stored)[0].items()}
 
 
-def _rounded(model: Any, dtype: torch.dtype | None) -> Any:
-    """With the precision that one side was stored in: the other may hold more."""
-    if dtype is not None and dtype.itemsize < torch.float32.itemsize:
-        for parameter in model.parameters():
+def _rounded(model: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
+    """With each parameter rounded as what was written has it. The model goes on computing in single precision."""
+    for name, parameter in model.named_parameters():
+        dtype = dtypes.get(name, parameter.dtype)
+        if dtype.is_floating_point and dtype.itemsize < parameter.dtype.itemsize:
             parameter.data = parameter.data.to(dtype).to(parameter.dtype)
     return model
 
