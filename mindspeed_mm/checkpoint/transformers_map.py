@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 Columns = dict[str, list[LazyTensor]]
 """transformers' pattern → the tensors that it collected."""
+_STORED_NAMES: WeakKeyDictionary[torch.nn.Module, dict[str, str]] = WeakKeyDictionary()
+"""A model that was loaded → name after transformers' renamings → key in the folder that it came from."""
 
 
 @dataclass
@@ -89,7 +92,7 @@ def loading_steps(
 
     steps = _steps(model, tensors, rename, converters)
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
-    model._mm_stored_names = {renamed(key): key for key in tensors}
+    _STORED_NAMES[model] = {renamed(key): key for key in tensors}
     return steps
 
 
@@ -113,7 +116,7 @@ def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rule
     renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
 
-    stored_names: Mapping[str, str] = getattr(model, "_mm_stored_names", None) or {}
+    stored_names = _STORED_NAMES.get(model, {})
 
     def stored_name(key: str) -> str:
         return stored_names.get(key) or rename_source_key(key, renamings, [])[0]
@@ -122,6 +125,12 @@ def saving_steps(model: PreTrainedModel, tensors: Mapping[str, LazyTensor], rule
     return [
         RuleMatch(step.sources, {stored_name(key): tensor for key, tensor in step.targets.items()}) for step in steps
     ]
+
+
+def go_back_as(outline: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Let `saving_steps` of an outline be those of the model that was loaded."""
+    outline._weight_conversions = getattr(model, "_weight_conversions", None)
+    _STORED_NAMES[outline] = _STORED_NAMES.get(model, {})
 
 
 def _steps(

@@ -21,7 +21,7 @@ from mindspeed_mm.checkpoint.hf_folder import (
 from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.checkpoint.transformers_map import loading_steps, saving_steps
+from mindspeed_mm.checkpoint.transformers_map import go_back_as, loading_steps, saving_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -176,8 +176,7 @@ def _unsharded_outline(model: PreTrainedModel) -> PreTrainedModel:
     first_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     with torch.device("meta"):
         outline = first_class(model.config)
-    for note in ("_weight_conversions", "_mm_stored_names"):  # of `loading_steps`
-        setattr(outline, note, getattr(model, note, None))
+    go_back_as(outline, model)
     return outline
 
 

@@ -1,0 +1,43 @@
+"""Towers, decoders and processors whose sizes contradict one another are refused by name, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.fsdp.models.modelhub import ModelHub
+from mindspeed_mm.fsdp.models.vocabulary import check_processor
+from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.processor import load_processor
+from tests.helpers.mindspeed_files import make_folder
+
+
+def checked(folder: Path, section: str = "", **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (config[section] if section else config).update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = ModelHub.build(ModelArguments(model_name_or_path=str(folder), train_from_scratch=True))
+    check_processor(model, load_processor(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "changes", "words"),
+    [
+        ("qwen3_vl", "vision_config", {"out_hidden_size": 48}, r"out_hidden_size  is 48, but the decoder's .* is 32"),
+        ("qwen3_vl", "vision_config", {"patch_size": 16}, r"patch_size  is 16, the image processor's patch_size is 8"),
+        ("qwen3_vl", "vision_config", {"spatial_merge_size": 4}, r"is 4, the image processor's merge_size is 2"),
+        ("qwen3_vl", "vision_config", {"temporal_patch_size": 1}, r"is 1, the image processor's temporal_patch_size"),
+        ("qwen3_omni", "audio_config", {"output_dim": 48}, r"audio_config.output_dim  is 48, but the decoder's"),
+        ("qwen3_omni", "audio_config", {"num_mel_bins": 80}, r"is 80, the feature extractor's feature_size is 16"),
+        ("kimi_k25", "vision_config", {"patch_size": 16}, r"is 16, the image processor's patch_size is 8"),
+    ],
+)
+def test_it_names_both(family: str, section: str, changes: dict[str, int], words: str, tmp_path: Path) -> None:
+    folder = make_folder(family, tmp_path)
+    checked(folder)
+    with pytest.raises(ModelFolderError, match=words):
+        checked(folder, section, **changes)
