@@ -244,6 +244,7 @@ def _add_sections(args: Namespace, translated: Translated) -> None:
     """What functions of the user read from `args.mm`, and the type that the model computes in."""
     parts = {"model": translated.model_json, "data": translated.data_json, "tool": translated.tools_json}
     args.mm = JsonSection(parts)
+    LIVE.data_json = translated.data_json
     args.params_dtype = torch_dtype(translated.arguments.parallel.fsdp_plan.param_dtype) or torch.float32
     args.iteration = args.curr_iteration = args.consumed_train_samples = 0
 

@@ -49,6 +49,8 @@ BUILT = (
     "mindspeed_mm.models.transformers_model.TransformersModel",
     "mindspeed_mm.models.vl_model.VLModel",
     "mindspeed_mm.models.sora_model.SoRAModel",
+    "mindspeed_mm.data.build_mm_dataset",
+    "mindspeed_mm.data.build_mm_dataloader",
     "mindspeed_mm.training.pretrain",
     "mindspeed_mm.training.train",
     "mindspeed_mm.training.train_step",

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+from mindspeed_mm.data.data_utils.utils import build_iterations
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
+from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.fsdp.train.provider.live import LIVE
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
@@ -87,6 +91,30 @@ def test_a_run_goes_on_through_the_other_door(tmp_path: Path, first_is_yaml: boo
     begun = steps(config, words, first, TrainOptions(steps=1))
     rest = steps(config, words, second)
     assert_bitwise(whole, begun + rest)
+
+
+def suite_loader(_numbers: list[int]) -> Any:
+    return build_iterations(build_mm_dataloader(build_mm_dataset()))
+
+
+def plain_loader() -> Any:
+    """Somebody's own batches: without what the suite's collator adds."""
+    for batch in build_mm_dataloader(build_mm_dataset()):
+        yield {key: value for key, value in batch.items() if key not in ("shift_labels", "sample_ids", "epochs")}
+
+
+@pytest.mark.parametrize("provider", [suite_loader, plain_loader])
+def test_own_data_with_the_suites_loss(tmp_path: Path, provider: Any) -> None:
+    config = str(make_tiny_run(tmp_path))
+    assert_bitwise(steps(config, (), None), steps(config, (), Callbacks(model_provider, provider)))
+
+
+def test_a_changed_section_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIVE, "data_json", {"dataloader_param": {"shuffle": True}})
+    with pytest.raises(ConfigError, match="is not what --mm-data says any more"):
+        build_mm_dataloader([], JsonSection({"shuffle": False}))
+    with pytest.raises(ConfigError, match="no training is under way"):
+        build_mm_dataloader([], JsonSection({"shuffle": True}))
 
 
 @pytest.mark.slow

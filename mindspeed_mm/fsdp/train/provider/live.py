@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mm.core.errors import ConfigError
 
@@ -18,6 +19,11 @@ class LiveRun:
     """The parsed flags."""
     trainer: ProviderTrainer | None = None
     """The trainer, from the moment it begins until it ends."""
+    data_json: Mapping[str, Any]
+    """The file of `--mm-data`, as it was read."""
+
+    def __init__(self) -> None:
+        self.data_json = {}
 
 
 LIVE = LiveRun()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.batch import IGNORED_LABEL, Batch
 from mindspeed_mm.core.errors import CheckpointError, ConfigError, DataError
 from mindspeed_mm.fsdp.data import DataPosition, MMDataset
 from mindspeed_mm.fsdp.data.dataloader.dataloader import DataCounts
@@ -206,7 +206,8 @@ class ProvidedLoader:
 
 
 def as_batch(given: Any, number: int, rows: int) -> Batch:
-    """What a user's loader yielded, as the engine takes it: tensors of a dict to plan by, and what was yielded.
+    """What a user's loader yielded, as the engine takes it: tensors of a dict to plan by, and what was yielded. Labels
+    are shifted for the suite's own cross-entropy, where the user's forward step is not what computes the loss.
 
     Args:
         given: Anything.
@@ -214,6 +215,12 @@ def as_batch(given: Any, number: int, rows: int) -> Batch:
         rows: In it, where it does not tell.
     """
     planned = {key: value for key, value in given.items() if isinstance(key, str)} if isinstance(given, Mapping) else {}
+    if isinstance(planned.get("sample_ids"), list):  # of the suite's own collator
+        return planned
+    labels = planned.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.ndim == 2:
+        shifted = {"shift_labels": torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)}
+        planned = shifted | planned
     ids = [f"micro-batch {number} row {row}" for row in range(rows_of(given) or rows)]
     return {**planned, RAW: given, "sample_ids": ids}
 
