@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.export import export
-from mindspeed_mm.tasks.export.source import noted_model
+from mindspeed_mm.tasks.export.source import noted_model, unnamed_model
 
 FOLDER_FILES = ("*.safetensors", "*.json", "*.jinja")
 EXPORTED = "exported"
@@ -60,6 +60,7 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     Raises:
         CheckpointError: None of these, or the run has no valid checkpoint.
         ModelFolderError: A checkpoint of another framework, or adapters without a model.
+        UsageError: A checkpoint that does not say which model it holds.
     """
     kind = recognise(path)
     if kind == "hf":
@@ -75,9 +76,11 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
         )
     run = path if kind == "run" else path.absolute().parent
     base = noted_model(run)
+    if base is None:
+        raise unnamed_model(path, f"Write it as a model folder: mm export {path} OUT --model MODEL.")
     part = kind_of_folder(base).trained_part
     exported = _exported(path, run, weights, whole=not part)
-    if base is None or not part:
+    if not part:
         return ModelSource(exported, run)
     if (exported / DIFFUSERS_WEIGHTS).is_file():
         return ModelSource(base, run, lora=exported)

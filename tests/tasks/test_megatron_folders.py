@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.runs import mm
+from tests.helpers.runs import mm, train
 from tests.helpers.tiny_run import make_tiny_run
 
 
@@ -68,6 +68,49 @@ def test_its_loss_is_that_of_the_model_folder(made: Path, tmp_path: Path) -> Non
         results[-1].pop("seconds")
         results[-1].pop("model")
     assert results[0] == results[1]
+
+
+def test_adapters_trained_on_it_merge_answer_and_export(made: Path, tmp_path: Path) -> None:
+    """As the same adapters on the model folder do, to the bit."""
+    lora = [f"training.lora.{each}" for each in ("enable=true", "rank=2", "alpha=4")]
+    folders = {}
+    for name in ("model", "divided"):
+        run, folders[name] = tmp_path / name, tmp_path / f"{name}-merged"
+        train(made / "run.yaml", run, f"training.load={made / name}", "training.train_iters=2", *lora)
+        assert mm("merge", run, "--out", folders[name]).code == 0
+    merged = [load_file(folder / "model.safetensors") for folder in folders.values()]
+    assert merged[0].keys() == merged[1].keys()
+    assert all(torch.equal(merged[0][key], merged[1][key]) for key in merged[0])
+    before = load_file(made / "model" / "model.safetensors")
+    assert any(not torch.equal(before[key], merged[1][key]) for key in before)
+    words = ("--prompt", "What is it like?", "--max-new-tokens", 8)
+    assert mm("infer", tmp_path / "divided", *words).out == mm("infer", folders["model"], *words).out != ""
+    said = mm("export", tmp_path / "divided", tmp_path / "adapters")
+    assert said.code == 0 and f"mm convert {made / 'divided'} OUT --to hf" in said.err
+    assert mm("merge", made / "divided", tmp_path / "adapters", "--out", tmp_path / "again").code == 0
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[key], merged[1][key]) for key in again)
+
+
+@pytest.mark.parametrize(
+    ("command", "way_out"),
+    [
+        (("infer", "--prompt", "x"), "mm export {dcp} OUT --model MODEL"),
+        (("export", "{out}"), "--model FOLDER"),
+        (("convert", "{out}", "--to", "hf"), "--model FOLDER"),
+    ],
+)
+def test_a_converted_checkpoint_needs_its_model_named(
+    command: tuple[str, ...], way_out: str, made: Path, tmp_path: Path
+) -> None:
+    """In the same words everywhere, with a way out that the command has."""
+    dcp = made / "dcp"
+    if not dcp.exists():
+        assert mm("convert", made / "model", dcp, "--to", "dcp").code == 0
+    verb, *words = (word.format(out=tmp_path / "out") for word in command)
+    said = mm(verb, dcp, *words)
+    assert said.code == 2
+    assert "does not say which model it holds" in said.err and way_out.format(dcp=dcp) in said.err
 
 
 def test_without_a_configuration_the_way_is_named(made: Path) -> None:

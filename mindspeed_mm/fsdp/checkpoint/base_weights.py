@@ -1,14 +1,22 @@
-"""A quick mark of the weights that a run's adapters stand on: they are in no checkpoint, so nobody else would notice
-that other ones lie in their folder now."""
+"""The weights that a run starts from, and its adapters stand on: where they are, what they hold, and a quick mark of
+them. No checkpoint holds those under adapters, so nobody else would notice that other ones lie in their folder now."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from mindspeed_mm.checkpoint.hf_folder import DtypeRule, config_dtype
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.megatron.folder import step_files
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder, recognise
 from mindspeed_mm.checkpoint.safetensors_folder import weight_files
+from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 
 _SAMPLES = 16
@@ -41,3 +49,24 @@ def base_weights_mark(folder: Path) -> str:
                 stream.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder holds any, and not its configuration alone."""
+    return any(folder.glob("*.safetensors")) or is_megatron_folder(folder)
+
+
+@contextmanager
+def open_base(model: nn.Module, folder: Path) -> Iterator[Mapping[str, LazyTensor]]:
+    """A folder's tensors by the hub's names, as `open_stored` has them; `model` says which model they are of."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    with open_stored(folder, to_dict() if to_dict is not None else None) as stored:
+        yield stored
+
+
+def dtypes_of_base(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> DtypeRule:
+    """In which dtype a whole model is written: each tensor as the folder has it, or all in `dtype`."""
+    if dtype is not None or not is_megatron_folder(folder):
+        return DtypeRule.of_source(folder, dtype)
+    with open_base(model, folder) as stored:
+        return DtypeRule({key: tensor.dtype for key, tensor in stored.items()}, config_dtype(folder))

@@ -20,9 +20,9 @@ from mindspeed_mm.checkpoint.hf_folder import (
 )
 from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.checkpoint.transformers_map import go_back_as, loading_steps, saving_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, open_base
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor
@@ -117,10 +117,10 @@ def remember_layout(model: nn.Module, source: Path) -> set[str]:
     Returns:
         The source's keys that a complete export has. Empty when the source holds no weights.
     """
-    if not any(source.glob("*.safetensors")):
+    if not has_weights(source):
         return set()
     own = set(model.state_dict(keep_vars=True)) - set(tied_names(model))
-    with open_weights(source) as stored:
+    with open_base(model, source) as stored:
         return {key for step in _loading_steps(model, stored) if own.intersection(step.targets) for key in step.sources}
 
 
@@ -129,7 +129,7 @@ def folder_tensors(model: nn.Module, stored: Mapping[str, LazyTensor]) -> dict[s
 
     Args:
         model: From `ModelHub.build`. As with `remember_layout`, the way back is noted on it.
-        stored: From `open_weights`.
+        stored: From `open_base`.
 
     Raises:
         ModelFolderError: Weights of the model are not stored.

@@ -143,6 +143,12 @@ def load_rng(checkpoint: CommittedCheckpoint, ranks: Ranks) -> dict[str, torch.T
         raise CheckpointError(f"cannot be read: {error}", where=str(path), way_out=RESTORE) from error
 
 
+def check_holds_adapters(checkpoint: CommittedCheckpoint, wanted: bool) -> None:
+    """Raise `CheckpointError` when it holds whole weights and the run trains adapters, or the other way round: known
+    from the index, before a model is built."""
+    TensorIndex(DcpReader(checkpoint.path), checkpoint).check_adapters(wanted)
+
+
 class TensorIndex:
     """The tensors that a checkpoint holds, compared with what is wanted of it.
 
@@ -188,7 +194,7 @@ class TensorIndex:
             CheckpointError: With a diff, when they are not the same tensors.
         """
         held = {name: entry.size for name, entry in self.model_entries().items()}
-        self._check_adapters(any(map(is_adapter_weight, tensors)), any(map(is_adapter_weight, held)))
+        self.check_adapters(any(map(is_adapter_weight, tensors)))
         wrapper = wrapper_prefix(held, tensors)
         names = {name: f"{wrapper}{name}" for name in tensors}
         for alias, name in aliases.items():
@@ -200,13 +206,16 @@ class TensorIndex:
         check_same_shapes({names[name]: tensor.shape for name, tensor in tensors.items()}, held, str(self.path))
         return names
 
-    def _check_adapters(self, wanted: bool, held: bool) -> None:
+    def check_adapters(self, wanted: bool) -> None:
+        """Raise `CheckpointError` when the checkpoint holds adapters and none are wanted, or the other way round."""
+        held = any(map(is_adapter_weight, self.model_entries()))
         if wanted and not held:
             raise CheckpointError(
-                "holds whole weights, and this run trains adapters",
+                "holds whole weights as a distributed checkpoint, and under adapters (training.lora.enable) they are "
+                "read from model folders alone",
                 where=str(self.path),
-                key="training.lora.enable",
-                way_out="Write it as a model folder with mm export, and name that in model.model_name_or_path.",
+                key="training.load",
+                way_out=f"Write it as one, mm export {self.path} OUT --model MODEL, and name that in training.load.",
             )
         if held and not wanted:
             raise CheckpointError(

@@ -26,7 +26,7 @@ from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.convert.same_logits import same_logits
-from mindspeed_mm.tasks.export.source import NAME_MODEL, noted_model
+from mindspeed_mm.tasks.export.source import NAME_MODEL, noted_model, unnamed_model
 
 _FLAGS = {"tp_size": "--tp", "pp_layers": "--pp", "llm_pp_layers": "--pp", "ep_size": "--ep"}
 """Last part of a configuration key → the option here that it comes from."""
@@ -204,7 +204,7 @@ def _model_of(source: Path, told: Path | None) -> Path:
     if found is None and (source / "config.json").is_file():
         found = source
     if found is None:
-        raise UsageError("does not say which model it was trained from", where=str(source), way_out=NAME_MODEL)
+        raise unnamed_model(source, NAME_MODEL)
     model_config(found, NAME_MODEL)
     return found
 

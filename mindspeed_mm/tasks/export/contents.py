@@ -16,19 +16,24 @@ from torch import nn
 from mindspeed_mm.checkpoint.hf_folder import DtypeRule, copy_assets, write_weights
 from mindspeed_mm.checkpoint.keymap import natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Computed, LazyTensor
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.core.artifacts import free_bytes
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, Problem, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE
 from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapters
-from mindspeed_mm.fsdp.checkpoint.base_weights import base_weights_mark, told_weights
+from mindspeed_mm.fsdp.checkpoint.base_weights import (
+    base_weights_mark,
+    dtypes_of_base,
+    open_base,
+    told_weights,
+)
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout
 from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
-from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
+from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile
@@ -54,6 +59,8 @@ class ExportContents:
     """Size of components that are copied; small files do not count."""
     write: Callable[[Path], object]
     """Writes everything into a folder that exists."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of it."""
 
     def write_to(
         self,
@@ -118,10 +125,10 @@ def open_contents(
     if has_adapters and not merge:
         yield _adapter_contents(source, reader, dtype)
         return
-    weights = transformer_weights(source.model_folder)
     outline = ModelHub.build(outline_arguments(source))
+    weights = weights_folder(outline, base_weights_folder(source) if has_adapters else source.model_folder)
     with _merged(source, reader, outline, dtype) if has_adapters else _as_trained(source, reader, outline) as tensors:
-        rule, view = DtypeRule.of_source(weights, dtype), _view_of_run(source)
+        rule, view = dtypes_of_base(outline, weights, dtype), _view_of_run(source)
         whole = WholeModel(source.model_folder, outline, tensors, rule, max_shard_bytes, dtype, view, transformer_only)
         yield whole.contents()
 
@@ -190,7 +197,17 @@ def _adapter_contents(source: ExportSource, reader: DcpTensors, dtype: torch.dty
         if write_view is not None:
             write_view(draft)
 
-    return ExportContents("adapters", len(tensors), size_bytes, 0, write)
+    return ExportContents("adapters", len(tensors), size_bytes, 0, write, _note_on_base(source))
+
+
+def _note_on_base(source: ExportSource) -> tuple[str, ...]:
+    base = base_weights_folder(source)
+    if not is_megatron_folder(base):
+        return ()
+    return (
+        f"the adapters stand on {base}, whose weights are in Megatron's layout; for PEFT, write it as a model folder: "
+        f"mm convert {base} OUT --to hf --model {source.model_folder}",
+    )
 
 
 def _view_of_run(source: ExportSource, *, only_template: bool = False) -> WriteView | None:
@@ -234,8 +251,8 @@ def _merged(
     lora = facts_of(adapted).lora
     assert lora is not None
     frozen = [AdapterFile.find(Path(folder), "training.lora.frozen_adapters").adapter() for folder in lora.frozen]
-    weights = transformer_weights(base)
-    with open_weights(weights) as stored, deltas_of_files(frozen, outline) as under:
+    weights = weights_folder(outline, base)
+    with open_base(outline, weights) as stored, deltas_of_files(frozen, outline) as under:
         tensors = folder_tensors(outline, stored)
         expected = remember_layout(outline, weights)
         for name, packing in packings_of(adapted).items():

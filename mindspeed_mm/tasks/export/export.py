@@ -113,7 +113,7 @@ def _write(
         checkpoint.iteration,
         contents.tensors,
         contents.size_bytes,
-        checkpoint.notes,
+        checkpoint.notes + contents.notes,
         weights,
         contents.kind,
     )

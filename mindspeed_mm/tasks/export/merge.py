@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule
+from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES
 from mindspeed_mm.checkpoint.recognise import recognise
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import check_target
 from mindspeed_mm.core.model_kinds import kind_of_folder
+from mindspeed_mm.fsdp.checkpoint.base_weights import dtypes_of_base, open_base
 from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, remember_layout
 from mindspeed_mm.fsdp.data.data_utils.view_files import view_of_adapters, view_writer
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
@@ -52,8 +52,8 @@ def run(
     """Write a folder like `base` with adapters merged. It appears when it is complete; memory holds one file of it.
 
     Args:
-        base: A folder of transformers' or in diffusers' layout; or, without adapters, a run that trained some: its
-            newest checkpoint is merged with what the run started from.
+        base: A folder of transformers', in diffusers' layout, or in Megatron's with a config.json; or, without
+            adapters, a run that trained some: its newest checkpoint is merged with what the run started from.
         adapters: Folders, or files, as PEFT, diffusers or this package writes them.
         out: The folder to write.
         scales: How many times each adapter is added: one number for all, or one for each; 1 without. −1 takes one out
@@ -70,7 +70,7 @@ def run(
     check_target(out, overwrite=overwrite, sources=(base, *adapters))
     if not adapters:
         return _merge_run(base, out, scales, dtype, overwrite, max_shard_bytes)
-    if recognise(base) != "hf":
+    if not _is_model(base):
         raise ModelFolderError(
             "is not a model folder",
             where=str(base),
@@ -80,17 +80,22 @@ def run(
     times = _times(found, scales)
     outline = ModelHub.build(_outline_arguments(base))
     weights, torch_type = transformer_weights(base), torch_dtype(dtype)
-    with open_weights(weights) as stored, deltas_of_files(found, outline) as read:
+    with open_base(outline, weights) as stored, deltas_of_files(found, outline) as read:
         tensors = folder_tensors(outline, stored)
         expected = remember_layout(outline, weights)
         for _, whole in read:
             tensors |= whole
         merge_into(tensors, [(deltas, each) for (deltas, _), each in zip(read, times, strict=True)], torch_type)
-        made, rule = complete(outline, tensors, expected, weights), DtypeRule.of_source(weights, torch_type)
+        made, rule = complete(outline, tensors, expected, weights), dtypes_of_base(outline, weights, torch_type)
         view = view_writer(view_of_adapters(adapters[-1]), base) if kind_of_folder(base).has_tokens else None
         contents = WholeModel(base, outline, made, rule, max_shard_bytes, torch_type, view).contents()
         contents.write_to(out, (base, *adapters), overwrite=overwrite)
     return Merged(out, tuple(map(str, adapters)), contents.tensors, contents.size_bytes)
+
+
+def _is_model(base: Path) -> bool:
+    kind = recognise(base)
+    return kind == "hf" or (kind == "megatron" and (base / "config.json").is_file())
 
 
 def _merge_run(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mindspeed_mm.checkpoint import layout
 from mindspeed_mm.core.artifacts import RunFolder
-from mindspeed_mm.core.errors import CheckpointError, ModelFolderError
+from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import ModelKind, kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import CommittedCheckpoint, open_checkpoint
@@ -53,8 +53,9 @@ def resolve_source(source: Path, step: int | None, model_folder: Path | None) ->
         model_folder: Instead of the folder that the run names.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or absent, or nothing says which model it was trained from.
-        ModelFolderError: That model is gone.
+        CheckpointError: The checkpoint is damaged or absent.
+        ModelFolderError: The model that the run started from is gone.
+        UsageError: Nothing says which model the checkpoint holds.
     """
     path = source
     if step is not None:
@@ -87,14 +88,15 @@ def noted_model(run: Path) -> Path | None:
     return Path(name) if name is not None else None
 
 
+def unnamed_model(where: Path, way_out: str) -> UsageError:
+    """What is said of a checkpoint, a converted one or one whose run kept no record, that needs its model's folder."""
+    return UsageError("does not say which model it holds", where=str(where), way_out=way_out)
+
+
 def _started_from(checkpoint: CommittedCheckpoint, folder: RunFolder | None) -> Path:
     found = noted_model(folder.path) if folder else None
     if found is None:
-        raise CheckpointError(
-            "does not say which model it was trained from",
-            where=str(folder.run_json if folder is not None else checkpoint.path),
-            way_out=NAME_MODEL,
-        )
+        raise unnamed_model(folder.run_json if folder is not None else checkpoint.path, NAME_MODEL)
     if not found.is_dir():
         raise ModelFolderError(
             "the folder that the run started from no longer exists",

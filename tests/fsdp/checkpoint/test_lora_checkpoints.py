@@ -29,6 +29,7 @@ from tests.fsdp.checkpoint.small_run import differing, everything
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import ParityError, compare_steps
 from tests.helpers.planned_steps import overrides, train_steps
+from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run
@@ -116,8 +117,12 @@ def saved(yamls: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_whole_weights_are_no_adapters(yamls: dict[str, Path], tmp_path: Path) -> None:
     train(yamls["language"], tmp_path / "whole", "training.lora.enable=false", steps=2)
-    with pytest.raises(CheckpointError, match=r"holds whole weights.*mm export"):
-        train(yamls["language"], tmp_path / "run", f"training.load={tmp_path / 'whole'}", "training.no_load_optim=true")
+    load = (f"training.load={tmp_path / 'whole'}", "training.no_load_optim=true")
+    with pytest.raises(CheckpointError, match=r"training\.load  holds whole weights.*mm export") as refused:
+        train(yamls["language"], tmp_path / "run", *load)
+    checked = mm("check", yamls["language"], f"training.save={tmp_path / 'run'}", *load)
+    (problem,) = refused.value.problems
+    assert checked.code == 4 and f"{problem.what}. {problem.way_out}" in checked.out
 
 
 def test_weights_and_a_name_that_do_not_exist(yamls: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mindspeed_mm.checkpoint.layout import TRAINER_STATE, list_iterations
 from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.errors import CheckpointError
 from mindspeed_mm.fsdp.checkpoint.committed import verify_converted
-from mindspeed_mm.fsdp.checkpoint.loading import RESTORE
+from mindspeed_mm.fsdp.checkpoint.loading import RESTORE, check_holds_adapters
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manager import CheckpointManager, CommittedCheckpoint
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
@@ -183,6 +183,8 @@ def _from_elsewhere(
     # Weights without an optimizer, or from a run that kept no state of its loop, are a new run's beginning.
     weights_only = options.weights_only or arguments.training.no_load_optim or checkpoint.manifest is None
     if weights_only:
+        wants_adapters = arguments.training.lora.enable
+        reader.ranks.first("reading the index", lambda: check_holds_adapters(checkpoint, wants_adapters))
         say(f"weights from {checkpoint.path}; the run starts at step 0")
     else:
         for line in check_resumable(checkpoint.context, context, accept_data_change=options.accept_data_change):
