@@ -1,24 +1,11 @@
-"""Trains omni models by Megatron-style flags.
+"""Trains omni models by Megatron-style flags: `pretrain_vlm` under the name that scripts have.
 
 `torchrun $DISTRIBUTED_ARGS pretrain_omni.py $GPT_ARGS $MM_ARGS $OUTPUT_ARGS`.
-A copy of this script takes functions of your own."""
+"""
 
 from __future__ import annotations
 
-from mindspeed_mm.fsdp.train.provider.entry import run_entry
-from mindspeed_mm.models.vl_model import VLModel
-from mindspeed_mm.training import forward_step, get_args, pretrain, train_valid_test_datasets_provider
-
-
-def model_provider(pre_process: bool = True, post_process: bool = True) -> VLModel:
-    """The whole model that the flags name; stages are made of it."""
-    return VLModel(get_args().mm.model)
-
-
-def main() -> None:
-    """Train as the flags say."""
-    run_entry(lambda: pretrain(train_valid_test_datasets_provider, model_provider, None, forward_step))
-
+from mindspeed_mm.pretrain_vlm import main
 
 if __name__ == "__main__":
     main()
