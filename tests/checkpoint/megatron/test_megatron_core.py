@@ -110,7 +110,8 @@ with cpu, synchronize, fork, torch.no_grad():
         share_embeddings_and_output_weights=config["tie_word_embeddings"],
     )
     file = folder / "mm/release/mp_rank_00/model_optim_rng.pt"
-    model.load_state_dict(torch.load(file, weights_only=True)["model"], strict=True)
+    missing, surplus = model.load_state_dict(torch.load(file, weights_only=True)["model"], strict=False)
+    assert not surplus and all(name.endswith("._extra_state") for name in missing), (missing, surplus)
     tokens = torch.load(folder / "tokens.pt")
     rows, length = tokens.shape
     hidden = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
