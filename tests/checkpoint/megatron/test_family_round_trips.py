@@ -19,7 +19,7 @@ from mindspeed_mm.checkpoint.megatron.layout import MegatronLayout, Stages
 from mindspeed_mm.checkpoint.megatron.sharding import divide, join
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import ModelFolderError
-from tests.helpers.megatron_models import NAMES, save_tiny
+from tests.helpers.megatron_models import LANGUAGE_MODELS, NAMES, save_tiny
 
 TEXT: dict[str, Stages] = {
     "pp1": ((5,),),
@@ -93,7 +93,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: save_tiny(name, tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+REPEATS = set(LANGUAGE_MODELS) - {"qwen3_moe", "deepseek_v3"}
+"""Models whose division is that of another one."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in REPEATS else n for n in NAMES])
 def test_a_model_passes_through_every_kind_of_layout_and_loses_nothing(name: str, saved: Callable[[str], Path]) -> None:
     folder = saved(name)
     config = json.loads((folder / "config.json").read_text())

@@ -62,17 +62,22 @@ def test_diffusers_to_the_authors_files_and_back_loads_in_diffusers(
 @pytest.mark.parametrize(
     ("case", "tp", "pp"),
     [
-        ("Wan", 1, None),
-        ("Wan", 1, [1, 3]),
         ("Wan", 1, [[1, 1], [1, 1]]),
-        ("Wan I2V", 1, None),
         ("VACE", 1, None),
-        ("CogVideoX", 2, None),
         ("CogVideoX", 4, [1, 2, 1]),
         ("CogVideoX", 2, [[1, 0], [2, 1]]),
-        ("HunyuanVideo", 1, None),
-        ("HunyuanVideo", 2, None),
         ("HunyuanVideo", 4, None),
+        *(
+            pytest.param(*simpler, marks=pytest.mark.slow)
+            for simpler in (
+                ("Wan", 1, None),
+                ("Wan", 1, [1, 3]),
+                ("Wan I2V", 1, None),
+                ("CogVideoX", 2, None),
+                ("HunyuanVideo", 1, None),
+                ("HunyuanVideo", 2, None),
+            )
+        ),
     ],
 )
 def test_mindspeed_mm_in_every_division_and_resplit_and_back(

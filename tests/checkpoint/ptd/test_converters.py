@@ -56,6 +56,8 @@ CONVERTERS = {
     "deepseek_vl2": DeepSeekVLConverter,
 }
 WITH_EXPERTS = ("qwen3_vl_moe", "deepseek_vl2")
+UNLIKE = ("qwen2_5_omni", "qwen3_vl_moe", "internvl_chat", "deepseek_vl2")
+"""Three towers, experts, no class of transformers, latent attention: the others repeat what these do."""
 CHUNKED = {"llm_pp_layers": [[0, 1], [2, 2]], "vit_pp_layers": [[2, 1], [0, 0]], "tp_size": 2}
 FLAT = {"llm_pp_layers": [1, 1, 1, 2], "vit_pp_layers": [3, 0, 0, 0], "tp_size": 4}
 
@@ -93,7 +95,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: save_tiny(name, tmp_path_factory.mktemp(name)))
 
 
-@pytest.mark.parametrize("name", CONVERTERS)
+@pytest.mark.parametrize("name", [n if n in UNLIKE else pytest.param(n, marks=pytest.mark.slow) for n in CONVERTERS])
 def test_a_folder_goes_through_two_divisions_and_comes_back_to_the_bit(
     name: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -110,7 +112,7 @@ def test_a_folder_goes_through_two_divisions_and_comes_back_to_the_bit(
     assert_same(back, hf)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("name", [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl_moe"])
 def test_a_folder_of_another_program_is_read_by_what_was_said(
     name: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
