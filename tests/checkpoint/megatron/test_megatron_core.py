@@ -79,10 +79,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 parallel_state.initialize_model_parallel()
-experts = {}
-if "num_experts" in config:
+experts, number = {}, config.get("num_experts") or config.get("num_local_experts")
+if number:
     experts = dict(
-        num_moe_experts=config["num_experts"], moe_ffn_hidden_size=config["moe_intermediate_size"],
+        num_moe_experts=number, moe_ffn_hidden_size=config["moe_intermediate_size"],
         moe_router_topk=config["num_experts_per_tok"], moe_router_load_balancing_type="none",
         moe_layer_freq=[int(n not in config["mlp_only_layers"]) for n in range(config["num_hidden_layers"])],
         moe_router_pre_softmax=not config["norm_topk_prob"],
