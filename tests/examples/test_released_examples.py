@@ -77,7 +77,8 @@ def test_recipes_resolve_on_every_file() -> None:
     assert set(found) == {"Full fine-tuning", "Vision frozen", "Projector only", "LoRA", "QLoRA"}
     for example in EXAMPLES:
         parts = families.get(example.path.parent.name)
-        is_split = load_config(example.path).arguments.parallel.tensor_parallel_size > 1
+        parallel = load_config(example.path).arguments.parallel
+        is_split = max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size) > 1
         for title, (words, *more) in found.items():
             if parts is None and title in ("Vision frozen", "Projector only"):
                 continue

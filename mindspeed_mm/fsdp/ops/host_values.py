@@ -14,7 +14,10 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.utils.device import copied_to
 
 _VALUES = "_mm_host_values"
-_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "image_grid_thw", "video_grid_thw", "images_spatial_crop")
+_KEYS = (
+    *("cu_seq_lens_q", "cu_seq_lens_k", "image_grid_thw", "video_grid_thw"),
+    *("images_spatial_crop", "num_local_patches", "patches_grid"),
+)
 
 
 def host_values(tensor: torch.Tensor) -> list[Any]:

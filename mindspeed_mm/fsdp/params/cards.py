@@ -152,13 +152,15 @@ def model_modules() -> dict[str, str]:
 
 
 @cache
-def own_model_types() -> dict[str, str]:
-    """Model type in config.json that transformers does not know → the module of the family that is written here."""
-    return {
-        name: f"mindspeed_mm.fsdp.models.{folder}.modeling_{folder}"
-        for card, folder in _cards("models")
-        for name in card.get("model_types") or ()
-    }
+def own_model_types() -> dict[str, tuple[str, ...]]:
+    """Model type in config.json that transformers does not know → the modules of the families that are written here;
+    several share one, and differ in `architectures`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for card, folder in _cards("models"):
+        module = f"mindspeed_mm.fsdp.models.{folder}.modeling_{folder}"
+        for name in card.get("model_types") or ():
+            found[name] = (*found.get(name, ()), module)
+    return found
 
 
 @cache

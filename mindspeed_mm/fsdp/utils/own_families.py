@@ -12,7 +12,11 @@ from mindspeed_mm.fsdp.params.cards import own_model_types
 
 def know_family_of(folder: Path) -> None:
     """Register configuration, model and processor with transformers' Auto classes, where a folder's config.json names a
-    model type of ours. May be called again; a folder without a readable config.json is left to whoever reads it."""
+    model type of ours. May be called again; a folder without a readable config.json is left to whoever reads it.
+
+    Raises:
+        ModelFolderError: The installed transformers is older than the classes that the family is built on.
+    """
     path = folder / "config.json"
     if not path.is_file():
         return
@@ -20,5 +24,14 @@ def know_family_of(folder: Path) -> None:
         model_type = read_json_object(path, ModelFolderError).get("model_type")
     except ModelFolderError:
         return
-    if isinstance(model_type, str) and (module := own_model_types().get(model_type)):
-        importlib.import_module(module).tell_transformers()  # by name: models stand above this room
+    for module in own_model_types().get(model_type, ()) if isinstance(model_type, str) else ():
+        try:
+            family = importlib.import_module(module)  # by name: models stand above this room
+        except ImportError as error:
+            raise ModelFolderError(
+                f"'{model_type}' models are built on classes that the installed transformers lacks: {error}",
+                where=str(path),
+                key="model_type",
+                way_out="Install transformers 5.23 or later.",
+            ) from error
+        family.tell_transformers()

@@ -25,9 +25,17 @@ from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.decoder_logits import decoder_logits
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64, PP
+from tests.helpers.recorded_sizes import billions, model_of_record
 from tests.helpers.runs import differing, tensors, train
 from tests.helpers.tiny_deepseek_vl2 import HIDDEN, KINDS, PATCH, RESOLUTIONS, TILE, WIDTH, make_tiny_deepseek_vl2
 from tests.helpers.tiny_run import make_rows, make_tiny_run
+
+import transformers  # isort: skip  (after the guard of the lines above)
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers, "DeepseekOcr2TextModel"),
+    reason=f"transformers {transformers.__version__} lacks what it is built on",
+)
 
 TOKENS = 3
 """Along a side of a tile: five patches are filled up to six and joined two by two."""
@@ -119,8 +127,6 @@ def written(w: dict[str, torch.Tensor], views: list[torch.Tensor], across: int, 
 
 def text_logits(w: dict[str, torch.Tensor], kind: str, vocabulary: int, embeddings: torch.Tensor) -> torch.Tensor:
     """(1, L, hidden) → (L, vocabulary), by transformers' decoders with the released tensors put in by hand."""
-    import transformers
-
     common: dict[str, Any] = {
         "hidden_size": HIDDEN, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
         "intermediate_size": 40, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2,
@@ -234,65 +240,17 @@ class _Preprocess(dict[str, Any]):
 
 # --- released sizes ---------------------------------------------------------------------------------------------------
 
-TEXT = "language.model.layers.1."
-PRINCIPAL: dict[str, tuple[float, dict[str, Any], dict[str, tuple[int, ...]]]] = {
-    "deepseek-vl2-tiny": (
-        3.37,
-        {"hidden_size": 1280, "num_hidden_layers": 12, "num_attention_heads": 10, "num_key_value_heads": 10,
-         "intermediate_size": 6848, "moe_intermediate_size": 896, "n_routed_experts": 64, "vocab_size": 129280,
-         "use_mla": False, "q_lora_rank": None, "kv_lora_rank": None},
-        {f"{TEXT}self_attn.k_proj.weight": (1280, 1280), f"{TEXT}mlp.experts.63.gate_proj.weight": (896, 1280)},
-    ),
-    "deepseek-vl2-small": (
-        16.1,
-        {"hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
-         "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "vocab_size": 102400,
-         "q_lora_rank": None, "kv_lora_rank": 512},
-        {f"{TEXT}self_attn.q_proj.weight": (3072, 2048), f"{TEXT}self_attn.kv_b_proj.weight": (4096, 512)},
-    ),
-    "deepseek-vl2": (
-        27.5,
-        {"hidden_size": 2560, "num_hidden_layers": 30, "num_attention_heads": 32, "num_key_value_heads": 32,
-         "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 72, "vocab_size": 129280,
-         "q_lora_rank": None, "kv_lora_rank": 512, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-         "norm_topk_prob": True, "n_group": 1, "topk_group": 1},
-        {f"{TEXT}mlp.gate.e_score_correction_bias": (72,), f"{TEXT}mlp.shared_experts.gate_proj.weight": (3072, 2560)},
-    ),
-}  # fmt: skip
-"""Name → billions of parameters as published, what the text model has of its own, and some of its tensors."""
 
-
-@pytest.mark.parametrize("name", list(PRINCIPAL))
-def test_released_sizes(name: str) -> None:
-    from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
+@pytest.mark.parametrize(
+    ("size", "published"), [("deepseek-vl2-tiny", 3.37), ("deepseek-vl2-small", 16.1), ("deepseek-vl2-base", 27.5)]
+)
+def test_released_sizes(size: str, published: float) -> None:
     from mindspeed_mm.fsdp.models.deepseek_vl2.modeling_deepseek_vl2 import DeepseekVLV2ForCausalLM, tell_transformers
 
-    billions, text, principal = PRINCIPAL[name]
     tell_transformers()
-    text = text | {
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-        "model_type": "deepseek_v2",
-    }
-    config = DeepseekVLV2ForCausalLM.config_class.from_dict({"language_config": text, "vision_config": {"layers": 27}})
-    with torch.device("meta"):
-        model = DeepseekVLV2ForCausalLM(config)
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
-    hidden = text["hidden_size"]
-    wanted = principal | {
-        "vision.patch_embed.proj.weight": (1152, 3, 14, 14),
-        "vision.pos_embed": (1, 729, 1152),
-        "vision.blocks.26.attn.qkv.weight": (3456, 1152),
-        "vision.blocks.26.mlp.fc1.weight": (4304, 1152),
-        "projector.layers.0.weight": (hidden, 4608),
-        "projector.layers.2.weight": (hidden, hidden),
-        "image_newline": (hidden,),
-        "view_seperator": (hidden,),
-        "language.lm_head.weight": (text["vocab_size"], hidden),
-    }
-    made = hub_tensors(model, live_tensors(model))
-    assert {key: tuple(made[key].shape) for key in wanted} == wanted
+    model, differing_entries = model_of_record(DeepseekVLV2ForCausalLM, size)
+    assert billions(model) == pytest.approx(published, rel=0.005)
+    assert differing_entries == []
 
 
 # --- as any model -----------------------------------------------------------------------------------------------------
@@ -366,10 +324,12 @@ RUNS = ParityRuns(
     {"small pp2 × ep2": Case("small", 4, 2, 2, (PP, EP))},
     slow={
         "small fsdp2": Case("small", 2, 2, 2),
+        "small scratch fsdp2": Case("small scratch", 2, 2, 2),
         "base pp2 × ep2, recompute": Case("base", 4, 2, 2, (PP, EP, "features.recompute=true")),
         "tiny pp2 × ep2": Case("tiny", 4, 2, 2, (PP, EP)),
         "tiny fsdp2": Case("tiny", 2, 2, 2),
     },
+    kinds={"scratch": ("model.train_from_scratch=true",)},
     slow_faults={"own denominator": Fault("tiny pp2 × ep2", "rank's own denominator")},
 )
 

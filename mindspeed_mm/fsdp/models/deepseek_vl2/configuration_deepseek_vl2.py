@@ -18,6 +18,10 @@ _TEXT_DEFAULTS: dict[str, Any] = {
 """What released files leave out, where transformers' classes have other defaults."""
 
 
+SAME_TYPE: dict[str, type[PreTrainedConfig]] = {}
+"""Name in `architectures` → configuration of another family whose releases bear the same model type."""
+
+
 class DeepseekVLV2VisionConfig(PreTrainedConfig):
     """SigLIP (arXiv:2303.15343), without the pooling that its release keeps beside it.
 
@@ -123,6 +127,15 @@ class DeepseekVLV2Config(PreTrainedConfig):
                 raise ValueError(f"{key} is {value!r}; known is {' or '.join(known)}")
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As every configuration; that of the family which `architectures` names."""
+        names = config_dict.get("architectures") or ()
+        other = next((SAME_TYPE[name] for name in names if name in SAME_TYPE), None)
+        if other is not None:
+            return other.from_dict({key: value for key, value in config_dict.items() if key != "model_type"}, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
     @property
     def tokens_a_side(self) -> int:

@@ -45,8 +45,9 @@ class _Parts(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        for parameter in (p for p in module._parameters.values() if p is not None and type(module) in _OWN):
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        if isinstance(module, _OWN):  # what they hold beside their modules: places, marks, the latent
+            for parameter in module.parameters(recurse=False):
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
 
 
 class DeepseekVLV2Vision(_Parts):

@@ -4,6 +4,7 @@ take behind the projector. It reads the released processor_config.json."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from PIL import Image, ImageOps
 from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_utils import select_best_resolution
 
+from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+
+SAME_NAME: dict[str, type[ProcessorMixin]] = {}
+"""Name in `architectures` → processor of another family whose releases name the same class."""
 MOST_TILED = 2
 """Pictures of a row beyond which none is cut into tiles."""
 CHAT_TEMPLATE = """\
@@ -80,6 +86,16 @@ class DeepseekVLV2Processor(ProcessorMixin):
         for name, value in kwargs.items():
             setattr(self, name, value)
         super().__init__(tokenizer, chat_template=chat_template or CHAT_TEMPLATE)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As every processor; that of the family which `architectures` names."""
+        path = Path(pretrained_model_name_or_path) / "config.json"
+        names = read_json_object(path, ModelFolderError).get("architectures") or () if path.is_file() else ()
+        other = next((SAME_NAME[name] for name in names if name in SAME_NAME), None)
+        if other is not None:
+            return other.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @property
     def tile(self) -> int:

@@ -111,6 +111,8 @@ def _of_decoder(model: Any, head: str, *, head_on_labels: bool) -> Sequences:
         inside = next((tower for tower in towers if name.startswith(f"{tower}.")), None)
         if inside in sounds:
             return units.SOUND_TOKENS if sound and sound.is_behind(name.removeprefix(f"{inside}.")) else units.SOUND
+        if inside is not None and see is None:
+            return ""
         if inside is not None:
             return units.MEDIA if _MERGED.search(name.removeprefix(inside)) else units.PATCHES
         if _BESIDE.search(name):

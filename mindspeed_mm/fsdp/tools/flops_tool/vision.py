@@ -15,13 +15,16 @@ VisionLengths = Callable[[Batch], dict[str, list[int]]]
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
-def vision_lengths(model: nn.Module) -> VisionLengths:
+def vision_lengths(model: nn.Module) -> VisionLengths | None:
     """How a model's vision tower divides what it sees.
 
     Returns:
-        (batch) → patches of each image or frame, patches of each window, tokens that the decoder gets.
+        (batch) → patches of each image or frame, patches of each window, tokens that the decoder gets. None: the tower
+        is several with patches of their own, and what each sees is not known.
     """
     config: Any = getattr(model.config, "vision_config", None)  # type: ignore[union-attr]
+    if not hasattr(config, "patch_size"):
+        return None
     markers = {int(token) for name in ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
                if isinstance(token := getattr(model.config, name, None), int)}  # fmt: skip
     extra = int(any(name.endswith(("class_embedding", "cls_token")) for name, _ in model.named_parameters()))
@@ -90,7 +93,9 @@ def _by_pixels(batch: Batch, config: Any) -> list[int]:
 
 
 def _placeholders(batch: Batch, markers: set[int]) -> int:
-    ids = batch.get("input_ids")
+    ids, marks = batch.get("input_ids"), batch.get("mm_token_type_ids")
+    if not markers and marks is not None:  # a model that is told where its media stand
+        return int((marks > 0).sum())
     return 0 if ids is None else sum(int((ids == marker).sum()) for marker in markers)
 
 
