@@ -3,6 +3,7 @@ names; then as any model: steps, plans, adapters, resumed and exported, and aske
 
 from __future__ import annotations
 
+import json
 import math
 from functools import cache
 from pathlib import Path
@@ -15,9 +16,10 @@ from PIL import Image
 
 import mindspeed_mm as mm
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
+from mindspeed_mm.fsdp.models.loading.folder import load_model_config
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.processor import load_processor
@@ -251,6 +253,13 @@ def test_released_sizes(size: str, published: float) -> None:
     model, differing_entries = model_of_record(DeepseekVLV2ForCausalLM, size)
     assert billions(model) == pytest.approx(published, rel=0.005)
     assert differing_entries == []
+
+
+def test_a_family_of_the_same_type_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "deepseek_vl_v2", "architectures": ["DeepseekOCR2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match="DeepseekOCR2ForCausalLM is none of DeepseekVLV2ForCausalLM"):
+        load_model_config(tmp_path)
 
 
 # --- as any model -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ _TEXT_DEFAULTS: dict[str, Any] = {
 """What released files leave out, where transformers' classes have other defaults."""
 
 
+_OWN_CLASS = "DeepseekVLV2ForCausalLM"
 SAME_TYPE: dict[str, type[PreTrainedConfig]] = {}
 """Name in `architectures` → configuration of another family whose releases bear the same model type."""
 
@@ -130,8 +131,14 @@ class DeepseekVLV2Config(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As every configuration; that of the family which `architectures` names."""
+        """As every configuration; that of the family which `architectures` names.
+
+        Raises:
+            ValueError: It names a family that is not known.
+        """
         names = config_dict.get("architectures") or ()
+        if unknown := [name for name in names if name not in (_OWN_CLASS, *SAME_TYPE)]:
+            raise ValueError(f"architectures: {unknown[0]} is none of {', '.join((_OWN_CLASS, *SAME_TYPE))}")
         other = next((SAME_TYPE[name] for name in names if name in SAME_TYPE), None)
         if other is not None:
             return other.from_dict({key: value for key, value in config_dict.items() if key != "model_type"}, **kwargs)
