@@ -117,6 +117,7 @@ def pretrain(
     scaling = ProviderOptions(
         per_token=args.calculate_per_token_loss,
         eval_iters=args.eval_iters,
+        writes_megatron=args.ckpt_format == "torch",
         eval_interval=args.eval_interval,
     )
     options = TrainOptions(plain_lines=True, weights_only=bool(getattr(args, "finetune", False)))

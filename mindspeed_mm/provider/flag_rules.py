@@ -142,7 +142,7 @@ def checkpoint_format(reading: Reading) -> None:
         reading.draft.problem(f"'{value}' is not one of {', '.join(_FORMATS)}", place)
     elif reading.has("ckpt_format"):
         reading.draft.fill("training.save_format", "dcp", f"--ckpt-format {value}")
-        if value != "torch_dcp":
+        if value not in ("torch_dcp", "torch"):
             reading.draft.note(
                 f"--ckpt-format {value}: checkpoints are written as distributed ones (torch_dcp), which resume with "
                 "any number of ranks. mm export and mm-convert make other layouts of them."

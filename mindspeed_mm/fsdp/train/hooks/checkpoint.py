@@ -42,6 +42,7 @@ def _hugging_face_saves(parts: RunParts) -> HuggingFaceSaves | None:
         training.save_timeout_s,
         view_writer(parts.arguments.data.dataset_param, Path(model_folder)),
         note=parts.record.note,
+        write_beside=parts.write_beside,
     )
 
 

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.train.provider.front import ModelFront
 from mindspeed_mm.fsdp.train.provider.hooks import ArgumentsHook, ReportHook, SaveLineHook, TestSetHook
 from mindspeed_mm.fsdp.train.provider.live import LIVE
 from mindspeed_mm.fsdp.train.provider.loader import ProvidedDataset, ProvidedLoader
+from mindspeed_mm.fsdp.train.provider.megatron_saves import MegatronSaves, division_of, why_not
 from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective
 from mindspeed_mm.fsdp.train.provider.per_token import PerTokenForwardBackward
 from mindspeed_mm.fsdp.train.provider.same_model import check_same_model
@@ -45,6 +46,8 @@ class ProviderOptions:
     """`--calculate-per-token-loss`."""
     eval_iters: int = 100
     """Steps of a pass over the user's own validation or test data."""
+    writes_megatron: bool = False
+    """`--ckpt-format torch`: beside each checkpoint, Megatron's files."""
     eval_interval: int = 0
     """Steps between two passes over the user's own validation data, in place of `training.val_interval`, which needs
     rows that the configuration names; 0: it stays."""
@@ -131,6 +134,8 @@ class ProviderTrainer(Trainer):
             record.note(note)
         if isinstance(engine.objective, ProviderObjective) and self.scaling.per_token:
             self._divide_by_tokens(engine, engine.objective, job)
+        if self.scaling.writes_megatron:
+            parts = self._with_megatron_saves(parts, record)
         if isinstance(loader, ProvidedLoader):
             with job.setup("building the data"):
                 self._open(loader, engine, total_steps)
@@ -144,6 +149,16 @@ class ProviderTrainer(Trainer):
         steps = (total_steps, validations * self.scaling.eval_iters, self.scaling.eval_iters)
         self._provided = self.callbacks.build_data([number * deal.global_batch for number in steps])
         loader.open(self._provided.train)
+
+    def _with_megatron_saves(self, parts: RunParts, record: RunRecord) -> RunParts:
+        if reason := why_not(self.arguments):
+            record.note(f"--ckpt-format torch: checkpoints are distributed ones alone: {reason}")
+            return parts
+        training, plan = self.arguments.training, parts.assembled.plan.parallel
+        folder = Path(str(self.arguments.model.model_name_or_path))
+        saves = MegatronSaves(Path(str(training.save)), division_of(plan.sizes, plan.stages, folder))
+        arguments = self.arguments.model_copy(update={"training": training.model_copy(update={"save_format": "hf"})})
+        return replace(parts, arguments=arguments, write_beside=saves)
 
     def _divide_by_tokens(self, engine: TrainEngine, objective: ProviderObjective, job: Job) -> None:
         stages = [engine.pipeline.group] if engine.pipeline is not None else []

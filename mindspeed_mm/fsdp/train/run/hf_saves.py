@@ -31,6 +31,7 @@ class HuggingFaceSaves:
         timeout_s: Limit on each exchange between ranks.
         write_view: Adds to the folder of a whole model how training looked at its rows.
         note: Tells the user.
+        write_beside: Makes another layout of a folder that was written.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class HuggingFaceSaves:
         timeout_s: float,
         write_view: Callable[[Path], None] | None,
         note: Callable[[str], None],
+        write_beside: Callable[[Path], None] | None = None,
     ) -> None:
         self._save, self._assets_from, self._family, self._dtype = save, assets_from, family, dtype
-        self._write_view, self._note = write_view, note
+        self._write_view, self._note, self._write_beside = write_view, note, write_beside
         self._ranks = Ranks(timeout_s)
 
     def save(self, iteration: int, model: nn.Module) -> None:
@@ -56,6 +58,8 @@ class HuggingFaceSaves:
         folder = self._folder / checkpoint_folder(self._save, iteration).name
         self._ranks.first("making room", lambda: self._keep_what_is_not_ours(folder))
         self._write(model, folder)
+        if (write_beside := self._write_beside) is not None:
+            self._ranks.first("writing another layout", lambda: write_beside(folder))
         self._ranks.first("deleting old folders", lambda: self._prune(keep=folder))
 
     def _write(self, model: nn.Module, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.train.assemble import Assembled
@@ -36,3 +37,5 @@ class RunParts:
     """What its kind of model asks of a run."""
     held_out: Callable[[], Pass | None]
     """Makes what makes passes over held-out samples; None where there are none."""
+    write_beside: Callable[[Path], None] | None = None
+    """Makes another layout of each Hugging Face folder that is saved (`save_format: hf`); called on the first rank."""
