@@ -25,7 +25,7 @@ def infer() -> None:
     args = parse_args()
     translated = translate(args, for_training=False)
     section = JsonSection(translated.model_json)
-    model = args.load or translated.arguments.model.model_name_or_path
+    model = translated.arguments.training.load or translated.arguments.model.model_name_or_path
     if model is None:
         raise ConfigError("no model is named", key="--load", way_out="Give a model folder or a run.")
     prompts = section.get("prompts") or []

@@ -120,8 +120,7 @@ def pretrain(
         writes_megatron=args.ckpt_format == "torch",
         eval_interval=args.eval_interval,
     )
-    options = TrainOptions(plain_lines=True, weights_only=bool(getattr(args, "finetune", False)))
-    trainer = ProviderTrainer(config, callbacks, scaling, args=args, options=options)
+    trainer = ProviderTrainer(config, callbacks, scaling, args=args, options=TrainOptions(plain_lines=True))
     trainer.notes = translated.notes
     trainer.train()
 

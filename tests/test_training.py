@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_mm import inference_vlm, pretrain_transformers, training
+from mindspeed_mm import inference_sora, inference_vlm, pretrain_transformers, training
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
@@ -25,6 +25,7 @@ from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.tasks.answer.infer import answer_prompt
 from tests.fsdp.train.provider.user_run import data_provider, forward_step, seeded_model
 from tests.helpers.distributed import alone
+from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
@@ -212,6 +213,26 @@ def test_answers_to_the_prompts_of_a_file(
         inference_vlm.main()
     assert ended.value.code == 2
     assert "no model is named" in capsys.readouterr().err
+
+
+def test_samples_of_the_prompt_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny_flux(tmp_path / "flux", identity_vae=True)
+    out = tmp_path / "samples"
+    path = write_model_json(
+        tmp_path,
+        predictor={"model_id": "flux"},
+        ae={"from_pretrained": str(folder / "vae")},
+        diffusion={"num_inference_steps": 2},
+        pipeline_config={"input_size": [1, 16, 16]},
+        prompt="a cat",
+        save_path=str(out),
+    )
+    monkeypatch.setattr(sys, "argv", ["inference_sora.py", "--mm-model", path, "--load", str(folder / "transformer")])
+    inference_sora.main()
+    assert f"{out}: 1 sample made" in capsys.readouterr().out
+    assert len(list(out.glob("*.png"))) == 1
 
 
 def test_an_entry_trains_what_model_json_and_data_json_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def model_provider(*_args: Any, **_kwargs: Any) -> nn.Module:
 
 def forward_step(data_iterator: Any, model: nn.Module) -> Any:
     """The mean over label tokens, by torch's own cross-entropy, in the logits' own precision."""
-    assert isinstance(model, TransformersModel)
+    assert isinstance(model, TransformersModel) and model.module.module is model
     batch = next(data_iterator)
     labels = batch.pop("labels")[:, 1:]
     logits = model(**batch).logits[:, :-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -22,6 +22,11 @@ class ModelFront(nn.Module):
         """The front, around `model`."""
         if self._modules["model"] is not model:
             self._modules["model"] = model
+        return self
+
+    @property
+    def module(self) -> Self:
+        """The front itself: nothing wraps it, and code that reaches through wrappers (`model.module.module`) finds it."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

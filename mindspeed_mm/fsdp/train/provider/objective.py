@@ -33,14 +33,20 @@ class ProviderObjective:
         callbacks: The user's functions.
         per_token: `--calculate-per-token-loss`.
         present: What the forward step is called with, for the planned model; itself when None.
+        needs_ids: Batches must be dicts with token ids, whose shape is that of what stages hand on.
     """
 
     term = "loss"
 
     def __init__(
-        self, callbacks: Callbacks, *, per_token: bool = False, present: Callable[[nn.Module], nn.Module] | None = None
+        self,
+        callbacks: Callbacks,
+        *,
+        per_token: bool = False,
+        present: Callable[[nn.Module], nn.Module] | None = None,
+        needs_ids: bool = False,
     ) -> None:
-        self._callbacks, self._per_token = callbacks, per_token
+        self._callbacks, self._per_token, self._needs_ids = callbacks, per_token, needs_ids
         self._present = present or (lambda model: model)
         self.tokens_of_losses: list[torch.Tensor] = []
         """Tokens of the micro-batches since somebody last took them; filled with `per_token` alone."""
@@ -51,7 +57,16 @@ class ProviderObjective:
         """The tensors of a batch for the engine to plan by, and the batch itself for the user.
 
         A batch of the suite's own loader is a prepared one but for the user's part.
+
+        Raises:
+            ConfigError: Stages are to be run, and the batch does not tell how many tokens they hand on.
         """
+        if self._needs_ids and getattr(batch.get("input_ids"), "ndim", 0) != 2:
+            raise ConfigError(
+                "yields batches without 'input_ids', (B, L), by which stages know the shape of what they hand on",
+                key="train_valid_test_datasets_provider",
+                way_out="Yield dicts that have them, or set --pipeline-model-parallel-size 1.",
+            )
         if RAW in batch:
             return batch
         own = {key: value for key, value in batch.items() if key not in WITHHELD}

@@ -117,7 +117,10 @@ class ProviderTrainer(Trainer):
         if self.callbacks.forward_step is None:
             return super()._build_objective(family, assembled, job, data)
         present = self.front.present if self.front is not None else None
-        return ProviderObjective(self.callbacks, per_token=self.scaling.per_token, present=present)
+        has_stages = assembled.applied.pipeline is not None
+        return ProviderObjective(
+            self.callbacks, per_token=self.scaling.per_token, present=present, needs_ids=has_stages
+        )
 
     def _build(
         self,

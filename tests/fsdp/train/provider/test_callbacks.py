@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks, read_loss
+from mindspeed_mm.fsdp.train.provider.loader import as_batch
+from mindspeed_mm.fsdp.train.provider.objective import ProviderObjective
 
 
 def provider_without(*, made: list[Any]) -> nn.Module:
@@ -104,6 +106,15 @@ def test_forms_of_losses() -> None:
 def test_what_is_no_loss(returned: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_loss(returned)
+
+
+def test_stages_need_token_ids() -> None:
+    objective = ProviderObjective(Callbacks(), needs_ids=True)
+    good = as_batch({"input_ids": torch.zeros(2, 3)}, 0, 2)
+    assert objective.prepare(good) is good
+    for given in ((torch.zeros(2, 3),), {"x": torch.zeros(2, 3)}):
+        with pytest.raises(ConfigError, match="yields batches without 'input_ids'"):
+            objective.prepare(as_batch(given, 0, 2))
 
 
 def test_forward_step_returns_two_values_and_takes_one_batch() -> None:
