@@ -26,7 +26,7 @@ class ModelFront(nn.Module):
 
     @property
     def module(self) -> Self:
-        """The front itself: nothing wraps it, and code that reaches through wrappers (`model.module.module`) finds it."""
+        """The front itself, which code that reaches through wrappers (`model.module.module`) finds."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
