@@ -35,8 +35,8 @@ def test_round_trip(tmp_path: Path) -> None:
     yaml = make_tiny_run(tmp_path)
     save = tmp_path / "run"
     trained = train(yaml, {"save": str(save), "train_iters": 3, "save_interval": 1, "save_total_limit": 2})
-    megatron = save / "megatron" / "iter_0000003"
-    kept = sorted(path.name for path in (save / "megatron").iterdir())
+    megatron = tmp_path / "run_megatron" / "iter_0000003"
+    kept = sorted(path.name for path in megatron.parent.iterdir())
     assert kept == ["iter_0000002", "iter_0000003"]  # the first was deleted
     assert (megatron / "release" / "mp_rank_00" / "model_optim_rng.pt").is_file()
     loaded = train(yaml, {"load": str(megatron), "train_iters": 1, "lr": 0.0, "weight_decay": 0.0})

@@ -16,13 +16,12 @@ from mindspeed_mm.fsdp.distributed.pipeline.plan import StagePlan
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes
 
-FOLDER = "megatron"
-
 
 class MegatronSaves:
-    """Writes `<save>/megatron/iter_0000123/release/mp_rank_…/model_optim_rng.pt` of the Hugging Face folder that was
+    """Writes `<save>_megatron/iter_0000123/release/mp_rank_…/model_optim_rng.pt` of the Hugging Face folder that was
     saved at the same step; what belongs to a checkpoint that was deleted is deleted too. `--load` takes such a folder,
-    weights alone: a run is resumed from its own checkpoints.
+    weights alone: a run is resumed from its own checkpoints. It lies beside the run folder, in which no conversion may
+    write.
 
     Args:
         save: The run folder.
@@ -31,6 +30,7 @@ class MegatronSaves:
 
     def __init__(self, save: Path, division: ParallelConfig) -> None:
         self._save, self._division = save, division
+        self._home = save.with_name(f"{save.name}_megatron")
 
     def __call__(self, folder: Path) -> None:
         """Write the layout of one folder; the first rank does.
@@ -38,7 +38,7 @@ class MegatronSaves:
         Raises:
             MMError: The weights cannot be divided so.
         """
-        target = self._save / FOLDER / folder.name
+        target = self._home / folder.name
         hf_to_megatron(
             family_of(model_config(folder), str(folder)),
             folder,
@@ -47,7 +47,7 @@ class MegatronSaves:
             facts=CommonModelConfig(),
             writing=Writing(overwrite=True, verify=False),  # training waits; the folder itself was checked
         )
-        for old in (self._save / FOLDER).glob("iter_*"):
+        for old in self._home.glob("iter_*"):
             if old != target and not (self._save / old.name).is_dir():
                 remove_written(old)
 
