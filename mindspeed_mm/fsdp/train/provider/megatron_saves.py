@@ -38,6 +38,7 @@ class MegatronSaves:
         Raises:
             MMError: The weights cannot be divided so.
         """
+        self._home.mkdir(exist_ok=True)
         target = self._home / folder.name
         hf_to_megatron(
             family_of(model_config(folder), str(folder)),
