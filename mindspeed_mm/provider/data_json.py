@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from mindspeed_mm.fsdp.params.data_args import DataloaderParam
 from mindspeed_mm.fsdp.params.yaml.tree import Node, find, text_at, value_at_key
+from mindspeed_mm.provider.json_tree import place_at
 from mindspeed_mm.provider.reading import Reading
 
 _DATASET = "data.dataset_param"
@@ -33,7 +34,7 @@ def put_data(reading: Reading, root: Node) -> None:
     elif kind in _OLDER:
         reading.draft.problem(
             f"dataset_type '{kind}' reads rows of an older layout",
-            find(root, "dataset_param.dataset_type").node.place,  # type: ignore[union-attr]  # it is `kind`
+            place_at(root, "dataset_param.dataset_type"),
             'Write the rows as conversations (docs/data.md) and "dataset_type": "huggingface".',
         )
     else:
@@ -42,7 +43,7 @@ def put_data(reading: Reading, root: Node) -> None:
 
 def _put_generation(reading: Reading, root: Node) -> None:
     """What files of generators say of the loader; grouping by size is what ours does anyway."""
-    place = find(root, "dataset_param.dataset_type").node.place  # type: ignore[union-attr]  # it is not the default
+    place = place_at(root, "dataset_param.dataset_type")
     reading.draft.put(f"{_DATASET}.dataset_type", "generation", place)
     loader = find(root, "dataloader_param")
     left_out = []

@@ -55,7 +55,7 @@ def put_fsdp2_config(reading: Reading) -> None:
     for name, key in _AS_THEY_ARE.items():
         if name in given:
             node = given[name]
-            reading.draft.put(key, _DTYPES.get(plain(node), plain(node)), node.place)
+            reading.draft.put(key, _dtype(plain(node)), node.place)
     _put_group_size(reading, given.get("sharding_size"), "sharding_size")
     for name, key in _PATTERNS.items():
         if name in given:
@@ -76,7 +76,7 @@ def put_layerzero_config(reading: Reading) -> None:
     _put_group_size(reading, given.get("zero3_size"), "zero3_size")
     for name in ("param_dtype", "reduce_dtype"):
         if name in given:
-            draft.replace(_AS_THEY_ARE[name], _DTYPES.get(plain(given[name]), plain(given[name])), given[name].place)
+            draft.replace(_AS_THEY_ARE[name], _dtype(plain(given[name])), given[name].place)
     if "forward_prefetch" in given:
         ahead = int(plain(given["forward_prefetch"]) is True)
         draft.replace(f"{_PLAN}.num_to_forward_prefetch", ahead, given["forward_prefetch"].place)
@@ -106,6 +106,11 @@ def _settings(reading: Reading, flag: str, known: tuple[str, ...]) -> dict[str, 
         elif entry.node.value is not None:
             given[name] = entry.node
     return given
+
+
+def _dtype(value: Any) -> Any:
+    """A type by our name, where it is one by torch's."""
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 def _put_group_size(reading: Reading, node: Node | None, name: str) -> None:

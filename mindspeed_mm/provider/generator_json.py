@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, find, plain, text_at, value_at_key
+from mindspeed_mm.provider.json_tree import place_at
 from mindspeed_mm.provider.model_sizes import compare
 from mindspeed_mm.provider.module_names import FAMILIES, ModuleNames
 from mindspeed_mm.provider.reading import Reading
@@ -109,7 +110,7 @@ def _put_samples(reading: Reading, root: Node) -> None:
     section = "inference.sampling"
     size = value_at_key(root, "pipeline_config.input_size")
     if isinstance(size, list) and len(size) == 3:
-        place = find(root, "pipeline_config.input_size").node.place  # type: ignore[union-attr]  # it has a value
+        place = place_at(root, "pipeline_config.input_size")
         for key, value in zip(("num_frames", "height", "width"), size, strict=True):
             reading.draft.put(f"{section}.{key}", value, place)
     prompt = find(root, "prompt")

@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
-from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, as_node, clone, plain
+from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, as_node, clone, place_of, plain
 
 
 def read_json_tree(path: Path) -> Node:
@@ -40,3 +40,8 @@ def _with_places(text: str, content: dict[str, Any], source: str) -> Node:
         return as_node(content, SourcePosition(source))
     root = clone(document.root)
     return root if plain(root) == content else as_node(content, SourcePosition(source))
+
+
+def place_at(root: Node, key: str) -> SourcePosition:
+    """Where the value at a dotted key stands, or what is around it where there is none."""
+    return place_of(root, key.split("."))

@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.params.cards import model_cards
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, find, plain, text_at, value_at_key
 from mindspeed_mm.provider.data_json import PROCESSOR, processor_folder
 from mindspeed_mm.provider.generator_json import put_generator
+from mindspeed_mm.provider.json_tree import place_at
 from mindspeed_mm.provider.memory_rules import put_recomputation
 from mindspeed_mm.provider.model_sizes import compare_language_model, compare_tower, layers_of
 from mindspeed_mm.provider.module_names import names_of
@@ -52,14 +53,15 @@ def put_model(reading: Reading, root: Node) -> None:
         reading.draft.put("model.model_name_or_path", folder, place)
     model_id = text_at(root, "model_id") or ""
     if model_id in model_cards():
-        reading.draft.put("model.model_id", model_id, find(root, "model_id").node.place)  # type: ignore[union-attr]
+        reading.draft.put("model.model_id", model_id, place_at(root, "model_id"))
     config = _config_of(folder)
     reading.names = names_of(config, model_id)
     if is_library_model:
         reading.decoder_layers = layers_of(config)
         _put_loss(reading, root)
     else:
-        reading.decoder_layers = value_at_key(root, f"{_DECODER}.num_layers") or layers_of(config)
+        layers = value_at_key(root, f"{_DECODER}.num_layers")
+        reading.decoder_layers = layers if isinstance(layers, int) and layers > 0 else layers_of(config)
         if config:
             where = str(Path(folder or "") / "config.json")
             compare_language_model(reading, find(root, _DECODER), config, where)
@@ -117,7 +119,7 @@ def _put_sizes(reading: Reading, root: Node) -> None:
     if decoder not in (None, reading.context):
         reading.draft.problem(
             f"{decoder}, but {reading.place('context_parallel_size')} says {reading.context}",
-            find(root, f"{_DECODER}.context_parallel_size").node.place,  # type: ignore[union-attr]
+            place_at(root, f"{_DECODER}.context_parallel_size"),
             "Keep one of them.",
         )
     _put_tower_sizes(reading, root)
@@ -145,7 +147,7 @@ def _put_stages(reading: Reading, root: Node) -> None:
     if entry is None or entry.node.value is None or stages == 1:
         return
     place, counts = entry.node.place, plain(entry.node)
-    flat = [count for chunk in counts for count in chunk] if counts and isinstance(counts[0], list) else counts
+    flat = _flat(counts)
     chunks = int(reading.value("virtual_pipeline_model_parallel_size", 1))
     total = reading.decoder_layers
     if not all(isinstance(count, int) and count >= 0 for count in flat) or len(flat) != stages * chunks:
@@ -170,9 +172,13 @@ def _put_stages(reading: Reading, root: Node) -> None:
 
 def _is_tower_cut(root: Node) -> bool:
     """Whether layers of the vision tower lie behind the first stage."""
-    counts = value_at_key(root, f"{_TOWER}.pipeline_num_layers") or []
-    flat = [count for chunk in counts for count in chunk] if counts and isinstance(counts[0], list) else counts
-    return any(flat[1:])
+    return any(_flat(value_at_key(root, f"{_TOWER}.pipeline_num_layers"))[1:])
+
+
+def _flat(counts: Any) -> list[Any]:
+    """Numbers of layers of all stages, those of chunks one behind the other."""
+    entries = counts if isinstance(counts, list) else [] if counts is None else [counts]
+    return [count for entry in entries for count in (entry if isinstance(entry, list) else [entry])]
 
 
 def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
@@ -184,7 +190,7 @@ def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
             frozen[part] = given if given is not None else default and with_defaults
     if not any(frozen.values()):
         return
-    place = find(root, next(part for part, is_frozen in frozen.items() if is_frozen)).node.place  # type: ignore[union-attr]
+    place = place_at(root, next(part for part, is_frozen in frozen.items() if is_frozen))
     names = reading.names
     if names is None:
         if reading.draft.value("model.model_name_or_path"):
@@ -232,6 +238,8 @@ def _put_recomputation(reading: Reading, root: Node) -> None:
             reading.draft.put("features.recompute", True, entry.node.place)
             pattern = f"{reading.names.vision_layers}.{{*}}"
             reading.draft.put("features.recompute_plan.apply_modules", [pattern], entry.node.place)
+        elif count is not None and not isinstance(count, int):
+            reading.draft.problem(f"{count} is not a whole number", place_at(root, f"{part}.recompute_num_layers"))
         elif part == _DECODER:
             put_recomputation(reading, str(plain(entry.node)), method, count, entry.node.place)
 

@@ -98,7 +98,7 @@ def _flag(value: Any) -> Any:
     word = value.lower() if isinstance(value, str) else value
     if isinstance(word, bool):
         return word
-    if word in _TRUE_WORDS or word in _FALSE_WORDS:
+    if isinstance(word, str) and word in _TRUE_WORDS | _FALSE_WORDS:
         return word in _TRUE_WORDS
     raise fault(f"{show(value)} is not true or false")
 

@@ -329,3 +329,11 @@ def test_two_ends_of_a_run_are_warned_of_only_where_both_were_given(load: Any) -
     assert "training.train_iters  training.train_epochs is also given and takes precedence" in warning
     for given in ("train_iters: 5", "train_epochs: 2", "train_iters: 5, train_epochs: null"):
         assert not load(f"training: {{{given}}}\n").warnings
+
+
+@pytest.mark.parametrize("value", ["[true]", "{a: true}", "3", "maybe"])
+def test_what_is_no_switch(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"training: {{use_deter_comp: {value}}}\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:1:28  training.use_deter_comp  .* is not true or false"):
+        load_config(path)
