@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.params.yaml.tree import (
     value_at_key,
 )
 
-FLAGS = "flags"
+FROM_FLAGS = "flags"
 """The source of a configuration that no single file gives."""
 
 
@@ -33,7 +33,7 @@ class Draft:
     """The tree of a configuration, and what was noticed while it was made."""
 
     def __init__(self) -> None:
-        self.root = Node({}, SourcePosition(FLAGS))
+        self.root = Node({}, SourcePosition(FROM_FLAGS))
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         """What a person should know, each once."""
