@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import atomic_folder, copy_plain
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -171,12 +172,14 @@ def model_config(folder: Path, way_out: str = "Name the model's own folder.") ->
         way_out: What to do where it is no such folder.
 
     Raises:
-        ModelFolderError: It is no folder, has no config.json, or a damaged one.
+        ModelFolderError: It is no folder, has no config.json, or a damaged one; or an entry of it is a link that leads
+            out of the folder or nowhere, or no file.
     """
     if not (folder / "config.json").is_file():
         is_folder, is_there = folder.is_dir(), folder.exists()
         what = "has no config.json" if is_folder else "is a file, not a folder" if is_there else "does not exist"
         raise ModelFolderError(what, where=str(folder), way_out=way_out)
+    check_links(folder)
     return read_json_object(folder / "config.json", ModelFolderError)
 
 
@@ -192,7 +195,7 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
         Names of what was copied.
 
     Raises:
-        ModelFolderError: There is no config.json.
+        ModelFolderError: As `asset_files`.
     """
     assets = asset_files(source)
     for path in assets:
@@ -208,10 +211,14 @@ def asset_files(source: Path) -> list[Path]:
     """What `copy_assets` copies.
 
     Raises:
-        ModelFolderError: There is no config.json.
+        ModelFolderError: There is no config.json, or something leads out of the folder; see `check_links`.
     """
     model_config(source)
-    return [path for path in sorted(source.iterdir()) if _is_asset(path)]
+    assets = [path for path in sorted(source.iterdir()) if _is_asset(path)]
+    for path in assets:
+        if path.is_dir():
+            check_links(path, deep=True)
+    return assets
 
 
 def _is_asset(path: Path) -> bool:

@@ -69,9 +69,14 @@ def find_unsafe_globals(path: Path) -> list[str]:
     """What a zipped file asks for beyond tensors and plain containers, as `module.name`; nothing is imported or run.
 
     Raises:
-        ValueError: The file is none of `torch.save`'s archives.
+        ValueError: The file is none of `torch.save`'s archives, or a damaged one.
     """
-    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    except OSError:
+        raise
+    except Exception as error:  # foreign bytes: torch's scanner raises whatever it stumbles over
+        raise ValueError(str(error)) from error
 
 
 def _load(path: Path) -> Any:
@@ -99,5 +104,5 @@ def _asked_for(path: Path, error: Exception) -> list[str]:
     """From the archive; the older format, a bare pickle, cannot be scanned: there torch's message names the first."""
     try:
         return find_unsafe_globals(path)
-    except (ValueError, RuntimeError, OSError):
+    except (ValueError, OSError):
         return re.findall(r"GLOBAL (\S+) was not an allowed global", str(error))[:1]

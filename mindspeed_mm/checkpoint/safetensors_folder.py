@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, TensorReader
+from mindspeed_mm.checkpoint.pt_files import find_unsafe_globals
 from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem
+from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.json_file import read_json_object
 
 _STEMS = ("model", "diffusion_pytorch_model")
@@ -26,8 +27,11 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
     """Every tensor of the folder by key, from the files' own headers.
 
     Raises:
-        ModelFolderError: There are no safetensors, a file is damaged, or index and shards disagree.
+        ModelFolderError: There are no safetensors, a file is damaged or a link out of the folder, or index and shards
+            disagree.
     """
+    if folder.is_dir():
+        check_links(folder)
     index = _find_index(folder)
     if index is None:
         return read_header(_single_file(folder))
@@ -203,8 +207,8 @@ def _conversion(folder: Path, stored: Path) -> str:
 def _unsafe_globals(file: Path) -> list[str]:
     """What a pickled checkpoint would import beyond torch's allow-list. The file is scanned, never run."""
     try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
-    except (ValueError, RuntimeError, OSError):
+        return find_unsafe_globals(file)
+    except (ValueError, OSError):
         return []  # not a torch archive: refused by name above all the same
 
 
@@ -219,11 +223,11 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _named_files(weight_map: dict[str, str], folder: Path, index: Path) -> list[str]:
     names = sorted(set(weight_map.values()))
-    missing = [name for name in names if Path(name).name != name or not (folder / name).exists()]
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
         keys = {name: sum(1 for file in weight_map.values() if file == name) for name in missing}
         problems = [
-            Problem(f"'{name}' is named for {keys[name]} tensor(s) but does not exist", str(index))
+            Problem(f"'{name}' is named for {keys[name]} tensor(s) but does not exist as a file here", str(index))
             for name in missing[:5]
         ]
         raise ModelFolderError(

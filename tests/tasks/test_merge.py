@@ -89,6 +89,24 @@ def test_adapters_that_peft_wrote(kind: str, bases: dict[str, Path], tmp_path: P
     assert {"tokenizer.json", "config.json", "model.safetensors"} <= {p.name for p in merged.folder.iterdir()}
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_peft_trained_beside_adapters(bias: str, tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "base", attention_bias=True)
+    model = get_peft_model(loaded(base), LoraConfig(r=4, target_modules=["q_proj"], bias=bias, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double() / 10
+    model.save_pretrained(tmp_path / "adapter")
+    merged = merge.run(base, [tmp_path / "adapter"], tmp_path / "out", dtype="fp64")
+    weights = load_file(merged.folder / "model.safetensors")
+    moved = {name for name in weights if name.endswith(".bias") and bool(weights[name].any())}
+    assert any("q_proj" in name for name in moved) and any("k_proj" in name for name in moved) == (bias == "all")
+    torch.testing.assert_close(
+        logits(loaded(merged.folder)), logits(by_peft(base, tmp_path / "adapter")), rtol=0, atol=1e-12
+    )
+
+
 OWN: dict[str, dict[str, Any]] = {
     "lora": {},
     "dora": {"use_dora": True},

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file, save_file
 
+from mindspeed_mm.checkpoint.conversion.run import Conversion
 from mindspeed_mm.checkpoint.key_ops import Column, Interleave
 from mindspeed_mm.checkpoint.lazy_tensor import Concatenated, Sliced
 from mindspeed_mm.checkpoint.recognise import Layout
@@ -18,10 +21,12 @@ from mindspeed_mm.cli.mm_convert import run as mm_convert
 from mindspeed_mm.core.errors import CheckpointError, MachineError
 from mindspeed_mm.fsdp.utils.host_memory import available_bytes
 from mindspeed_mm.tasks.convert import convert, same_logits
+from tests.helpers.family_templates import QWEN2_5_OMNI
 from tests.helpers.megatron_models import save_tiny
 from tests.helpers.runs import mm
 from tests.helpers.small_run_folder import make_text_run
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
+from tests.helpers.tiny_omni import make_tiny_omni
 
 TP2 = convert.Division(tp=2, pp=2)
 
@@ -99,6 +104,80 @@ def test_a_wider_checkpoint_is_compared_as_its_folder_rounds_it(model: Path, tmp
     assert "are those of the source, to the bit" in said.out
 
 
+def test_every_tower_is_shown_its_medium_and_noise_in_it_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_omni(tmp_path / "omni")
+    (model / "chat_template.jinja").write_text(QWEN2_5_OMNI)
+    _, done = convert.run(model, tmp_path / "mm", "megatron")
+    assert "logits of 16 tokens and of a picture and of a sound are those of the source" in done.logits
+    # transformers' model has this one and never uses it
+    assert done.logits.endswith("not used for them, so not compared: model.audio_tower.audio_bos_eos_token (1 tensor)")
+    filled = same_logits._fill
+
+    def noisy(built: torch.nn.Module, folder: Path) -> None:
+        filled(built, folder)
+        with torch.no_grad():
+            built.model.audio_tower.layers[0].fc1.weight.normal_()  # type: ignore[union-attr,index,operator]
+
+    monkeypatch.setattr(same_logits, "_fill", noisy)
+    with pytest.raises(CheckpointError, match="logits of a sound differ"):
+        convert.run(model, tmp_path / "other", "megatron")
+
+
+def test_towers_that_are_shown_nothing_are_named(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    _, done = convert.run(saved("qwen2_5_omni"), tmp_path / "dcp", "dcp")
+    assert "no sound was shown: the folder has no processor" in done.logits
+    parts = done.logits.partition("not used for them, so not compared: ")[2]
+    weights = load_file(saved("qwen2_5_omni") / "model.safetensors")
+    for tower in ("audio_tower", "visual"):
+        assert f"{tower} ({sum(f'{tower}.' in key for key in weights)} tensors)" in parts
+
+
+def test_masked_logits_do_not_hide_the_others(tmp_path: Path) -> None:
+    """Chameleon sets the logits of pictures' tokens to the lowest number."""
+    torch.manual_seed(0)
+    pictures = {
+        "embed_dim": 8,
+        "num_embeddings": 20,
+        "double_latent": False,
+        "latent_channels": 8,
+        "resolution": 16,
+        "base_channels": 32,
+        "channel_multiplier": [1],
+        "num_res_blocks": 1,
+    }
+    config = transformers.ChameleonConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vq_config=pictures,
+        vocabulary_map={f"IMGIMG{chr(65 + number)}Z": 100 + number for number in range(20)} | {"<image>": 99},
+    )
+    transformers.ChameleonForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    _, done = convert.run(tmp_path / "model", tmp_path / "dcp", "dcp")
+    assert "2,880 of 3,200, 320 are masked on both sides" in done.logits
+    conversion = Conversion([tmp_path / "model"], [], {}, {"kind": "dcp"})
+    other = changed(tmp_path / "model", tmp_path / "other", lambda key, t: t.flip(0) if "layers.1.mlp" in key else t)
+    convert.run(other, tmp_path / "other-dcp", "dcp", verify=False)
+    with pytest.raises(CheckpointError, match="differ by"):
+        same_logits.same_logits(conversion, tmp_path / "other-dcp", False)
+
+
+def test_a_run_of_adapters_is_exported_not_converted(tmp_path: Path) -> None:
+    make_text_run(tmp_path)
+    step = tmp_path / "run/iter_0000002"
+    shutil.rmtree(step)
+    name = "model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    dcp.save({name: torch.ones(2, 3)}, checkpoint_id=step, no_dist=True)
+    said = mm("convert", step, tmp_path / "out", "--to", "hf", "--model", tmp_path / "model")
+    assert said.code == 2
+    assert "holds adapters (1 tensors, as" in said.err and "mm export" in said.err
+
+
 def changed(source: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
     """A copy of a folder with other weights."""
     shutil.copytree(source, folder)
@@ -117,7 +196,7 @@ def test_a_run_is_compared(tmp_path: Path) -> None:
         said = mm("convert", source, target, "--to", "hf", *words)
         assert said.code == 0, said.err
         assert "logits of 16 tokens are those of the source, to the bit" in said.out
-        assert "compared, both under one config.json" in said.out
+        assert "; both under one config.json)" in said.out
         assert not torch.equal(
             load_file(target / "model.safetensors")["model.norm.weight"],
             load_file(tmp_path / "model/model.safetensors")["model.norm.weight"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -19,6 +20,22 @@ from mindspeed_mm.checkpoint.pt_files import load_weights, save_weights
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, MappedFiles
 from mindspeed_mm.checkpoint.safetensors_header import DTYPES, read_header
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_MOST_DIMS, _MOST_BYTES = 64, 2**62
+"""Of one tensor."""
+_SUM = re.compile("[0-9a-f]{64}")
+
+
+def read_sum(text: Any) -> str:
+    """A SHA-256 from a manifest.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(text, str) or not _SUM.fullmatch(text):
+        raise ValueError(f"has the SHA-256 {text!r:.40}, which is none")
+    return text
+
 
 @dataclass(frozen=True)
 class TensorRecord:
@@ -32,7 +49,25 @@ class TensorRecord:
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+    @classmethod
+    def read(cls, record: Any) -> TensorRecord:
+        """From a manifest, which anybody may have written.
+
+        Raises:
+            ValueError: What is wrong with it.
+        """
+        if not isinstance(record, dict) or record.keys() != {"dtype", "shape", "sha256"}:
+            raise ValueError("has not dtype, shape and sha256")
+        dtype, shape = record["dtype"], record["shape"]
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise ValueError(f"has the dtype {dtype!r:.40}, which torch does not know")
+        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= _MOST_BYTES for n in shape):
+            raise ValueError(f"has the shape {shape!r:.40}, which is no list of whole numbers")
+        if len(shape) > _MOST_DIMS or math.prod(shape) * _DTYPES[dtype].itemsize > _MOST_BYTES:
+            raise ValueError(f"has the shape {shape!r:.40}, which is more than there can be")
+        return cls(dtype, tuple(shape), read_sum(record["sha256"]))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorRecord:
@@ -140,10 +175,11 @@ class PtFile(OutputFile):
     @contextmanager
     def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
         content = load_weights(path)
-        parts = {name: content if name == "" else content[name] for name in self.sections}
+        parts = {name: content if name == "" else content.get(name) for name in self.sections}
         yield {
             _joined(name, key): HeldTensor(tensor)
             for name, part in parts.items()
+            if isinstance(part, dict)
             for key, tensor in part.items()
             if isinstance(tensor, torch.Tensor)
         }

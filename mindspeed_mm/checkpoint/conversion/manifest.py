@@ -1,17 +1,22 @@
-"""`conversion_manifest.json`: what a conversion wrote, tensor by tensor, and whether the disk still holds that."""
+"""`conversion_manifest.json`: what a conversion wrote, by file and by tensor, and whether the disk still holds that.
+
+A manifest is read with suspicion: it may be damaged, or written to mislead.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
-from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile, TensorRecord
+from mindspeed_mm.checkpoint.conversion.files import OutputFile, PtFile, SafetensorsFile, TensorRecord, read_sum
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
-from mindspeed_mm.checkpoint.layout import RELEASE
+from mindspeed_mm.checkpoint.layout import METADATA, RELEASE
 from mindspeed_mm.core.errors import CheckpointError, Problem
+from mindspeed_mm.core.folder_kinds import entries_of
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.version import __version__
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
@@ -20,9 +25,40 @@ MANIFEST = "conversion_manifest.json"
 FORMAT = "mindspeed-mm-conversion"
 MB = 1_000_000
 _SHOWN = 5
+_CHANGED = "is not what was written"
+_SMALL_BYTES = 16_000_000
+"""Files up to this size are compared whole; of larger ones, which hold tensors, the tensors are."""
+_WEIGHTS = (".safetensors", ".pt")
+"""Files whose tensors are listed one by one."""
 
+_T = TypeVar("_T")
 Records = Mapping[str, Mapping[str, TensorRecord]]
 """File, relative to the folder → key in it → what was written."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What the manifest says of one file."""
+
+    size_bytes: int
+    sha256: str | None
+    """None of a large one."""
+
+    @classmethod
+    def of(cls, path: Path) -> WrittenFile:
+        """Of a file on the disk."""
+        size = path.stat().st_size
+        return cls(size, hashlib.sha256(path.read_bytes()).hexdigest() if size <= _SMALL_BYTES else None)
+
+    @classmethod
+    def read(cls, record: Any) -> WrittenFile:
+        """From a manifest. Raises `ValueError` with what is wrong with it."""
+        if not isinstance(record, dict) or record.keys() != {"size_bytes", "sha256"}:
+            raise ValueError("has not size_bytes and sha256")
+        size, digest = record["size_bytes"], record["sha256"]
+        if type(size) is not int or size < 0 or (digest is None and size <= _SMALL_BYTES):
+            raise ValueError(f"has the size {size!r:.40}, which is none, or needs a SHA-256")
+        return cls(size, None if digest is None else read_sum(digest))
 
 
 def write_manifest(
@@ -31,7 +67,7 @@ def write_manifest(
     """Write it into a draft.
 
     Args:
-        folder: The draft.
+        folder: The draft, with all its files.
         records: Of every tensor.
         sources: What was read.
         layout: How the tensors lie.
@@ -44,6 +80,7 @@ def write_manifest(
         "layout": dict(layout),
         "left_out": dict(left_out),
         "files": {name: {key: asdict(record) for key, record in found.items()} for name, found in records.items()},
+        "written": {name: asdict(WrittenFile.of(folder / name)) for name in _files_of(folder)},
     }
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -54,25 +91,78 @@ def converted_root(path: Path) -> Path | None:
     return root if (root / MANIFEST).is_file() else None
 
 
+def _files_of(folder: Path) -> list[str]:
+    """Every file and link below a folder, but its marker and manifest."""
+    names = (name for name in entries_of(folder) if name != MANIFEST)
+    return [name for name in names if (folder / name).is_symlink() or not (folder / name).is_dir()]
+
+
 def read_records(root: Path) -> dict[str, dict[str, TensorRecord]]:
     """What the manifest of a folder says of its tensors.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: It is damaged, lists no tensor, or names something outside of the folder.
     """
-    content = read_json_object(root / MANIFEST, CheckpointError)
-    try:
-        return {
-            name: {
-                key: TensorRecord(record["dtype"], tuple(record["shape"]), record["sha256"])
-                for key, record in records.items()
-            }
-            for name, records in content["files"].items()
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"is no manifest of a conversion: {error}", where=str(root / MANIFEST), way_out="Copy the folder again."
-        ) from error
+    return _read_records(read_json_object(root / MANIFEST, CheckpointError), root)
+
+
+def _read_records(content: Mapping[str, Any], root: Path) -> dict[str, dict[str, TensorRecord]]:
+    if content.get("format") != FORMAT:
+        raise _no_manifest(root, f"its format is {content.get('format')!r:.40}")
+    records: dict[str, dict[str, TensorRecord]] = {}
+    for name, found in _table(content, "files", root).items():
+        records[name] = {}
+        for key, record in _table(content["files"], name, root).items():
+            try:
+                records[name][key] = TensorRecord.read(record)
+            except ValueError as error:
+                raise _no_manifest(root, str(error), f"{name}: {key}") from error
+        _check_name(name, root)
+        if not found:
+            raise _no_manifest(root, "lists no tensors", name)
+    if not records:
+        raise _no_manifest(root, "it lists no files of weights")
+    return records
+
+
+def _read_written(content: Mapping[str, Any], records: Records, root: Path) -> dict[str, WrittenFile]:
+    """What a manifest says of files, all of which it has to list."""
+    written: dict[str, WrittenFile] = {}
+    for name, record in _table(content, "written", root).items():
+        _check_name(name, root)
+        try:
+            written[name] = WrittenFile.read(record)
+        except ValueError as error:
+            raise _no_manifest(root, str(error), name) from error
+    for name in written:
+        if name.endswith(_WEIGHTS) and name not in records:
+            raise _no_manifest(root, "lists no tensors", name)
+    for name in records:
+        if name not in written and f"{name}/{METADATA}" not in written:
+            raise _no_manifest(root, "has tensors, but is no file that was written", name)
+    return written
+
+
+def _table(content: Mapping[str, Any], key: str, root: Path) -> dict[str, Any]:
+    table = content.get(key)
+    if not isinstance(table, dict):
+        raise _no_manifest(root, "is no table" if key in content else "is not there", key)
+    return table
+
+
+def _check_name(name: str, root: Path) -> None:
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or str(path) != name or name == "." or "\0" in name:
+        raise _no_manifest(root, "is no name in this folder", f"{name!r:.80}")
+
+
+def _no_manifest(root: Path, why: str, key: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"is no manifest of a conversion: {why}",
+        where=str(root / MANIFEST),
+        key=key,
+        way_out="Copy the folder again. To convert it as it is: --no-verify, of mm-convert --verify false.",
+    )
 
 
 def differences(
@@ -99,7 +189,7 @@ def differences(
                 if key not in stored:
                     problems.append(Problem("is missing", name, key))
                 elif TensorRecord.of(stored[key].read()) != record:
-                    problems.append(Problem("is not what was written", name, key))
+                    problems.append(Problem(_CHANGED, name, key))
                 if progress is not None and key in stored:
                     progress.advance(stored[key].size_bytes / MB)
             surplus = sorted(stored.keys() - records[name].keys()) if alone else ()
@@ -124,9 +214,28 @@ def check_converted(folder: Path, progress: WorkProgress | None = None) -> tuple
     if root is None:
         what = f"has no {MANIFEST}: no conversion wrote it, or the file was not copied with it"
         raise CheckpointError(what, where=str(folder))
-    records = _records_in(root, folder)
-    missing = [Problem("is missing", name) for name in records if not (root / name).exists()]
-    return _compare(root, records, missing, progress)
+    content = read_json_object(root / MANIFEST, CheckpointError)
+    records = _read_records(content, root)
+    written = _read_written(content, records, root)
+    if not (inside := _inside(records, root, folder)):
+        raise _no_manifest(root, f"it lists nothing of {folder.name}/")
+    found = {name for name in _files_of(root) if (root / name).is_relative_to(folder)}
+    of_files = _differences_of_files(root, _inside(written, root, folder), found)
+    return _compare(root, inside, of_files, progress)
+
+
+def _differences_of_files(root: Path, written: Mapping[str, WrittenFile], found: set[str]) -> list[Problem]:
+    problems = []
+    for name, record in written.items():
+        if name not in found:
+            problems.append(Problem("is missing", name))
+        elif not (root / name).is_file():
+            problems.append(Problem("is no file", name))
+        elif (size := (root / name).stat().st_size) != record.size_bytes:
+            problems.append(Problem(f"has {size:,} bytes, and {record.size_bytes:,} were written", name))
+        elif record.sha256 is not None and WrittenFile.of(root / name) != record:
+            problems.append(Problem(_CHANGED, name))
+    return problems + [Problem("is there and was not written", name) for name in sorted(found - written.keys())]
 
 
 def check_source(folder: Path) -> None:
@@ -154,7 +263,7 @@ def differences_of_share(folder: Path, part: int, parts: int) -> list[Problem]:
 
 
 def _present(root: Path, folder: Path) -> Records:
-    return {name: found for name, found in _records_in(root, folder).items() if (root / name).exists()}
+    return {name: found for name, found in _inside(read_records(root), root, folder).items() if (root / name).exists()}
 
 
 def _share(records: Records, part: int, parts: int) -> Records:
@@ -170,15 +279,18 @@ def _share(records: Records, part: int, parts: int) -> Records:
     return held
 
 
-def _records_in(root: Path, folder: Path) -> dict[str, dict[str, TensorRecord]]:
-    return {name: found for name, found in read_records(root).items() if (root / name).is_relative_to(folder)}
+def _inside(records: Mapping[str, _T], root: Path, folder: Path) -> dict[str, _T]:
+    return {name: found for name, found in records.items() if (root / name).is_relative_to(folder)}
 
 
 def _compare(root: Path, records: Records, problems: list[Problem], progress: WorkProgress | None) -> tuple[int, int]:
+    """Of a file that is another one its tensors are told, where they show it."""
     sizes = [record.size_bytes for found in records.values() for record in found.values()]
     if progress is not None:
         progress.begin(sum(sizes) / MB)
-    problems = [*problems, *differences(root, records, _kinds_of(root, records), progress, alone=False)]
+    of_tensors = differences(root, records, _kinds_of(root, records), progress, alone=False)
+    told = tuple(f"{problem.where}/" for problem in of_tensors)
+    problems = of_tensors + [p for p in problems if p.what != _CHANGED or not f"{p.where}/".startswith(told)]
     if progress is not None:
         progress.end()
     if problems:

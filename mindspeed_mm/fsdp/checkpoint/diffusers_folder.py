@@ -13,13 +13,13 @@ from torch import nn
 from mindspeed_mm.checkpoint.hf_folder import MAX_SHARD_BYTES, DtypeRule, drafted_folder, write_weights
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.folder import check_links
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 STEM = "diffusion_pytorch_model"
@@ -88,12 +88,12 @@ def copy_components(source: Path, draft: Path) -> list[str]:
         Names of the components.
 
     Raises:
-        ModelFolderError: A file links out of the folder.
+        ModelFolderError: A file links out of the folder or nowhere, or is none.
     """
     components = list(component_folders(source))
     check_links(source)
     for folder in components:
-        check_links(folder)
+        check_links(folder, deep=True)
         copy_plain(folder, draft / folder.name)
     for file in (source / GENERATOR_INDEX, *sorted(source.glob("LICENSE*"))):
         shutil.copyfile(file, draft / file.name)

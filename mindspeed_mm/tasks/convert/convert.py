@@ -9,6 +9,8 @@ from pathlib import Path
 from mindspeed_mm.checkpoint.common.config import CommonModelConfig, ParallelConfig
 from mindspeed_mm.checkpoint.conversion.manifest import check_converted
 from mindspeed_mm.checkpoint.conversion.run import Converted, Verify, Writing
+from mindspeed_mm.checkpoint.dcp_folder.reading import DcpReader
+from mindspeed_mm.checkpoint.dcp_folder.reading import find_step as find_distributed_step
 from mindspeed_mm.checkpoint.fsdp.generic_dcp_converter import GenericDCPConverter
 from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.megatron.families import family_of
@@ -24,6 +26,7 @@ from mindspeed_mm.checkpoint.ptd.conversions import divide_anew, hf_to_megatron,
 from mindspeed_mm.checkpoint.recognise import Layout, is_torch_dist, recognise, told_ways
 from mindspeed_mm.core.errors import CheckpointError, Problem, UsageError, told_as
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.models.lora.names import is_adapter_weight
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.convert.same_logits import same_logits
 from mindspeed_mm.tasks.export.source import NAME_MODEL, noted_model, unnamed_model
@@ -91,6 +94,7 @@ def run(
         _refuse_model(model_folder)
         return kind, distributed.hf_to_dcp(source, target, overwrite=overwrite, verify=verify)
     if kind in ("dcp", "run") and wanted == "hf":
+        _refuse_adapters(source)
         assets = _model_of(source, model_folder)
         return kind, distributed.dcp_to_hf(source, target, assets, overwrite=overwrite, verify=verify)
     if kind == "megatron" and wanted in ("hf", "dcp"):
@@ -130,6 +134,17 @@ def _no_way(source: Path, kind: str, wanted: str) -> UsageError:
         key="--to",
         way_out="Merge adapters with mm merge; mm-convert converts them too." if kind == "adapters" else way_out,
     )
+
+
+def _refuse_adapters(source: Path) -> None:
+    """A run with LoRA saves what it trained, without the model under it."""
+    adapters = [name for name in DcpReader(find_distributed_step(source)).model_tensors() if is_adapter_weight(name)]
+    if adapters:
+        raise UsageError(
+            f"holds adapters ({len(adapters)} tensors, as {adapters[0]}) without the model under them",
+            where=str(source),
+            way_out=f"mm export {source} FOLDER writes them as PEFT's files; mm merge adds those to the model.",
+        )
 
 
 def _as_option(problem: Problem) -> Problem:

@@ -1,4 +1,4 @@
-"""Whether what was written computes what its source computes: the logits of both, of the same tokens and of a picture.
+"""Whether what was written computes what its source computes: the logits of both, of the same tokens and media.
 
 The side that is a Hugging Face folder is loaded by transformers alone; the other one through the doors of
 `training.load`. Where both are checkpoints, both come through those doors.
@@ -7,7 +7,8 @@ The side that is a Hugging Face folder is loaded by transformers alone; the othe
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+import wave
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,14 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.tasks.answer.asking import QuestionEncoder
 from mindspeed_mm.tasks.answer.questions import ask
 from mindspeed_mm.tasks.convert.agreement import Agreement
+from mindspeed_mm.tasks.convert.used_weights import UsedWeights
 
 MOST_PARAMETERS = 1_000_000_000
 """Larger models are compared when they are asked for: building one twice takes minutes."""
-_BYTES_EACH = 6
-"""Of memory for each parameter: one model in single precision, and the files that it is read from."""
+_BYTES_EACH = 8
+"""Of memory for each parameter: one model in single precision, and the files that it is read from, which are mapped."""
 _TOKENS, _PICTURE = 16, 32
+_RATE, _SAMPLES = 16_000, 8_000
 _BUILD_ERRORS = (MMError, OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
 """How a model's class or processor says that it is not to be had."""
 
@@ -114,8 +117,10 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
     for folder in sides.checkpoints:
         model = models.pop()
         _fill(model, folder)
-        computed.append(_logits(_rounded(model, dtypes), given))
-        del model
+        with UsedWeights(model) as used:
+            computed.append(_logits(_rounded(model, dtypes), given))
+        unused = used.told()
+        del model, used
     if sides.is_plain_written:
         computed.reverse()
     found = {what: Agreement.of(*(each[what] for each in computed)) for what in given}
@@ -129,7 +134,7 @@ def _compare(sides: _Sides, source: Path, any_size: bool) -> str:
                 way_out="Report this with the model's config.json; --no-verify (of mm-convert --verify false) "
                 "writes all the same.",
             )
-    return _told(found) + told
+    return _told(found) + told + (f"; not used for them, so not compared: {unused}" if unused else "")
 
 
 def _told(found: Mapping[str, Agreement]) -> str:
@@ -139,7 +144,7 @@ def _told(found: Mapping[str, Agreement]) -> str:
     how = f"to {most:.1g} of their size" if most else "to the bit"
     counts = "; ".join(agreement.told() for agreement in found.values())
     what = " and of ".join(found)
-    return f"logits of {what} are those of the source, {how} ({counts} compared, both under one config.json)"
+    return f"logits of {what} are those of the source, {how} (compared: {counts}; both under one config.json)"
 
 
 # --- the two models ---------------------------------------------------------------------------------------------------
@@ -226,12 +231,14 @@ def _inputs(shown: Path, home: Path) -> tuple[dict[str, Inputs], str]:
     """
     config, other = (read_json_object(folder / "config.json", CheckpointError) for folder in (shown, home))
     given: dict[str, Inputs] = {f"{_TOKENS} tokens": {"input_ids": _tokens(config, other)}}
-    if not any(key.startswith("vision") for part in (config, config.get("thinker_config", {})) for key in part):
-        return given, ""
-    try:
-        return {**given, "a picture": _picture(shown)}, ""
-    except _BUILD_ERRORS as error:
-        return given, f"; no picture was shown: {_first_line(error)}"
+    reasons: dict[str, str] = {}
+    for section, (what, item) in _MEDIA.items():
+        if any(key.startswith(section) for part in (config, config.get("thinker_config", {})) for key in part):
+            try:
+                given[what] = _shown(item, shown)
+            except _BUILD_ERRORS as error:
+                reasons[what] = _first_line(error)
+    return given, "".join(f"; no {what.removeprefix('a ')} was shown: {why}" for what, why in reasons.items())
 
 
 def _tokens(*configs: Mapping[str, Any]) -> torch.Tensor:
@@ -250,19 +257,42 @@ def _tokens(*configs: Mapping[str, Any]) -> torch.Tensor:
     return torch.tensor(words)[picked]
 
 
-def _picture(home: Path) -> Inputs:
-    """A question about a small picture, as training shows it to the model."""
+def _shown(item: Callable[[Path], MediaItem], home: Path) -> Inputs:
+    """A question about a medium, as training shows it to the model."""
+    encoder = QuestionEncoder(home)
+    with tempfile.TemporaryDirectory() as folder:
+        question = encoder.encode(ask("What is it?", [item(Path(folder))]).sample, encoder.media(Path(folder)))
+        return encoder.collate([question])
+
+
+def _noise(count: int) -> bytes:
+    numbers = torch.randint(256, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return numbers.numpy().tobytes()
+
+
+def _picture(folder: Path) -> MediaItem:
     from PIL import Image
 
-    encoder = QuestionEncoder(home)
-    noise = torch.randint(256, (_PICTURE, _PICTURE, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "noise.png"
-        Image.fromarray(noise.numpy()).save(path)
-        question = encoder.encode(
-            ask("What is it?", [MediaItem("image", str(path))]).sample, encoder.media(Path(folder))
-        )
-        return encoder.collate([question])
+    path = folder / "noise.png"
+    Image.frombytes("RGB", (_PICTURE, _PICTURE), _noise(3 * _PICTURE**2)).save(path)
+    return MediaItem("image", str(path))
+
+
+def _sound(folder: Path) -> MediaItem:
+    path = folder / "noise.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(_RATE)
+        file.writeframes(_noise(2 * _SAMPLES))
+    return MediaItem("audio", str(path))
+
+
+_MEDIA: Mapping[str, tuple[str, Callable[[Path], MediaItem]]] = {
+    "vision": ("a picture", _picture),
+    "audio": ("a sound", _sound),
+}
+"""What sections of config.json begin with → what their towers are shown."""
 
 
 def _logits(model: Any, given: Mapping[str, Inputs]) -> dict[str, torch.Tensor]:

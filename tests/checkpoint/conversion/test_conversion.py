@@ -20,7 +20,7 @@ from mindspeed_mm.checkpoint.conversion.manifest import MANIFEST
 from mindspeed_mm.checkpoint.conversion.run import Conversion, convert
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
 from mindspeed_mm.checkpoint.lazy_tensor import Cast, Concatenated, LazyTensor, Sliced
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, open_weights
 from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import CheckpointError, MachineError, ModelFolderError, UsageError
 from tests.helpers.distributed import alone
@@ -186,6 +186,16 @@ def test_files_that_are_closed_meanwhile_are_opened_again(tmp_path: Path) -> Non
     with open_weights(tmp_path, most_bytes=8) as stored:
         read = [stored[f"t{number}"].read() for number in (0, 2, 1, 0)]
     assert [tensor.tolist() for tensor in read] == [[0.0, 0.0], [2.0, 2.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../other.safetensors", "folder"])
+def test_an_index_that_names_no_file_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "folder").mkdir(parents=True)
+    save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelFolderError, match="but does not exist as a file here"):
+        find_entries(folder)
 
 
 def test_a_cast_and_a_join_are_written_as_they_read(source: Path, tmp_path: Path) -> None:

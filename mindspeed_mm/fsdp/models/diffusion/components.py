@@ -18,8 +18,9 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries, weight_files
 from mindspeed_mm.core.errors import MachineError, ModelFolderError
+from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, absent_component
-from mindspeed_mm.fsdp.models.loading.folder import check_links, read_config
+from mindspeed_mm.fsdp.models.loading.folder import read_config
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, kind_of_folder
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
@@ -18,7 +19,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.facts import facts_of
-from mindspeed_mm.fsdp.models.loading.folder import check_links, read_config, require_folder
+from mindspeed_mm.fsdp.models.loading.folder import read_config, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
 from mindspeed_mm.fsdp.params.cards import model_modules
 from mindspeed_mm.fsdp.utils.quiet import quiet

@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
+from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.utils.own_families import know_family_of
@@ -155,21 +156,6 @@ def code_hash(folder: Path) -> str:
     """SHA-256 over the folder's Python files, to be noted in a run that executed them; empty when there are none."""
     files = _code_files(folder)
     return hash_of_files(files) if files else ""
-
-
-def check_links(folder: Path) -> None:
-    """Raise `ModelFolderError` when a file links out of the folder. The hub's cache links within its own repository,
-    also from the folders of a generator's components."""
-    home = folder.resolve()
-    whole = home.parent if (home.parent / "model_index.json").is_file() else home
-    allowed = whole.parent.parent if whole.parent.name == "snapshots" else home
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() and not path.resolve().is_relative_to(allowed):
-            raise ModelFolderError(
-                f"links out of the folder, to {path.resolve()}",
-                where=str(path),
-                way_out="Replace the link by the file itself.",
-            )
 
 
 def _code_files(folder: Path) -> list[Path]:

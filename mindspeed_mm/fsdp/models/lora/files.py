@@ -102,11 +102,11 @@ class AdapterFile:
         self.check_known()
         layers: dict[str, dict[str, str]] = {}
         fused: dict[str, dict[str, str]] = {}
-        whole: list[str] = []
+        whole: dict[str, str] = {}
         for plain, key in self.plain_keys().items():
             match = _SIDES.fullmatch(plain)
             if match is None:
-                whole.append(plain)
+                whole[base_name(plain)] = key  # a bias of a layer with an adapter, under PEFT's `bias: all`
                 continue
             sides = fused if self._is_fused(match["layer"]) else layers
             sides.setdefault(match["layer"], {})[match["side"] or match["length"]] = key
@@ -114,7 +114,7 @@ class AdapterFile:
             raise ModelFolderError("has only one half of the adapter", where=str(self.weights), key=broken[0])
         if unknown := [name for name in whole if ".lora_" in name]:
             raise ModelFolderError("is not an adapter of a linear layer", where=str(self.weights), key=unknown[0])
-        return StoredAdapter(self.weights, self.settings, layers, fused, whole, self.plain_keys())
+        return StoredAdapter(self.weights, self.settings, layers, fused, list(whole), {**self.plain_keys(), **whole})
 
     def check_known(self) -> None:
         """Raise `ModelFolderError` for settings that nothing here computes."""
@@ -173,7 +173,7 @@ class StoredAdapter:
     whole: list[str]
     """Parameters that were trained whole."""
     keys: dict[str, str]
-    """Key without prefix → key in the file."""
+    """Key without prefix, and name of a parameter that was trained whole → key in the file."""
 
     @property
     def rank(self) -> int:

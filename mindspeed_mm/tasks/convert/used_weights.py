@@ -1,0 +1,52 @@
+"""Which of a model's weights a computation uses: what it leaves alone, it says nothing about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_SHOWN = 3
+
+
+class UsedWeights(TorchFunctionMode):
+    """Notes which parameters torch's functions are given inside of the `with` block.
+
+    Args:
+        model: Whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._used: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor | tuple | list) and getattr(func, "__name__", "") != "__get__":
+            self._note((*args, *(kwargs or {}).values()))
+        return result
+
+    def _note(self, values: Any) -> None:
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                self._used.add(id(value))
+            elif isinstance(value, tuple | list):
+                self._note(value)
+
+    def told(self) -> str:
+        """The parts of the model that were not used, as `audio_tower (69 tensors)`; empty where all were."""
+        parts = self._unused("", self._model)
+        more = [f"{len(parts) - _SHOWN:,} more"] if len(parts) > _SHOWN else []
+        return ", ".join([f"{name} ({n} tensor{'s' if n > 1 else ''})" for name, n in parts[:_SHOWN]] + more)
+
+    def _unused(self, name: str, module: nn.Module) -> list[tuple[str, int]]:
+        """The largest parts of which nothing was used, each with its number of tensors."""
+        parameters = {id(parameter) for parameter in module.parameters()}
+        if not parameters & self._used:
+            return [(name, len(parameters))] if parameters else []
+        dot = f"{name}." if name else ""
+        own = [(dot + key, 1) for key, tensor in module.named_parameters(recurse=False) if id(tensor) not in self._used]
+        return own + [part for key, child in module.named_children() for part in self._unused(dot + key, child)]
