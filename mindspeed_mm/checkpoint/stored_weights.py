@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from mindspeed_mm.checkpoint.megatron.families import family_of
 from mindspeed_mm.checkpoint.megatron.folder import hub_tensors
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import open_weights
+from mindspeed_mm.core.errors import Problem, told_as
 
 
 @contextmanager
@@ -26,7 +29,15 @@ def open_stored(folder: Path, config: Mapping[str, Any] | None) -> Iterator[Mapp
         MMError: As `open_weights`, `hub_tensors` and `family_of`.
     """
     if is_megatron_folder(folder):
-        yield hub_tensors(folder, family_of(config or {}), config or {})
+        with told_as(partial(_in_folder, folder)):
+            joined = hub_tensors(folder, family_of(config or {}), config or {})
+        yield joined
     else:
         with open_weights(folder) as stored:
             yield stored
+
+
+def _in_folder(folder: Path, problem: Problem) -> Problem:
+    """With the folder in front of a place that is told within it."""
+    inside = problem.where
+    return problem if str(folder) in inside else replace(problem, where=": ".join(filter(None, [str(folder), inside])))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from mindspeed_mm.core.errors import align
+from mindspeed_mm.core.errors import align, count_problems
 from mindspeed_mm.tasks.check import check as task
 
 EXAMPLES = """
@@ -56,10 +56,9 @@ def _as_json(result: task.CheckResult) -> str:
 
 
 def _as_text(result: task.CheckResult) -> str:
-    count = len(result.findings)
-    verdict = "ok" if not count else "1 problem" if count == 1 else f"{count} problems"
-    lines = [f"{result.path}: {verdict}"]
-    lines += [f"  {line}" for line in align([finding.problem for finding in result.findings])] if count else []
+    problems = result.problems
+    lines = [count_problems(result.path, problems) if problems else f"{result.path}: ok"]
+    lines += [f"  {line}" for line in align(problems)] if problems else []
     lines += [f"  warning: {warning}" for warning in result.warnings]
     if result.unchecked:
         lines.append(f"  not checked, a plugin's own keys: {', '.join(result.unchecked)}")

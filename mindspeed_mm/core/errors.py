@@ -81,6 +81,11 @@ class MMError(Exception):
         self.problems = tuple(map(change, self.problems))
         self.args = (str(self),)
 
+    def retell(self, headline: str, problems: Sequence[Problem]) -> None:
+        """Tell these problems under a headline; the error stays what it is."""
+        self.headline, self.problems = headline, tuple(problems)
+        self.args = (str(self),)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by attributes: errors cross process borders (data workers, spawned ranks)."""
         return (_rebuild, (type(self), self.headline, self.problems))
@@ -127,6 +132,11 @@ class CollectedErrors:
             raise first
         problems = dict.fromkeys(problem for error in self.errors for problem in error.problems)
         raise type(first)(headline, problems=list(problems)) from first
+
+
+def count_problems(where: object, problems: Sequence[Problem]) -> str:
+    """The headline over the problems of a file: `run.yaml: 2 problems`."""
+    return f"{where}: 1 problem" if len(problems) == 1 else f"{where}: {len(problems)} problems"
 
 
 def align(problems: Sequence[Problem]) -> list[str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ExitCode, MMError
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
-from mindspeed_mm.fsdp.train.run.launched import LaunchFolder
+from mindspeed_mm.fsdp.train.run.launched import LaunchFolder, ranks_of_job
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ def run(config_path: Path, overrides: Sequence[str] = (), **options: Any) -> Tra
         # Imported here: everything above answers a wrong YAML before torch is loaded.
         from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 
-        trainer = Trainer(config, TrainOptions(**options))
-        trainer.train()
+        with config.told_as_own():
+            trainer = Trainer(config, TrainOptions(**options))
+            trainer.train()
     return TrainOutcome(trainer.iteration, int(ExitCode.OK), config.arguments.training.save)
 
 
@@ -69,11 +71,16 @@ def run_ranks(nproc: int, config_path: Path, overrides: Sequence[str], options: 
         MMError: The configuration is off, or the ranks could not be started.
     """
     # A wrong YAML is answered once, here, not by every rank.
-    config = load_with_plugins(config_path, overrides)
-    from mindspeed_mm.fsdp.train.run.start_checks import check_config
+    ranks = ranks_of_job(nproc, os.environ)
+    config = load_with_plugins(config_path, overrides, ranks=ranks)
+    with config.told_as_own():
+        if ranks:
+            resolve_parallel_sizes(config.arguments.parallel, ranks)
+        from mindspeed_mm.fsdp.train.run.start_checks import check_config
+
+        check_config(config)
     from mindspeed_mm.tasks.launch.launcher import launch
 
-    check_config(config)
     return launch(nproc, ["train", str(config_path), *overrides, *options], config.arguments.training.save)
 
 

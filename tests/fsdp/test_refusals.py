@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from mindspeed_mm.fsdp.distributed.pipeline import schedules as pipeline_torch
 from mindspeed_mm.fsdp.models.behaviour import quantized_linear
 from tests.fsdp.refusals import LONG_TABLE, SHORT_TABLE
 from tests.helpers.pretended_ranks import first_of
-from tests.helpers.refusal import ENVIRONMENT, LORA, Refusal, make_base, spoiled
+from tests.helpers.refusal import ENVIRONMENT, LORA, USAGE, Refusal, make_base, spoiled
 from tests.helpers.runs import mm
 
 pytestmark = pytest.mark.edge("R4")
@@ -39,7 +40,8 @@ def _param(row: Refusal) -> Any:
 
 @pytest.mark.parametrize("row", map(_param, (*SHORT_TABLE, *LONG_TABLE)))
 def test_training_and_check_refuse_alike(row: Refusal, base: Callable[[str], Path], tmp_path: Path) -> None:
-    """Both refuse, with the exit code, the key and the words of the row."""
+    """Both refuse, with the exit code, the key and the words of the row; a wrong configuration under the file's name,
+    with the place that the value comes from."""
     yaml = spoiled(base(row.base), tmp_path / "run", row)
     words = words_of(row, yaml.parent)
     with first_of(row.ranks):
@@ -53,6 +55,9 @@ def test_training_and_check_refuse_alike(row: Refusal, base: Callable[[str], Pat
         if row.key in each["key"] and (each["what"] in trained.err or row.said in each["what"])
     ]
     assert checked.code == row.code and alike, f"{findings}\n{trained.err}"
+    if row.code == USAGE:
+        assert re.search(rf"^{re.escape(str(yaml))}: (1 problem|\d+ problems)$", trained.err, re.MULTILINE), trained.err
+        assert all(each["where"] in trained.err for each in alike if each["what"] in trained.err), trained.err
 
 
 def test_a_schedule_that_torch_has_wrong_is_refused_alike(

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mm.tasks.check import check
+from mindspeed_mm.tasks.launch import launcher
+from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_tiny_run
 
 NORMS = '"*.layers.{*}.input_layernorm"'
-SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 96}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96}
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +32,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 # name → (run, overrides, what is wrong, way out)
 CASES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
-    "I100 query heads": ("vlm", ("tensor_parallel_size=3",), "3 does not divide the 4 heads of", "1, 2, 4"),
-    "I100 key-value heads": ("vlm", ("tensor_parallel_size=4",), "4 does not divide the 2 heads of", "1, 2"),
-    "I100 features": ("vlm", ("tensor_parallel_size=3",), "3 does not divide the 64 features of", "2, 4"),
-    "I100 heads of a tower": ("six heads", ("tensor_parallel_size=3",), "3 does not divide the 2 num_heads", "1, 2"),
-    "I100 heads of a generator": ("flux", ("tensor_parallel_size=7",), "7 does not divide the", "Nearest"),
+    "I100 query heads": ("vlm", ("tensor_parallel_size=3",), "the 4 heads of", "model: 1, 2."),
+    "I100 key-value heads": ("vlm", ("tensor_parallel_size=4",), "4 does not divide the 2 heads of", "model: 1, 2."),
+    "I100 features": ("six heads", ("tensor_parallel_size=3",), "the 32 features of", "model: 1."),
+    "I100 heads of a tower": (
+        "six heads",
+        ("tensor_parallel_size=3",),
+        "3 does not divide the 2 num_heads",
+        "model: 1.",
+    ),
+    "I100 heads of a generator": ("flux", ("tensor_parallel_size=7",), "7 does not divide the", "Sizes that"),
     "I104 nothing matches": (
         "vlm",
         (
@@ -74,7 +81,7 @@ def test_a_plan_that_does_not_fit_is_found(name: str, runs: dict[str, Path]) -> 
     found = [problem for problem in problems if what in f"{problem.key} {problem.what}"]
     assert found, problems
     assert any(way_out in (problem.way_out or "") for problem in found), found
-    assert result.exit_code == 2
+    assert result.exit_code == 2, result.problems
 
 
 def test_the_models_own_loss_needs_whole_rows(runs: dict[str, Path]) -> None:
@@ -94,3 +101,31 @@ def test_the_models_own_loss_needs_whole_rows(runs: dict[str, Path]) -> None:
 def test_what_need_not_divide_is_no_problem(words: tuple[str, ...], runs: dict[str, Path]) -> None:
     """Heads over Ulysses and tokens over ranks may be uneven, with tensor parallelism and without."""
     assert check.run(runs["vlm"], [f"parallel.{word}" for word in words]).findings == []
+
+
+PIPELINE, ACCUMULATION = "parallel.pipeline_parallel_size", "training.gradient_accumulation_steps"
+
+
+def test_sizes_are_told_beside_other_problems_of_the_configuration(runs: dict[str, Path]) -> None:
+    """Ranks that do not fit need the YAML alone; a value that is nobody's has no place."""
+    result = check.run(runs["vlm"], [f"{PIPELINE}=8"], nproc=2)
+    assert {(p.key, p.where) for p in result.problems} == {(PIPELINE, "command line"), (ACCUMULATION, "")}
+    assert "8 does not divide the 2 ranks" in [problem.what for problem in result.problems]
+
+
+def test_of_ranks_that_cannot_be_no_memory_is_predicted(runs: dict[str, Path]) -> None:
+    words = [f"{PIPELINE}=2", f"{ACCUMULATION}=2"]
+    result = check.run(runs["vlm"], words, nproc=3)
+    assert [problem.key for problem in result.problems] == [PIPELINE]
+    assert (result.memory, result.skipped) == ([], {"memory": "parallel sizes"})
+    assert check.run(runs["vlm"], words, nproc=2).memory
+
+
+def test_training_starts_no_ranks_that_do_not_fit(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("ranks were started"))
+    said = mm("train", runs["vlm"], "--nproc", 3, f"{PIPELINE}=2", f"{ACCUMULATION}=2")
+    assert said.code == 2
+    assert said.err.splitlines()[:2] == [
+        f"{runs['vlm']}: 1 problem",
+        f"  command line  {PIPELINE}  2 does not divide the 3 ranks. Nearest sizes that do: 1, 3.",
+    ]

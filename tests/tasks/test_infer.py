@@ -102,7 +102,7 @@ def test_text_model_answers_and_refuses_pictures(tmp_path: Path, rows: Path) -> 
     question = generator.encoder.encode(ask("zero one").sample, media)
     assert generator.answer_batch([question], TOKENS)[0].token_ids
     with_picture = next(q for q in read_questions(rows, needs_answers=False) if q.images)
-    with pytest.raises(DataError, match=r"jsonl:2.*takes text only"):
+    with pytest.raises(DataError, match=r"jsonl:2.*takes text only\. Name a model that takes"):
         generator.encoder.encode(with_picture.sample, media)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from mindspeed_mm.checkpoint.megatron.folder import step_files
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder, recognise
 from mindspeed_mm.checkpoint.safetensors_folder import weight_files
 from mindspeed_mm.checkpoint.stored_weights import open_stored
+from mindspeed_mm.core.errors import Problem, told_as
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
 
 _SAMPLES = 16
@@ -30,6 +32,17 @@ def told_weights(load: str | None) -> Path | None:
     if folder is None or not folder.is_dir():
         return None
     return folder if recognise(folder) in {"hf", "megatron"} else None
+
+
+@contextmanager
+def told_by_load(load: str | None) -> Iterator[None]:
+    """What is wrong with the weights that `training.load` names is told under that key, unless it has another."""
+
+    def with_key(problem: Problem) -> Problem:
+        return replace(problem, key="training.load") if load and not problem.key else problem
+
+    with told_as(with_key):
+        yield
 
 
 def base_weights_mark(folder: Path) -> str:

@@ -5,18 +5,21 @@ Priority: overrides, then the file, then the defaults. All problems of a file ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.errors import ConfigError, ExitCode, MMError, Problem, count_problems
 from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.cards import PluginKeys
 from mindspeed_mm.fsdp.params.rules.all import check_cross_section
 from mindspeed_mm.fsdp.params.rules.memory import memory_notes
+from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.key_renames import Notes, settle_keys
 from mindspeed_mm.fsdp.params.yaml.module_names import settle_module_names
@@ -68,6 +71,10 @@ Override = str | Mapping[str, Any]
 """What wins over a configuration: `section.key=value`, or sections as a mapping."""
 
 
+_BEFORE_TRAINING = (ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.DATA)
+"""How a run ends that could not begin."""
+
+
 @dataclass(frozen=True)
 class ResolvedConfig:
     """A configuration that has been checked."""
@@ -91,15 +98,46 @@ class ResolvedConfig:
             for problem in problems
         ]
 
+    @contextmanager
+    def told_as_own(self) -> Iterator[None]:
+        """What passes through here and speaks of the configuration is told as the loader tells it: under the file's
+        name, each problem with the place that its value comes from."""
+        try:
+            yield
+        except MMError as error:
+            problems = self.locate(error.problems)
+            is_about_it = len(problems) == 1 and self._has(problems[0].key) and error.exit_code in _BEFORE_TRAINING
+            if isinstance(error, ConfigError) or is_about_it:
+                error.retell(count_problems(self.path, problems), problems)
+            elif error.headline:
+                error.retell(error.headline, problems)
+            raise
+
+    def _has(self, key: str) -> bool:
+        """Whether it is a key of the configuration, or several, or a section's."""
+        return any(
+            each == own or own.startswith(f"{each}.") for each in key.split(" · ") if each for own in self.origins
+        )
+
     def _where(self, key: str) -> str:
-        origin = self.origins.get(key)
-        if origin is None or origin.kind not in ("yaml", "python", COMMAND_LINE):
-            return ""
-        return origin.where or COMMAND_LINE
+        """Where a key's value comes from; of a section, or of several keys, the first that somebody gave."""
+        for each in key.split(" · "):
+            found = [self.origins[each]] if each in self.origins else self._below(each)
+            given = next((origin for origin in found if origin.kind in ("yaml", "python", COMMAND_LINE)), None)
+            if given is not None:
+                return given.where or COMMAND_LINE
+        return ""
+
+    def _below(self, section: str) -> list[Origin]:
+        return [origin for key, origin in self.origins.items() if section and key.startswith(f"{section}.")]
 
 
 def load_config(
-    given: Given, overrides: Sequence[Override] = (), *, plugin_keys: PluginKeys | None = None
+    given: Given,
+    overrides: Sequence[Override] = (),
+    *,
+    plugin_keys: PluginKeys | None = None,
+    ranks: int | None = None,
 ) -> ResolvedConfig:
     """Read, check and resolve a configuration.
 
@@ -108,6 +146,8 @@ def load_config(
         overrides: `section.key=value`, each value parsed as YAML; or mappings of sections.
         plugin_keys: Keys that imported plugins declared. Without them the keys of an outside plugin are listed as
             unchecked.
+        ranks: Of the job, where they are known. A configuration that breaks other rules also says whether its parallel
+            sizes fit them; one that breaks none is left to `resolve_parallel_sizes`.
 
     Raises:
         ConfigError: Every problem of the file and of the overrides, each with its place.
@@ -124,6 +164,8 @@ def load_config(
     card_defaults = fill_declared(root, scope)
     arguments = _validate(root, notes)
     if arguments is None or notes.problems:
+        if arguments is not None and ranks:
+            notes.problems += _problems_of_sizes(arguments, ranks, root)
         raise _all_at_once(path, notes.problems)
     return ResolvedConfig(
         arguments=arguments,
@@ -215,9 +257,19 @@ def _validate(root: Node, notes: Notes) -> Arguments | None:
     return arguments
 
 
+def _problems_of_sizes(arguments: Arguments, ranks: int, root: Node) -> list[Problem]:
+    try:
+        resolve_parallel_sizes(arguments.parallel, ranks)
+    except ConfigError as error:
+        return [replace(each, where=_where(root, each.key.split(" · ")[0])) for each in error.problems]
+    return []
+
+
 def _where(root: Node, key: str) -> str:
+    """Where a key, which may name an entry of a list, is given; nowhere when it has its default."""
     names: list[str | int] = [int(name) if name.isdigit() else name for name in key.split(".")]
-    return str(place_of(root, names)) if names[0] in root.value else ""
+    given = takewhile(lambda name: isinstance(name, str), names)
+    return str(place_of(root, names)) if find(root, ".".join(map(str, given))) is not None else ""
 
 
 def _warn_meaningless(root: Node) -> list[Problem]:
@@ -241,8 +293,7 @@ def _warn_meaningless(root: Node) -> list[Problem]:
 def _all_at_once(path: Path, problems: Sequence[Problem]) -> ConfigError:
     once = {_identity(problem): problem for problem in reversed(problems)}
     ordered = sorted(once.values(), key=_by_line)
-    count = "1 problem" if len(ordered) == 1 else f"{len(ordered)} problems"
-    return ConfigError(f"{path}: {count}", problems=ordered)
+    return ConfigError(count_problems(path, ordered), problems=ordered)
 
 
 def _identity(problem: Problem) -> tuple[str, str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mindspeed_mm.core.errors import MMError
 from mindspeed_mm.fsdp.params.loader import (
     Given,
     Override,
@@ -14,28 +15,33 @@ from mindspeed_mm.fsdp.params.loader import (
 )
 
 
-def load_with_plugins(given: Given, overrides: Sequence[Override] = ()) -> ResolvedConfig:
+def load_with_plugins(given: Given, overrides: Sequence[Override] = (), *, ranks: int | None = None) -> ResolvedConfig:
     """Import the plugins that a configuration names, then validate it with the keys that they declare.
 
     Args:
         given: A YAML file, or a mapping of sections.
         overrides: `section.key=value`, or mappings of sections.
+        ranks: As of `load_config`.
 
     Raises:
         ConfigError: Every problem of the configuration, or a plugin that cannot be imported.
     """
     plugins, model_id, dataset_type = read_plugins(given, overrides)
     if not plugins:
-        return load_config(given, overrides)
+        return load_config(given, overrides, ranks=ranks)
     # Imported here: only plugins need the registries.
     from mindspeed_mm.fsdp.utils.register import data_register, import_plugin, model_register
 
-    import_plugin(plugins)
-    for registry, name in ((model_register, model_id), (data_register, dataset_type)):
-        if name is not None:
-            registry.get(name)  # a mistyped id is the cause of unknown keys, not the other way round
+    try:
+        import_plugin(plugins)
+        for registry, name in ((model_register, model_id), (data_register, dataset_type)):
+            if name is not None:
+                registry.get(name)  # a mistyped id is the cause of unknown keys, not the other way round
+    except MMError:
+        with load_config(given, overrides, ranks=ranks).told_as_own():
+            raise
     keys = PluginKeys(
         model=model_register.config_keys(model_id) if model_id else {},
         dataset=data_register.config_keys(dataset_type) if dataset_type else {},
     )
-    return load_config(given, overrides, plugin_keys=keys)
+    return load_config(given, overrides, plugin_keys=keys, ranks=ranks)

@@ -21,6 +21,7 @@ from torch import nn
 from mindspeed_mm.checkpoint.layout import checkpoint_folder
 from mindspeed_mm.core.errors import ExitCode, StoppedAfterSave, StoppedUnsaved
 from mindspeed_mm.core.run_ownership import mark_run_folder
+from mindspeed_mm.fsdp.checkpoint.base_weights import told_by_load
 from mindspeed_mm.fsdp.checkpoint.loop_state import LoopState
 from mindspeed_mm.fsdp.checkpoint.manifest import RunContext
 from mindspeed_mm.fsdp.data import DataPosition
@@ -267,16 +268,18 @@ class Trainer:
         return family.build_objective(assembled, job, data)
 
     def _assemble(self, job: Job, data: RunData, resume: ResumePoint) -> Assembled:
-        return assemble(
-            self.arguments,
-            job.device,
-            weights=resume.weights or base_of_adapters(self.arguments.training),
-            load_weights=resume.checkpoint is None,
-            packs=bool(self.options.packs),
-            given=self.given.model,
-            build=self.given.build_model,
-            processor=data.train.processor,
-        )
+        weights = resume.weights or base_of_adapters(self.arguments.training)
+        with told_by_load(self.arguments.training.load if weights is not None else None):
+            return assemble(
+                self.arguments,
+                job.device,
+                weights=weights,
+                load_weights=resume.checkpoint is None,
+                packs=bool(self.options.packs),
+                given=self.given.model,
+                build=self.given.build_model,
+                processor=data.train.processor,
+            )
 
     def _continue_data(self, loader: RunLoader, resume: ResumePoint, state: LoopState, record: RunRecord) -> None:
         """Go on in the data where the checkpoint was saved."""

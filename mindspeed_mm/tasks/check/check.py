@@ -97,7 +97,9 @@ def run(
         check.attempt("resume", check.resume, needs=("paths", "first samples"))
         check.attempt("batch keys", check.batch_keys, needs=("module patterns", "first samples"))
         check.attempt("samples", check.samples, needs="module patterns")
-        check.attempt("memory", check.memory, needs=("features", "batch keys"))
+        # Of ranks that cannot be, nothing is predicted.
+        ranks_fit = ("parallel sizes",) if check.nproc else ()
+        check.attempt("memory", check.memory, needs=(*ranks_fit, "features", "batch keys"))
     return check.result
 
 
@@ -146,7 +148,7 @@ class _Check:
 
     def configuration(self) -> None:
         """Text, keys, values and the rules between them."""
-        self._keep(load_config(self.given, self.overrides))
+        self._keep(load_config(self.given, self.overrides, ranks=self.nproc or None))
 
     def _keep(self, config: ResolvedConfig) -> None:
         self.config = config
@@ -172,7 +174,7 @@ class _Check:
             dataset=data_register.config_keys(dataset_type) if dataset_type else {},
         )
         if plugins and not any(finding.stage == self.stage for finding in self.result.findings):
-            self._keep(load_config(self.given, self.overrides, plugin_keys=keys))
+            self._keep(load_config(self.given, self.overrides, plugin_keys=keys, ranks=self.nproc or None))
 
     def _collect(self, steps: Iterable[Callable[[], Any]]) -> None:
         """Run independent steps; one that fails does not stop the next."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
-from mindspeed_mm.fsdp.checkpoint.base_weights import told_weights
+from mindspeed_mm.fsdp.checkpoint.base_weights import told_by_load, told_weights
 from mindspeed_mm.fsdp.models.diffusion.transformer import weights_folder
 from mindspeed_mm.fsdp.models.loading.folder import require_folder
 from mindspeed_mm.fsdp.models.loading.stream import check_weights
@@ -42,12 +42,13 @@ def check_stored_weights(outline: Outline, arguments: Arguments) -> None:
     folder = weights_folder(outline.model, told or require_folder(arguments.model.model_name_or_path))
     if not is_megatron_folder(folder):
         find_entries(folder)
-    check_weights(
-        outline.model,
-        folder,
-        allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
-        allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
-    )
+    with told_by_load(training.load if told is not None else None):
+        check_weights(
+            outline.model,
+            folder,
+            allow_missing=training.allow_missing if training.load_strict else EVERYTHING,
+            allow_unexpected=training.allow_unexpected if training.load_strict else EVERYTHING,
+        )
 
 
 def _lacks_values(model: nn.Module) -> bool:

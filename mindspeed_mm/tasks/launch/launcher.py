@@ -132,7 +132,9 @@ def _last_words(codes: Mapping[int, int], folder: LaunchFolder, save: str | None
     failure = failures[rank]
     if not failure.printed:
         everybody_says_so = failures.get(0) is not None and failures[0].message == failure.message
-        prefix = "" if everybody_says_so or not failure.time else f"[rank {rank}] "
+        # A wrong configuration is wrong on every rank, whoever was the first to say so.
+        is_configuration = failure.exit_code == ExitCode.USAGE
+        prefix = "" if everybody_says_so or is_configuration or not failure.time else f"[rank {rank}] "
         print("\n".join(prefix + line for line in failure.message.splitlines()), file=sys.stderr)
     if failure.exit_code not in (ExitCode.RESUMABLE, ExitCode.USAGE):
         for line in how_to_go_on(save):

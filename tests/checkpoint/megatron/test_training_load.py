@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,19 @@ def test_the_check_reads_it_and_a_missing_rank_is_named(run: Path) -> None:
             assert "mp_rank_01_000" in said.out + said.err
     finally:
         moved.rename(gone)
+
+
+def test_weights_of_another_model_are_told_with_key_and_folder(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run.parent / "megatron", other)
+    (file,) = other.glob("release/mp_rank_00_000/*.pt")
+    state = torch.load(file)
+    state["model"]["image_projector.weight"] = torch.ones(1)
+    torch.save(state, file)
+    for command in ("check", "train"):
+        said = mm(command, run, f"training.load={other}")
+        assert said.code == 4
+        assert f"{other}: mp_rank_00_000  training.load  image_projector.weight belongs to no" in said.out + said.err
 
 
 def on_a_rank(yaml: str, words: list[str]) -> object:

@@ -67,8 +67,13 @@ def test_split_points_may_leave_the_ends_without_layers() -> None:
 @pytest.mark.parametrize(
     ("ranks", "plan", "words"),
     [
-        (8, {}, r"8 ranks are more stages than the 6 layers .*: 6 ranks"),
-        (4, {"schedule": "zbv"}, r"4 ranks × 2 chunks .* at most 6: 3 ranks"),
+        (8, {}, r"8 ranks are more stages than the 6 layers .*pipeline_parallel_size to at most 6\."),
+        (4, {"schedule": "zbv"}, r"4 ranks × 2 chunks .*size to at most 3, or parallel\.pp_plan\.schedule to 1f1b\."),
+        (
+            2,
+            {"schedule": "interleaved1f1b", "virtual_stages": 4},
+            r"2 ranks × 4 chunks .* Set parallel\.pp_plan\.virtual_stages to at most 3, or",
+        ),
         (
             2,
             {"split_points": ["model.layers.9"]},

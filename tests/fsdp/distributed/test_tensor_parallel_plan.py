@@ -154,10 +154,27 @@ def test_sizes_of_both_halves_once_they_are_built(models):
     check_split_sizes(models["vlm"], plan, 2)
     with pytest.raises(ConfigError) as caught:
         check_split_sizes(models["vlm"], plan, 4)
-    texts = [problem.what for problem in caught.value.problems]
-    assert "4 does not divide the 2 num_heads of model.visual.blocks.0.attn" in texts
-    assert "4 does not divide the 2 heads of model.language_model.layers.0.self_attn.k_proj" in texts
-    assert len(texts) == 3  # of keys, of values, of the tower: not of every layer
+    (problem,) = caught.value.problems  # one size is wrong; not told of every layer
+    attention = "model.language_model.layers.0.self_attn"
+    assert problem.what == (
+        f"4 does not divide the 2 heads of {attention}.k_proj and {attention}.v_proj and the 2 num_heads of "
+        "model.visual.blocks.0.attn"
+    )
+    assert problem.way_out == "Sizes that fit the whole model: 1, 2."
+
+
+def test_what_alone_stands_in_the_way_of_a_size_is_named(tmp_path):
+    """A prime vocabulary, tied or not, allows no size; what would fit without it is told, and is true."""
+    folder = make_tiny_qwen3(tmp_path / "model", vocab_size=317)
+    model = ModelHub.build(ModelArguments(model_name_or_path=str(folder)))
+    with pytest.raises(ConfigError) as caught:
+        check_split_sizes(model, resolve_tensor_plan(model, TpPlan()), 2)
+    (problem,) = caught.value.problems
+    assert problem.what.startswith("2 does not divide the 317 features of model.embed_tokens")
+    assert "Sizes that fit the whole model: 1. With lm_head and model.embed_tokens whole" in problem.way_out
+    assert "1, 2: name the other layers in parallel.tp_plan" in problem.way_out
+    named = {"colwise_parallel": ["*.q_proj", "*.k_proj", "*.v_proj"], "rowwise_parallel": ["*.o_proj"]}
+    check_split_sizes(model, resolve_tensor_plan(model, TpPlan.model_validate(named)), 2)
 
 
 class Counted:

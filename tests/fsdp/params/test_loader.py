@@ -215,6 +215,7 @@ def test_meaningless_keys_are_dropped_with_one_warning_that_gives_the_reason(loa
         ("trainimg: {lr: 1}\n", "Did you mean 'training'?"),
         ("training: {lora: {r: 1}}\n", "Did you mean 'rank'?"),
         ("training: {lr_scaling_plan: [{match: a, scal: 1}]}\n", "Did you mean 'scale'?"),
+        ("training: {lr_scaling_plan: [{match: a, scale:0.1}]}\n", "a space after the colon: 'scale: 0.1'."),
         ("features: {zzzzz: 1}\n", "Keys here: recompute"),
     ],
 )
@@ -337,3 +338,12 @@ def test_what_is_no_switch(tmp_path: Path, value: str) -> None:
     path.write_text(f"training: {{use_deter_comp: {value}}}\n")
     with pytest.raises(ConfigError, match=r"run.yaml:1:28  training.use_deter_comp  .* is not true or false"):
         load_config(path)
+
+
+def test_a_section_and_several_keys_have_the_place_of_what_was_given(load: Any) -> None:
+    config = load_config(
+        {"parallel": {"tensor_parallel_size": 2}, "training": {"lr": 0.1}}, ["parallel.encoder_plan.balance=true"]
+    )
+    keys = ("parallel.encoder_plan", "parallel.pipeline_parallel_size · parallel.tensor_parallel_size", "training.seed")
+    located = config.locate(Problem("is off", key=key) for key in keys)
+    assert [problem.where for problem in located] == ["command line", "configuration", ""]

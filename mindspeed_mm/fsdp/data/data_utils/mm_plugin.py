@@ -88,6 +88,13 @@ def _with_field(error: DataError, item: MediaItem) -> DataError:
     return type(error)(problem.what, where=problem.where, key=key, way_out=way_out)
 
 
+def _text_only(medium: str) -> DataError:
+    return DataError(
+        f"the row has {medium}, but the model takes text only",
+        way_out="Name a model that takes such media in model.model_name_or_path, or drop the row.",
+    )
+
+
 class TextOnlyPlugin:
     """Of a text model: it takes no media."""
 
@@ -95,15 +102,15 @@ class TextOnlyPlugin:
 
     def encode_image(self, image: Image.Image) -> MediaFeatures:
         """Refuse."""
-        raise DataError("the row has an image, but the model takes text only")
+        raise _text_only("an image")
 
     def encode_video(self, clip: Any) -> MediaFeatures:
         """Refuse."""
-        raise DataError("the row has a video, but the model takes text only")
+        raise _text_only("a video")
 
     def encode_audio(self, sound: Any) -> MediaFeatures:
         """Refuse."""
-        raise DataError("the row has an audio, but the model takes text only")
+        raise _text_only("an audio")
 
     def measure(self, kind: MediaKind, header: Any) -> ItemSize | None:
         """Refuse."""

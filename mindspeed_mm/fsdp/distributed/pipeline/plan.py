@@ -158,12 +158,15 @@ def _check_enough(layers: int, stages: int, ranks: int, points: CutPoints) -> No
     if stages <= layers:
         return
     per_rank = stages // ranks
-    fitting = max(1, layers // per_rank)
+    most_ranks, most_chunks = layers // per_rank, layers // ranks
+    ways = [f"{KEY} to at most {most_ranks}"] if most_ranks > 1 else []
+    ways += [f"parallel.pp_plan.virtual_stages to at most {most_chunks}"] if 1 < most_chunks < per_rank else []
+    ways += ["parallel.pp_plan.schedule to 1f1b"] if per_rank > 1 and ranks <= layers else []
     chunks = f" × {per_rank} chunks on each" if per_rank > 1 else ""
     raise ConfigError(
         f"{ranks} ranks{chunks} are more stages than the {layers} layers of {points.layers}",
         key=KEY if per_rank == 1 else f"{KEY} · parallel.pp_plan.virtual_stages",
-        way_out=f"Let their product be at most {layers}: {fitting} ranks.",
+        way_out=f"Set {', or '.join(ways)}." if ways else f"Set {KEY} to 1.",
     )
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from math import gcd
 
 from torch import nn
 
-from mindspeed_mm.core.errors import ConfigError, Problem
+from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS, Style, TensorPlan
 
 KEY = "parallel.tensor_parallel_size"
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "heads")
 """Attributes of attention modules that some reshape by; the others leave the number of heads to be found."""
+
+_SHOWN = 4
+"""Numbers, and modules of each, that a message names."""
 
 
 def nearest_divisors(number: int, wanted: int, most: int = 3) -> list[int]:
@@ -24,33 +27,70 @@ def nearest_divisors(number: int, wanted: int, most: int = 3) -> list[int]:
 
 
 def check_split_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
-    """Raise `ConfigError` for layers and heads of a built model that the ranks do not divide, one problem for each kind
-    of layer."""
-    found: dict[str, Problem] = {}
+    """Raise `ConfigError` where the ranks do not divide layers and heads of a built model. One size is wrong, so one
+    problem tells all that it does not divide, and the sizes that fit everything."""
+    places: dict[tuple[int, str], list[str]] = {}
     for name, count, what in _split_counts(model, plan):
-        if count % size:
-            fitting = ", ".join(map(str, nearest_divisors(count, size)))
-            problem = Problem(
-                f"{size} does not divide the {count} {what} of {name}", key=KEY, way_out=f"Nearest that do: {fitting}."
-            )
-            found.setdefault(re.sub(r"\d+", "*", f"{name} {what}"), problem)
-    if found:
-        raise ConfigError(f"the model cannot be split over {size} ranks", problems=list(found.values()))
+        places.setdefault((count, what), []).append(name)
+    failing = sorted(key for key in places if key[0] % size)
+    if failing:
+        told = [f"the {count} {what} of {_some_of_each_kind(places[count, what])}" for count, what in failing]
+        more = [f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+        raise ConfigError(
+            f"{size} does not divide {_in_words([*told[:_SHOWN], *more])}",
+            key=KEY,
+            way_out=_sizes_that_fit(places, set(plan.names(Style.HEAD, Style.EMBEDDING)), size),
+        )
+
+
+def _sizes_that_fit(places: Mapping[tuple[int, str], Sequence[str]], vocabulary: Set[str], size: int) -> str:
+    """The sizes that fit everything; where a vocabulary alone stands in the way of others, those too: it may be left
+    whole, as no layer behind it needs a part."""
+    most = gcd(*(count for count, _ in places))
+    told = f"Sizes that fit the whole model: {_told_divisors(most, size)}."
+    others = gcd(*(count for (count, _), names in places.items() if not vocabulary & set(names)))
+    if others <= most:
+        return told
+    return (
+        f"{told} With {_some_of_each_kind(sorted(vocabulary))} whole on every rank, {_told_divisors(others, size)}: "
+        "name the other layers in parallel.tp_plan (colwise_parallel, rowwise_parallel)."
+    )
+
+
+def _told_divisors(number: int, wanted: int) -> str:
+    return ", ".join(map(str, nearest_divisors(number, wanted)))
+
+
+def _in_words(items: Sequence[str]) -> str:
+    return " and ".join([*filter(None, [", ".join(items[:-1])]), *items[-1:]])
+
+
+def _some_of_each_kind(names: Sequence[str]) -> str:
+    """The first of the modules that differ by more than numbers, a few of them."""
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "*", name), name)
+    more = [f"{len(kinds) - _SHOWN} more"] if len(kinds) > _SHOWN else []
+    return _in_words([*list(kinds.values())[:_SHOWN], *more])
 
 
 def _split_counts(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, int, str]]:
-    """(module, how many, of what) for everything that is cut."""
+    """(module, how many, of what) for everything that is cut. Whole heads are cut, so of a layer with heads, and of an
+    attention whose layers have been told, the numbers of features and of heads are not told again."""
+    told: set[tuple[str, int]] = set()
     for name, rule in plan.rules.items():
         if rule.style in CUT_DIMS:
-            module = model.get_submodule(name)
+            module, parent = model.get_submodule(name), name.rpartition(".")[0]
             width = getattr(module, "base_layer", module).weight.shape[CUT_DIMS[rule.style]]
-            unit = width // (sum(rule.blocks) or 1)
-            yield name, unit * (gcd(*rule.blocks) or 1), "features"
-            head_width = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+            head_width = getattr(model.get_submodule(parent), "head_dim", None)
             if rule.style is Style.COLUMN and not rule.blocks and isinstance(head_width, int):
+                told.add((parent, width // head_width))
                 yield name, width // head_width, "heads"
+            else:
+                unit = width // (sum(rule.blocks) or 1)
+                yield name, unit * (gcd(*rule.blocks) or 1), "features"
     for name in dict.fromkeys(name.rpartition(".")[0] for name in plan.names(Style.COLUMN)):
         for attribute in HEAD_COUNTS:
             count = getattr(model.get_submodule(name), attribute, None)
-            if isinstance(count, int) and not isinstance(count, bool):
+            if isinstance(count, int) and not isinstance(count, bool) and (name, count) not in told:
                 yield name, count, attribute

@@ -154,7 +154,7 @@ def check_plan(plan: QuantizationPlan) -> tuple[str, Recipe]:
             key=f"{SECTION}.extra_args.block_size",
             way_out="Leave it out.",
         )
-    _check_device(name, recipe, emulate=bool(plan.extra_args.get(EMULATE)))
+    _check_device(asked, recipe, emulate=bool(plan.extra_args.get(EMULATE)))
     return name, recipe
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.parallel_args import ParallelArguments
@@ -77,28 +79,34 @@ def resolve_parallel_sizes(parallel: ParallelArguments, world_size: int) -> Para
     """
     pp, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     ring, ulysses = parallel.ring_attention_size, parallel.ulysses_parallel_size
-    model_ranks = _divide(world_size, pp * tp, "pipeline_parallel_size · tensor_parallel_size", "ranks")
-    data_ranks = _divide(model_ranks, ring * ulysses, "ring_attention_size · ulysses_parallel_size", "ranks left")
+    of_model = {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
+    of_sequence = {"ring_attention_size": ring, "ulysses_parallel_size": ulysses}
+    model_ranks = _divide(world_size, of_model, "ranks")
+    data_ranks = _divide(model_ranks, of_sequence, "ranks left")
     _check_data_size(parallel.data_parallel_size, data_ranks, world_size)
     auto = parallel.fully_shard_parallel_size == "auto"
     fsdp = model_ranks if auto else int(parallel.fully_shard_parallel_size)
-    dp_replicate = _divide(model_ranks, fsdp, "fully_shard_parallel_size", "ranks left by pipeline and tensor")
-    dp_shard = _divide(fsdp, ring * ulysses, "ring_attention_size · ulysses_parallel_size", "ranks of a sharding group")
+    dp_replicate = _divide(model_ranks, {"fully_shard_parallel_size": fsdp}, "ranks left by pipeline and tensor")
+    dp_shard = _divide(fsdp, of_sequence, "ranks of a sharding group")
     resolve_encoder_sizes(parallel, data_ranks)
     ep = parallel.expert_parallel_size
-    efsdp = parallel.expert_fully_shard_parallel_size or _divide(fsdp, ep, "expert_parallel_size", "ranks of a group")
-    edp = _divide(model_ranks, efsdp * ep, "expert_fully_shard_parallel_size · expert_parallel_size", "ranks left")
+    of_experts = {"expert_parallel_size": ep}
+    efsdp = parallel.expert_fully_shard_parallel_size or _divide(fsdp, of_experts, "ranks of a group")
+    edp = _divide(model_ranks, {"expert_fully_shard_parallel_size": efsdp, **of_experts}, "ranks left")
     return ParallelSizes(world_size, pp, dp_replicate, dp_shard, ring, ulysses, tp, edp, efsdp, ep)
 
 
-def _divide(ranks: int, size: int, key: str, what: str) -> int:
+def _divide(ranks: int, sizes: Mapping[str, int], what: str) -> int:
+    """What is left of the ranks by sizes, by key, that multiply; those that are 1 have no part in a mistake."""
+    size = prod(sizes.values())
     if ranks % size == 0:
         return ranks // size
     fitting = sorted((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))[:3]
+    given = [f"parallel.{name}" for name, factor in sizes.items() if factor > 1]
     raise ConfigError(
         f"{size} does not divide the {ranks} {what}",
-        key=" · ".join(f"parallel.{name}" for name in key.split(" · ")),
-        way_out=f"Nearest sizes that do: {', '.join(map(str, sorted(fitting)))}.",
+        key=" · ".join(given),
+        way_out=f"Nearest {'products' if len(given) > 1 else 'sizes'} that do: {', '.join(map(str, sorted(fitting)))}.",
     )
 
 

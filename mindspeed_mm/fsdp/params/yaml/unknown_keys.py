@@ -140,6 +140,9 @@ def _unknown(name: str, entry: MappingEntry, section: type[Section], prefix: str
 def explain_unknown(name: str, section: type[Section], declared: Iterable[str] = ()) -> str:
     """What was probably meant by a key that the section does not have."""
     here = [*section.model_fields, *declared]
+    before, colon, after = name.partition(":")
+    if colon and before in here:
+        return f"YAML wants a space after the colon: '{before}: {after}'."
     if OTHER_TOOLS.get(name) in here:
         return f"Did you mean '{OTHER_TOOLS[name]}'?"
     places = places_of_name()

@@ -40,6 +40,12 @@ def starts_ranks(nproc: int, environment: Mapping[str, str] = os.environ) -> boo
     return not is_slurm_task and hosts not in ("1", "1:1")
 
 
+def ranks_of_job(nproc: int, environment: Mapping[str, str]) -> int | None:
+    """Ranks on all hosts; None where their number is left open (`PET_NNODES=1:4`)."""
+    hosts = environment.get("NNODES") or environment.get("PET_NNODES") or "1"
+    return nproc * int(hosts) if hosts.isdigit() else None
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """Why a rank ended."""

@@ -214,3 +214,8 @@ def test_a_checkpoint_is_that_of_a_plain_run_and_resumes(tmp_path: Path) -> None
     # And a plain run goes on from it: what is stored are plain weights.
     words = [f"training.load={tmp_path / 'low'}", f"training.save={tmp_path / 'on'}", "training.train_iters=1"]
     assert Trainer(load_with_plugins(Path(yaml), words), TrainOptions(weights_only=True)).train() is not None
+
+
+def test_a_recipe_is_refused_under_the_name_that_was_given() -> None:
+    with pytest.raises(MachineError, match="'fp8' needs 8-bit matrix instructions"):
+        low_precision.check_plan(QuantizationPlan(recipe_name="fp8"))

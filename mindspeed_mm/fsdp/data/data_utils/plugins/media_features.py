@@ -85,7 +85,8 @@ def no_such_media(kind: str) -> DataError:
     """The error of a row with a medium that the model does not take."""
     article = "a" if kind == "video" else "an"
     return DataError(
-        f"the row has {article} {kind}, but the model takes none", way_out="Drop the row or take another model."
+        f"the row has {article} {kind}, but the model takes none",
+        way_out="Name a model that takes them in model.model_name_or_path, or drop the row.",
     )
 
 
