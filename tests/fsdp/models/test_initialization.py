@@ -56,6 +56,22 @@ def test_the_same_weights_on_one_process_and_on_two_ranks(kind: str, folders: di
         assert all(torch.equal(state[name], alone[name]) for name in alone)
 
 
+def test_what_a_parent_sets_of_its_children_is_the_same_on_two_ranks(tmp_path: Path) -> None:
+    """CLIP's embeddings draw the table of places that one of their children holds."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, **sizes},
+        text_config={"model_type": "llama", "vocab_size": 64, **sizes},
+        architectures=["LlavaForConditionalGeneration"],
+    )
+    config.save_pretrained(tmp_path)
+    alone = full_state(from_scratch(tmp_path))
+    for state in run_ranks(2, sharded_state, str(tmp_path)):
+        assert [name for name in alone if not torch.equal(state[name], alone[name])] == []
+
+
 def test_seed_counts_and_nothing_else_does(folders: dict[str, Path]) -> None:
     torch.manual_seed(5)
     first = full_state(from_scratch(folders["vision"]))

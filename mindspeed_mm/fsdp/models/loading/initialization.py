@@ -60,12 +60,19 @@ def initialize(model: nn.Module, *, seed: int, units: Sequence[str], names: Coll
 
 
 def _units(model: nn.Module, units: Sequence[str]) -> Iterator[Unit]:
-    """Disjoint units that hold every module with parameters."""
+    """Disjoint units that hold every module with parameters. A module stands together with children that have none of
+    their own: embeddings set the weights of theirs, which must be whole for it."""
     taken: set[str] = set()
     for root in units:
         unit = [(name, module) for name, module in _post_order(model.get_submodule(root), root) if name not in taken]
         taken.update(name for name, _ in unit)
         yield unit
+    for name, module in model.named_modules():
+        unit = list(_post_order(module, name))
+        has_leaves = len(unit) == 1 + len(list(module.children())) > 1
+        if has_leaves and not any(inside in taken for inside, _ in unit):
+            taken.update(inside for inside, _ in unit)
+            yield unit
     for name, module in _post_order(model):
         if name not in taken and module._parameters:
             yield [(name, module)]
