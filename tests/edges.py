@@ -35,7 +35,7 @@ EDGES = {
     "R11": "Every module of a plugin package is imported.",
     "R12": "The documented steps of adding a model and a data set run as written.",
     "R13": "Whisper trains with the collator that its processor asks for.",
-    "R14": "README and `mm check` say which Omni folders train.",
+    "R14": "Omni folders train as they are released, and are exported whole.",
     "R15": "No key of `inference` is accepted and ignored.",
     "R16": "Media beside the rows' own file are found.",
     "R17": "A memory profile that cannot start says why; profiles run on any device.",

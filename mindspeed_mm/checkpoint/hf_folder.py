@@ -23,7 +23,8 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 MAX_SHARD_BYTES = 5_000_000_000
 _ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py", ".bpe"}
-_ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE"}
+_ASSET_NAMES = {"LICENSE", "LICENSE.md", "NOTICE", "spk_dict.pt"}
+"""The last one: the voices of Qwen2.5-Omni."""
 _NO_ASSETS = {"conversion_manifest.json", "latest_checkpointed_iteration.txt", "layout.json"}
 """About the weights of the folder that they lie in."""
 _ASSET_FOLDERS = {"additional_chat_templates"}

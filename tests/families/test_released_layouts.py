@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.packed_families import InDouble
+from tests.helpers.released_layouts import class_of
 from tests.helpers.released_rows import ROWS, write_rows
 
 
@@ -32,8 +33,9 @@ def loaded(folder: Path) -> Any:
 
 def reference(folder: Path) -> Any:
     """By transformers itself, which has a place for all that is stored, and misses nothing."""
-    kind = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-    model, told = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    whole = transformers.AutoConfig.from_pretrained(folder)
+    kind = class_of(getattr(whole, "thinker_config", whole))
+    model, told = kind.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
     assert not any(told.values()), told
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products have no fp64

@@ -29,6 +29,7 @@ from tests.helpers.packed_families import TESTED
 import transformers  # isort: skip  (after the guard of the line above)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 RELEASED = Path(__file__).resolve().parents[1] / "released"
 Config = dict[str, Any]
@@ -61,6 +62,7 @@ _SIZES: dict[str, Config] = {
         "num_key_value_heads": 2, "head_dim": 24, "out_hidden_size": 32, "patch_size": 8, "image_size": 32,
         "num_position_embeddings": 64, "window_size": 32,
     },
+    "audio_config": {"output_dim": 32, "downsample_hidden_size": 8},
 }  # fmt: skip
 """Section → key → size. Twice the width of an expert is not the hidden size, nor is the width: whoever transposes by
 shapes would not be seen."""
@@ -142,12 +144,18 @@ def merged(config: Config, changes: Config) -> Config:
 
 def on_meta(config: Config) -> Any:
     """transformers' model of a configuration, without weights."""
-    name = config["architectures"][0]
-    if not hasattr(transformers, name) and Version(transformers.__version__) < TESTED:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    kind = transformers.AutoConfig.for_model(config["model_type"]).from_dict(dict(config))
+    if config["model_type"] not in CONFIG_MAPPING and Version(transformers.__version__) < TESTED:
+        pytest.skip(f"transformers {transformers.__version__} has no {config['model_type']}")
+    whole = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    kind = getattr(whole, "thinker_config", whole)
     with torch.device("meta"):
-        return getattr(transformers, name)(kind)
+        return class_of(kind)(kind)
+
+
+def class_of(kind: Any) -> Any:
+    """transformers' class of a configuration of its own."""
+    name = (kind.architectures or [""])[0]
+    return getattr(transformers, name, None) or transformers.AutoModelForImageTextToText._model_mapping[type(kind)]
 
 
 class Names:
@@ -201,11 +209,12 @@ def tiny_layout(record: Release, full: Config, tiny: Config) -> dict[str, Shape]
     ignored = [re.compile(regex) for regex in model._keys_to_ignore_on_load_unexpected or ()]
     lost = sorted(key for key in unknown if not any(regex.search(key) for regex in ignored))
     assert not lost, f"{record.name}: the class has no place for {lost}"
-    return made
+    beside = {pattern.replace(".N", ".0"): (2,) * len(record.shapes()[pattern][0]) for pattern in unknown}
+    return made | beside  # of what the class passes over one tensor of each kind
 
 
 def _experts(config: Config) -> int:
-    text = config.get("text_config", config)
+    text = config.get("thinker_config", config).get("text_config", config)
     return next((text[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0)
 
 

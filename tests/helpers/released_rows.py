@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 from ruamel.yaml import YAML
 
+from tests.helpers import family_templates as templates
 from tests.helpers.released_layouts import (
     Config,
     Release,
@@ -26,7 +27,7 @@ from tests.helpers.released_layouts import (
 )
 from tests.helpers.tiled_families import idefics3_processor, llava_onevision_processor
 from tests.helpers.tiny_more_processors import MORE
-from tests.helpers.tiny_processors import FAMILIES
+from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
 from tests.helpers.tiny_sounds import sound_bytes, tone
 
 import transformers  # isort: skip  (after the guard of the lines above)
@@ -51,7 +52,8 @@ class Row:
         small: What of the small configuration the rule does not know.
         both: Settings of the configuration at both widths: what the record lacks.
         base: The configuration at its released widths where the record's is not in transformers' keys.
-        model_class: transformers' class, where it is not the configuration's first architecture.
+        adapted: Modules that get adapters, where they are not those of the default.
+        files: What else lies in the folder.
     """
 
     size: str
@@ -61,6 +63,8 @@ class Row:
     small: Config = field(default_factory=dict)
     both: Config = field(default_factory=dict)
     base: Callable[[Config], Config] = lambda config: config
+    adapted: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
     @cached_property
     def release(self) -> Release:
@@ -87,13 +91,17 @@ class Row:
         write_weights(folder, self.layout(config))
         (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=1), encoding="utf-8")
         processor.save_pretrained(folder)
+        for name in self.files:
+            (folder / name).write_bytes(name.encode())
         return folder
 
 
 def _numbered(config: Config, tokens: Mapping[str, str], tokenizer: Any) -> Config:
     made = {}
     for key, value in config.items():
-        if isinstance(value, dict):
+        if key in ("talker_config", "token2wav_config", "code2wav_config"):
+            made[key] = value
+        elif isinstance(value, dict):
             made[key] = _numbered(value, tokens, tokenizer)
         elif key == "vocab_size":
             made[key] = len(tokenizer)
@@ -137,7 +145,9 @@ def _picture(folder: Path, number: int) -> str:
 
 
 def _sound(folder: Path, number: int) -> str:
-    (folder / f"{number}.wav").write_bytes(sound_bytes(tone(0.4 + 0.15 * number, 16000, 300 + 100 * number), 16000))
+    """Longer than a second: Qwen3-Omni's tower fills its chunks of one up to the longest in the batch, and what is
+    filled up shows in the result."""
+    (folder / f"{number}.wav").write_bytes(sound_bytes(tone(1.05 + 0.15 * number, 16000, 300 + 100 * number), 16000))
     return f"{number}.wav"
 
 
@@ -172,6 +182,22 @@ def _asr_processor() -> Any:
     processor = FAMILIES["qwen3_asr"].build()
     processor.feature_extractor = transformers.Qwen3ASRFeatureExtractor(feature_size=16)
     return processor
+
+
+def _llava_next_processor() -> Any:
+    """Tiles of 16 × 16, and the whole in one more."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<image>"}
+    images = transformers.LlavaNextImageProcessor(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=_CLIP_TILES[1:]
+    )
+    return transformers.LlavaNextProcessor(
+        images,
+        byte_tokenizer(special, templates.LLAVA),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=templates.LLAVA,
+    )
 
 
 def _of(name: str) -> Callable[[], Any]:
@@ -216,6 +242,26 @@ def _minimax(config: Config) -> Config:
     }  # fmt: skip
 
 
+def _janus(config: Config) -> Config:
+    """In the keys of transformers' class, as deepseek-community's folder has them; the towers are the class's own."""
+    width = config["language_config"]["hidden_size"]
+    return {
+        "architectures": ["JanusForConditionalGeneration"],
+        "model_type": "janus",
+        "text_config": config["language_config"] | {"tie_word_embeddings": False},
+        "vision_config": {
+            "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 384,
+            "patch_size": 16, "projection_dim": width, "num_image_tokens": 576,
+        },
+        "vq_config": {
+            "base_channels": 128, "latent_channels": 256, "num_embeddings": 16384, "embed_dim": 8,
+            "projection_dim": width, "image_token_embed_dim": width,
+        },
+        "tie_word_embeddings": False,
+        "image_token_id": 0,
+    }  # fmt: skip
+
+
 def _asr(config: Config) -> Config:
     """Flat, as transformers' class has it."""
     inner = config["thinker_config"]
@@ -230,7 +276,6 @@ def _asr(config: Config) -> Config:
 
 
 _SEES = ("image",)
-_SIGLIP = {"vision_config": {"image_size": 32, "patch_size": 8}}
 _CLIP_TILES = [[16, 16], [16, 32], [32, 16], [32, 32]]
 
 ROWS: dict[str, Row] = {
@@ -259,8 +304,10 @@ ROWS: dict[str, Row] = {
         {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}, "image_seq_length": 4},
     ),
     "kimik2_5": Row(
-        "kimi-k2.5-bf16", _of("kimi_k25"), _SEES, {"image_token_id": "<|media_pad|>"},
+        "kimi-k2.5-bf16", _of("kimi_k25"), _SEES,
+        {"image_token_id": "<|media_pad|>", "video_token_id": "<|kimi_k25_video_placeholder|>"},
         {"text_config": {"num_key_value_heads": 4}, "projection_hidden_size": 48}, base=_kimi,
+        adapted=("q_b_proj", "o_proj"),
     ),
     "minimax_m3_vl": Row(
         "minimax-m3-vl", _of("minimax_m3_vl"), _SEES,
@@ -270,7 +317,25 @@ ROWS: dict[str, Row] = {
     ),
     "qwen3_asr": Row(
         "qwen3-asr-0.6b", _asr_processor, ("audio",), {"audio_token_id": "<|audio_pad|>"},
-        {"audio_config": {"output_dim": 32, "downsample_hidden_size": 8, "n_window_infer": 100}}, base=_asr,
+        {"audio_config": {"n_window_infer": 100}}, base=_asr,
+    ),
+    "qwen2_5omni": Row(
+        "qwen2.5-omni-7b", _of("qwen2_5_omni"), ("image", "audio"),
+        {"image_token_index": "<|IMAGE|>", "video_token_index": "<|VIDEO|>", "audio_token_index": "<|AUDIO|>",
+         "audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>",
+         "vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>"},
+        files=("spk_dict.pt",),
+    ),
+    "qwen3omni": Row(
+        "qwen3-omni-30b-a3b", _of("qwen3_omni"), ("image", "audio"),
+        QWEN_IDS | {"audio_token_id": "<|audio_pad|>", "audio_start_token_id": "<|audio_start|>",
+                    "audio_end_token_id": "<|audio_end|>"},
+    ),
+    "janus": Row(
+        "janus-pro-1b", _of("janus"), _SEES, {"image_token_id": "<image_placeholder>"},
+        {"vision_config": {"num_image_tokens": 16},
+         "vq_config": {"base_channels": 32, "latent_channels": 32, "num_embeddings": 48, "image_token_embed_dim": 32}},
+        base=_janus,
     ),
     "mistral3": Row("mistral-small-3.1-24b", _of("pixtral"), _SEES, {"image_token_index": "[IMG]"}),
     "gemma3": Row(
@@ -281,11 +346,16 @@ ROWS: dict[str, Row] = {
     ),
     "gemma4": Row(
         "gemma4-26b-a4b", _of("gemma4"), _SEES,
-        {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+        {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "boi_token_id": "<|image>",
+         "eoi_token_id": "<image|>", "audio_token_id": "<|audio|>"},
         {"vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 64, "default_output_length": 70},
          "vision_soft_tokens_per_image": 70},
     ),
     "llava": Row("llava-1.5-7b", _of("llava"), _SEES, {"image_token_index": "<image>"}),
+    "llava_next": Row(
+        "llava-next-mistral-7b", _llava_next_processor, _SEES, {"image_token_index": "<image>"},
+        {"vision_config": {"image_size": 16, "patch_size": 4}, "image_grid_pinpoints": _CLIP_TILES[1:]},
+    ),
     "llava_onevision": Row(
         "llava-onevision-0.5b", llava_onevision_processor, _SEES,
         {"image_token_index": "<image>", "video_token_index": "<video>"},
@@ -299,7 +369,8 @@ ROWS: dict[str, Row] = {
     "qwen3_next": Row("qwen3-next-80b-a3b", _of("qwen3")),
     "llama": Row("llama-3.1-8b", _of("llama3")),
     "gpt_oss": Row("gpt-oss-20b", _of("gpt_oss")),
-    "deepseek_v3": Row("deepseek-v3", _of("qwen3"), small={"num_key_value_heads": 4, "n_group": 2, "topk_group": 1}),
+    "deepseek_v3": Row("deepseek-v3", _of("qwen3"), small={"num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
+                       adapted=("q_b_proj", "o_proj")),
     "mimo_v2_flash": Row("mimo-v2-flash", _of("qwen3")),
 }  # fmt: skip
 """Name of the family's card → its row."""

@@ -23,6 +23,7 @@ from tests.fsdp.train import (
     test_plan_matrix_text,
     test_plan_matrix_vlm,
 )
+from tests.helpers.released_rows import ROWS as RELEASED
 from tests.helpers.runs import mm
 from tests.tasks.test_same_view import CASES
 from tests.test_readme import parse
@@ -30,6 +31,8 @@ from tests.test_readme import parse
 ROOT = Path(__file__).parents[2]
 MATRICES = (test_plan_matrix_generators, test_plan_matrix_omni, test_plan_matrix_text, test_plan_matrix_vlm)
 TESTED = {
+    "train": set(RELEASED),
+    "lora": set(RELEASED),
     "data": {case.values[0] for case in cases()},
     "packed": set(PACKED),
     "plans": {family for matrix in MATRICES for family in matrix.FAMILIES},
@@ -60,6 +63,8 @@ def test_what_is_proven_of_a_class_stands_in_its_card() -> None:
         card = BY_CLASS.get(f"transformers.{family.model}")
         if card is not None and name == card.name:
             assert card.proven.get("packed") == name
+    for name in RELEASED:
+        assert BY_NAME[name].proven["train"] == BY_NAME[name].proven["lora"] == name
 
 
 def test_classes_are_there_and_are_built_by_their_ids() -> None:

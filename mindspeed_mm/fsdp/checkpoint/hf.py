@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,14 @@ from mindspeed_mm.checkpoint.hf_folder import (
     write_weights,
 )
 from mindspeed_mm.checkpoint.keymap import KeyMap, RuleMatch, check_used_once, natural_order
-from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Stored, Zeros
 from mindspeed_mm.checkpoint.transformers_map import go_back_as, loading_steps, saving_steps
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 from mindspeed_mm.fsdp.checkpoint.base_weights import has_weights, open_base
 from mindspeed_mm.fsdp.checkpoint.tree import model_tensors, tied_names
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.local_shard import whole_tensor
+from mindspeed_mm.fsdp.models.loading.part import kept_beside
 from mindspeed_mm.fsdp.models.structure.share import Share, whole_of
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.ranks import Ranks
@@ -60,10 +62,37 @@ def save_hf(
     ranks = ranks or Ranks()
     made = hub_tensors(model, live_tensors(model))
     rule = ranks.first("reading the source", lambda: DtypeRule.of_source(assets_from, dtype))
-    with drafted_folder(folder, ranks, overwrite=overwrite) as draft:
+    with (
+        _kept_by_first_rank(model, assets_from, ranks) as beside,
+        drafted_folder(folder, ranks, overwrite=overwrite) as draft,
+    ):
+        made = with_beside(made, beside)
         ranks.first("copying", lambda: copy_assets(assets_from, draft, dtype))
         ranks.first("writing the processor's settings", lambda: write_view(draft) if write_view else None)
         write_weights(made, draft, rule, max_shard_bytes, ranks)
+
+
+@contextmanager
+def _kept_by_first_rank(model: nn.Module, source: Path, ranks: Ranks) -> Iterator[dict[str, LazyTensor]]:
+    """What `source` holds beside the model, open for the length of the `with` block. Only rank 0 reads it; it stands in
+    the plan of all of them."""
+    found: dict[str, LazyTensor] = {}
+    with ExitStack() as opened:
+
+        def find() -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+            if has_weights(source):
+                whole = whole_of(model)
+                found.update(kept_beside(whole, opened.enter_context(open_base(whole, source))))
+            return [(key, tensor.shape, tensor.dtype) for key, tensor in found.items()]
+
+        told = ranks.first("reading the source", find)
+        yield {key: found.get(key) or Zeros(shape, dtype) for key, shape, dtype in told}
+
+
+def with_beside(made: Mapping[str, LazyTensor], beside: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """A model's tensors with what `kept_beside` found, in the order of their keys. What was trained replaces what was
+    there."""
+    return {key: made.get(key) or beside[key] for key in sorted({*made, *beside}, key=natural_order)}
 
 
 def live_tensors(model: nn.Module) -> dict[str, LazyTensor]:

@@ -21,6 +21,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class
+from mindspeed_mm.fsdp.models.loading.part import trained_config
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.tasks.answer.asking import QuestionEncoder, RowsView
@@ -149,7 +150,7 @@ def load_model(folder: Path) -> Any:
     divided = is_megatron_folder(folder)
     if not divided:
         find_entries(folder)  # says what is wrong with weight files in words
-    config = load_model_config(folder)
+    config = trained_config(load_model_config(folder))
     model_class: Any = native_class(config, folder)
     try:
         with quiet("transformers"):
@@ -157,7 +158,7 @@ def load_model(folder: Path) -> Any:
                 model, report = _joined_model(model_class, config, folder)
             else:
                 model, report = model_class.from_pretrained(
-                    folder, dtype="auto", local_files_only=True, output_loading_info=True
+                    folder, config=config, dtype="auto", local_files_only=True, output_loading_info=True
                 )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

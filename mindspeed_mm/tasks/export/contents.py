@@ -4,7 +4,7 @@ written: memory holds one file at a time."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,16 +25,18 @@ from mindspeed_mm.fsdp.checkpoint.adapters import of_untouched_base, write_adapt
 from mindspeed_mm.fsdp.checkpoint.base_weights import (
     base_weights_mark,
     dtypes_of_base,
+    has_weights,
     open_base,
     told_weights,
 )
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import DcpTensors
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import components_bytes, copy_components, write_transformer
-from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout
+from mindspeed_mm.fsdp.checkpoint.hf import folder_tensors, hub_tensors, remember_layout, with_beside
 from mindspeed_mm.fsdp.data.data_utils.view_files import WriteView, view_writer
 from mindspeed_mm.fsdp.models.behaviour.quantized_linear import QuantizedLayout, packings_of, rounded
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights, weights_folder
 from mindspeed_mm.fsdp.models.facts import facts_of
+from mindspeed_mm.fsdp.models.loading.part import kept_beside
 from mindspeed_mm.fsdp.models.lora.apply import apply_lora
 from mindspeed_mm.fsdp.models.lora.files import AdapterFile
 from mindspeed_mm.fsdp.models.lora.merge import deltas_of_files, deltas_of_run, merge_into
@@ -228,8 +230,10 @@ def _size_bytes(tensors: Mapping[str, LazyTensor], rule: DtypeRule) -> int:
 def _as_trained(source: ExportSource, reader: DcpTensors, outline: nn.Module) -> Iterator[dict[str, LazyTensor]]:
     """The checkpoint's tensors under the keys of the folder that the run started from, compared with the model."""
     weights = transformer_weights(source.model_folder)
-    stored = reader.matched_to(outline)
-    yield complete(outline, dict(stored), remember_layout(outline, weights), weights)
+    trained = reader.matched_to(outline)
+    with ExitStack() as opened:
+        stored = opened.enter_context(open_base(outline, weights)) if has_weights(weights) else {}
+        yield complete(outline, dict(trained), remember_layout(outline, weights), weights, stored)
 
 
 @contextmanager
@@ -261,7 +265,7 @@ def _merged(
         own = deltas_of_run(lora, trained, outline)
         merge_into(tensors, [*((deltas, 1.0) for deltas, _ in under), (own, 1.0)], dtype)
         tensors |= {name: tensor for name, tensor in trained.items() if not is_adapter_weight(name)}
-        yield complete(outline, tensors, expected, weights)
+        yield complete(outline, tensors, expected, weights, stored)
 
 
 def _rounded(packing: QuantizedLayout, read: list[torch.Tensor]) -> torch.Tensor:
@@ -269,9 +273,14 @@ def _rounded(packing: QuantizedLayout, read: list[torch.Tensor]) -> torch.Tensor
 
 
 def complete(
-    outline: nn.Module, tensors: Mapping[str, LazyTensor], expected: set[str], weights: Path
+    outline: nn.Module,
+    tensors: Mapping[str, LazyTensor],
+    expected: set[str],
+    weights: Path,
+    stored: Mapping[str, LazyTensor],
 ) -> dict[str, LazyTensor]:
-    """A model's tensors under the keys of the folder that they came from; `expected` are all of these.
+    """A model's tensors under the keys of the folder that they came from; `expected` are all of these. What else is
+    `stored` there, of models beside it, is handed on.
 
     Raises:
         ModelFolderError: Some would be missing.
@@ -282,7 +291,7 @@ def complete(
             f"{len(lacking)} of the weights in {weights} would be missing from the export. Among them:",
             problems=[Problem("is not made", key=key) for key in lacking[:5]],
         )
-    return made
+    return with_beside(made, kept_beside(outline, stored))
 
 
 # --- the model's outline ----------------------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def run(
         for _, whole in read:
             tensors |= whole
         merge_into(tensors, [(deltas, each) for (deltas, _), each in zip(read, times, strict=True)], torch_type)
-        made, rule = complete(outline, tensors, expected, weights), dtypes_of_base(outline, weights, torch_type)
+        made = complete(outline, tensors, expected, weights, stored)
+        rule = dtypes_of_base(outline, weights, torch_type)
         view = view_writer(view_of_adapters(adapters[-1]), base) if kind_of_folder(base).has_tokens else None
         contents = WholeModel(base, outline, made, rule, max_shard_bytes, torch_type, view).contents()
         contents.write_to(out, (base, *adapters), overwrite=overwrite)

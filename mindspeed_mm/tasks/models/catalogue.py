@@ -23,6 +23,15 @@ class Proof:
 
 
 PROOFS = {
+    "train": Proof(
+        "from the released keys two steps, in fp64, equal a bare loop over transformers' model; a resume equals an "
+        "unbroken run to the bit; exports bear the released keys and shapes",
+        "tests/families/test_released_training.py::test_two_steps_equal_a_bare_loop",
+    ),
+    "lora": Proof(
+        "adapters train on the released keys and merge into them",
+        "tests/families/test_released_training.py::test_adapters_merge_into_what_is_released",
+    ),
     "data": Proof(
         "tokens and tensors of the rows equal those of the family's own processor",
         "tests/fsdp/data/test_rendering_families.py::test_ids_equal_the_processors_own",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.fsdp.models.loading.part import trained_config
 from mindspeed_mm.fsdp.utils.processor import tokenizer_of
 
 KEY = "data.dataset_param.basic_parameters.packing"
@@ -192,6 +193,7 @@ def build_positions(folder: str | Path, processor: Any, *, trust_remote_code: bo
             key=KEY,
             way_out="Set it to false and data.dataloader_param.sampler_type: LengthGroupedSampler.",
         )
+    config = trained_config(config)
     owner = find_rope_index(config)
     return TextPositions() if owner is None else RopeIndexPositions(owner, config)
 

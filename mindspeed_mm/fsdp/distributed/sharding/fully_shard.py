@@ -7,6 +7,7 @@ and a single process. Gradients are *summed* over ranks: the loss carries the di
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,6 +115,17 @@ def shard_units(
     )
     _keeps_parameters.update(_kept_whole(model, units, plan))
     _expect_logits_to_be_a_view(model)
+    _keep_recording(model)
+
+
+def _keep_recording(model: nn.Module) -> None:
+    """transformers looks up what a model's layers are asked for (of some towers every layer's output) by its class's
+    name, which wrapping has changed."""
+    library = sys.modules.get("transformers.modeling_utils")
+    for module in fsdp_modules(model) if library is not None else ():
+        if isinstance(module, library.PreTrainedModel):  # type: ignore[union-attr]
+            # The dict's own way, which takes names in all releases.
+            dict.__setitem__(library._CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)  # type: ignore[union-attr]
 
 
 def _kept_whole(model: nn.Module, units: Sequence[Unit], plan: FsdpPlan) -> Iterator[FSDPModule]:

@@ -18,6 +18,7 @@ from mindspeed_mm.fsdp.models.behaviour.host_grids import read_grids_on_host
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config, native_class, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
+from mindspeed_mm.fsdp.models.loading.part import check_parts, trained_config
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
 from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
@@ -32,7 +33,9 @@ def resolve_class(model_args: ModelArguments) -> tuple[Any, Any]:
     trusted = model_args.trust_remote_code
     if model_args.model_id is None:
         folder = require_folder(model_args.model_name_or_path)
-        config = load_model_config(folder, trust_remote_code=trusted)
+        whole = load_model_config(folder, trust_remote_code=trusted)
+        check_parts(whole, folder)
+        config = trained_config(whole)
         model_class = native_class(config, folder, trust_remote_code=trusted)
         _check_trains(model_class, config, folder)
         return model_class, config
@@ -51,16 +54,11 @@ def _check_trains(model_class: type, config: Any, folder: Path) -> None:
     if model_class.forward is not nn.Module.forward:  # type: ignore[attr-defined]
         return
     parts = [name.removesuffix("_config") for name in getattr(config, "sub_configs", {})]
-    has_thinker = hasattr(config, "thinker_config")
-    thinker = model_class.__name__.replace("For", "ThinkerFor", 1)
     raise ModelFolderError(
-        f"a {model_class.__name__} ({', '.join(parts)}) has no forward pass: as a whole it cannot be trained yet",
+        f"a {model_class.__name__} ({', '.join(parts)}) has no forward pass: as a whole it cannot be trained",
         where=str(folder / "config.json"),
         key="architectures",
-        way_out=f"Save its thinker and its processor as a folder of their own: {thinker}.from_pretrained(FOLDER)"
-        ".save_pretrained(NEW), AutoProcessor.from_pretrained(FOLDER).save_pretrained(NEW)."
-        if has_thinker
-        else "Name the folder of the part that is trained.",
+        way_out="Name the folder of the part that is trained.",
     )
 
 
