@@ -198,7 +198,8 @@ def test_a_run_is_exported_once_for_each_checkpoint(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(model_source.export, "run", export)
     monkeypatch.setattr(model_source, "open_checkpoint", newest)
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text(json.dumps({"model_name_or_path": str(tmp_path)}))
+    (tmp_path / "config.json").write_text("{}")
     first, second = (tmp_path / f"iter_000000{step}" for step in (1, 2))
     for folder in (first, second):
         folder.mkdir()

@@ -55,7 +55,7 @@ def with_objects(
         words = [_nested(_BASIC, {"val_dataset": _IN_MEMORY, "val_rate": None}), *words]
     if module is not None:
         words = [_folder_of(module, processor, folder, given, words, reads_rows=not any(own_sets)), *words]
-    return words, GivenObjects(module, train_set, validation_set)
+    return words, GivenObjects(model=module, train_set=train_set, validation_set=validation_set)
 
 
 def _folder_for_objects(given: Path | Mapping[str, Any], words: Sequence[Any], stack: ExitStack) -> Callable[[], Path]:
