@@ -224,7 +224,7 @@ def test_load_says_what_it_cannot_read(yaml: Path, tmp_path: Path) -> None:
     (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
     said = mm("train", yaml, f"training.load={tmp_path / 'old'}")
     assert said.code == 4
-    assert "mp_rank_00/model_optim_rng.pt  does not exist" in said.err
+    assert "mp_rank_00/model_optim_rng.pt  training.load  does not exist" in said.err
     said = mm("train", yaml, f"training.load={yaml.parent / 'modle'}")
     assert said.code == 4
     assert f"Did you mean '{yaml.parent / 'model'}'?" in said.err
