@@ -126,14 +126,15 @@ def _passes(operations: frozenset[str], policy: Callable[..., CheckpointPolicy])
     the profiler, in one pass what the other finds gathered.
     """
     first, second = create_selective_checkpoint_contexts(policy)
-    return _FirstPass(operations, policy, first.storage), _SecondPass(operations, policy, second.storage)
+    again = _SecondPass(operations, policy, second.storage, second.allow_cache_entry_mutation)
+    return _FirstPass(operations, policy, first.storage), again
 
 
 class _SeesSome:
     """A mode that passes on all operations but some. A compiler sees all of them: it plans what is kept."""
 
-    def __init__(self, operations: frozenset[str], policy: Callable[..., CheckpointPolicy], storage: Any) -> None:
-        super().__init__(policy, storage)  # type: ignore[call-arg]
+    def __init__(self, operations: frozenset[str], *given: Any) -> None:
+        super().__init__(*given)
         self._operations = operations
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
