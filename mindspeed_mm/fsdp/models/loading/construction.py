@@ -18,7 +18,7 @@ from mindspeed_mm.fsdp.models.behaviour.host_grids import read_grids_on_host
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config, native_class, require_folder
 from mindspeed_mm.fsdp.models.loading.meta_build import parameters_on_meta
-from mindspeed_mm.fsdp.models.loading.part import check_parts, trained_config
+from mindspeed_mm.fsdp.models.loading.part import check_parts, pass_over_others, trained_config
 from mindspeed_mm.fsdp.ops.attention import register_attention
 from mindspeed_mm.fsdp.ops.mask_facts import tell_facts
 from mindspeed_mm.fsdp.utils.plugin_call import call_plugin
@@ -105,6 +105,7 @@ def construct(model_class: Any, config: Any, model_args: ModelArguments, param_d
             return _call(getattr(model_class, "_from_config", model_class), config, options, model_args)
     model = _construct_transformers(model_class, config, options, model_args)
     facts_of(model).attention = choice
+    pass_over_others(model)
     return model
 
 

@@ -14,6 +14,8 @@ from mindspeed_mm.checkpoint.safetensors_folder import open_weights
 from mindspeed_mm.core.errors import ModelFolderError, Problem
 
 _TRAINED = "thinker_config"
+OTHERS = r"^(talker|token2wav|code2wav)\."
+"""Keys of the models beside a thinker, which transformers before 5.23 does not list among those that it passes over."""
 
 
 def trained_config(config: Any) -> Any:
@@ -42,6 +44,13 @@ def check_parts(config: Any, folder: Path) -> None:
             "folder; one without speech says enable_audio_output: false.",
             problems=[Problem("no key begins so", key=prefix) for prefix in missing],
         )
+
+
+def pass_over_others(model: Any) -> None:
+    """Let the loading of a thinker pass over what lies beside it in a released folder."""
+    if str(getattr(model.config, "model_type", "")).endswith("_thinker"):
+        known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        model._keys_to_ignore_on_load_unexpected = [*known, OTHERS]
 
 
 def kept_beside(model: Any, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
