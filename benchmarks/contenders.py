@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.digits import BATCH_SIZE, Workload
-from benchmarks.processes import Finished, run
+from benchmarks.processes import Finished
+from benchmarks.turns import Contender
 
 WORK = ("positions", "patches", "tokens", "label_tokens")
 LOSS_WITHIN = 1e-3
@@ -38,45 +39,44 @@ class Contenders:
         steps: Optimizer steps of each run.
         measure: Turns a finished run and its report into what a round keeps.
         preload: Whether the floor has its batches in memory before its first step.
-        watch_memory: Whether proportional set sizes are summed up while they run.
     """
 
     workload: Workload
     steps: int
     measure: Measure
     preload: bool = False
-    watch_memory: bool = False
 
-    def floor(self) -> dict[str, Any]:
+    def floor(self) -> Contender:
         """The bare loop."""
         words = [self.workload.model, self.workload.batches, self.steps, *(["--preload"] if self.preload else [])]
-        finished = self._run("benchmarks.bare_loop", *words)
-        return self._finish(finished, finished.last_json())
+        return self._contender("benchmarks.bare_loop", words, lambda finished: finished.last_json())
 
-    def trainer(self) -> dict[str, Any]:
+    def trainer(self) -> Contender:
         """Transformers' Trainer, two data workers."""
         data, index = self.workload.folder / "data" / "train.jsonl", self.workload.batches / "index.json"
-        with tempfile.TemporaryDirectory(dir=self.workload.folder) as out:
-            words = [self.workload.model, data, index, self.steps, BATCH_SIZE, out]
-            finished = self._run("benchmarks.hf_trainer", *words)
-        return self._finish(finished, finished.last_json())
+        out = tempfile.mkdtemp(dir=self.workload.folder)
+        words = [self.workload.model, data, index, self.steps, BATCH_SIZE, out]
+        return self._contender("benchmarks.hf_trainer", words, lambda finished: finished.last_json())
 
-    def ours(self) -> dict[str, Any]:
+    def ours(self) -> Contender:
         """`mm train`, two data workers, a run folder with everything that it writes by default."""
         save = Path(tempfile.mkdtemp(dir=self.workload.folder)) / "run"
         options = [f"training.save={save}", f"training.train_iters={self.steps}", "training.save_interval=1000000"]
-        finished = self._run("mindspeed_mm", "train", self.workload.config, *options)
-        lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        shutil.rmtree(save.parent)
-        return self._finish(finished, self._with_work(lines))
 
-    def _run(self, module: str, *words: Any) -> Finished:
-        command = [sys.executable, "-m", module, *map(str, words)]
-        return run(command, timeout_s=TIMEOUT_S, watch_memory=self.watch_memory)
+        def report(_: Finished) -> Report:
+            lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            shutil.rmtree(save.parent)
+            return self._with_work(lines)
 
-    def _finish(self, finished: Finished, report: Report) -> dict[str, Any]:
-        check_work(report, self.workload.index()[: self.steps])
-        return self.measure(finished, report)
+        return self._contender("mindspeed_mm", ["train", self.workload.config, *options], report)
+
+    def _contender(self, module: str, words: Sequence[Any], report: Callable[[Finished], Report]) -> Contender:
+        def finish(finished: Finished) -> dict[str, Any]:
+            steps = report(finished)
+            check_work(steps, self.workload.index()[: self.steps])
+            return self.measure(finished, steps)
+
+        return Contender([sys.executable, "-m", module, *map(str, words)], finish)
 
     def _with_work(self, lines: Sequence[dict[str, Any]]) -> Report:
         """Positions and patches of the batches that our data loader gave, for steps whose tokens and label tokens are

@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,11 @@ from benchmarks.contenders import Report, check_losses, check_work
 from benchmarks.figures import Figure, of_spread
 from benchmarks.generators import FLUX, WAN, Shape, Workload, prepare
 from benchmarks.processes import Finished
-from benchmarks.processes import run as run_process
-from benchmarks.rounds import Rounds
+from benchmarks.turns import Contender, Turns
 
 WARM_UP_STEPS = 20
 MEASURED_STEPS = 80
-ACCEPTED_ROUNDS = 5
-LIMIT_S = 900.0
-"""Of each shape."""
+ROUNDS = 6
 TIMEOUT_S = 300.0
 TARGET = 1.05
 WORK = ("samples", "tokens")
@@ -50,10 +48,9 @@ def measured(shape: Shape, folder: Path) -> dict[str, Any]:
     """The rounds of one shape."""
     steps = WARM_UP_STEPS + MEASURED_STEPS
     contenders = Contenders(prepare(shape, folder, steps), steps, WARM_UP_STEPS)
-    rounds = Rounds(contenders.floor, {"mm train": contenders.ours})
-    rounds.measure(ACCEPTED_ROUNDS, LIMIT_S)
-    summary = rounds.summary()
-    everyone = [*summary["floor_runs"], *summary["rounds"]]
+    turns = Turns(contenders.floor, {"mm train": contenders.ours}, TIMEOUT_S)
+    turns.measure(ROUNDS)
+    summary, everyone = turns.summary(), turns.everyone()
     return {
         "batch": shape.batch_size,
         "transformer": shape.transformer,
@@ -77,36 +74,40 @@ class Contenders:
     steps: int
     warm_up_steps: int
 
-    def floor(self) -> dict[str, Any]:
+    def floor(self) -> Contender:
         """The bare diffusers loop."""
         words = [self.workload.shape.family, self.workload.model, self.workload.batches, self.steps]
-        finished = self._run("benchmarks.bare_diffusers_loop", *words)
-        return self._finish(finished, finished.last_json())
+        return self._contender("benchmarks.bare_diffusers_loop", words, lambda finished: finished.last_json())
 
-    def ours(self) -> dict[str, Any]:
+    def ours(self) -> Contender:
         """`mm train`, two data workers, a run folder with everything that it writes by default."""
         save = Path(tempfile.mkdtemp(dir=self.workload.folder)) / "run"
         asked = [f"training.save={save}", f"training.train_iters={self.steps}", "training.save_interval=1000000"]
-        finished = self._run("mindspeed_mm", "train", self.workload.config, *asked)
-        lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        shutil.rmtree(save.parent)
-        return self._finish(finished, with_samples(lines))
 
-    def _run(self, module: str, *words: Any) -> Finished:
-        return run_process([sys.executable, "-m", module, *map(str, words)], timeout_s=TIMEOUT_S)
+        def report(_: Finished) -> Report:
+            lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            shutil.rmtree(save.parent)
+            return with_samples(lines)
 
-    def _finish(self, finished: Finished, report: Report) -> dict[str, Any]:
-        check_work(report, self.workload.index()[: self.steps], WORK)
-        counted = report[self.warm_up_steps :]
-        return {
-            "value": 1000 * (report[-1]["time"] - report[self.warm_up_steps - 1]["time"]) / len(counted),
-            "steps": len(counted),
-            "work": {key: sum(step[key] for step in counted) for key in WORK},
-            "first_loss": report[0]["loss"],
-            "last_loss": report[-1]["loss"],
-            "first_step_s": report[0]["time"] - finished.started,
-            "peak_rss_mb": finished.peak_rss_mb,
-        }
+        return self._contender("mindspeed_mm", ["train", self.workload.config, *asked], report)
+
+    def _contender(self, module: str, words: Sequence[Any], report: Callable[[Finished], Report]) -> Contender:
+        def finish(finished: Finished) -> dict[str, Any]:
+            steps = report(finished)
+            check_work(steps, self.workload.index()[: self.steps], WORK)
+            counted = steps[self.warm_up_steps :]
+            begin_s, end_s = (finished.ran_s(steps[at]["time"]) for at in (self.warm_up_steps - 1, -1))
+            return {
+                "value": 1000 * (end_s - begin_s) / len(counted),
+                "steps": len(counted),
+                "work": {key: sum(step[key] for step in counted) for key in WORK},
+                "first_loss": steps[0]["loss"],
+                "last_loss": steps[-1]["loss"],
+                "first_step_s": finished.ran_s(steps[0]["time"]),
+                "peak_rss_mb": finished.peak_rss_mb,
+            }
+
+        return Contender([sys.executable, "-m", module, *map(str, words)], finish)
 
 
 def with_samples(lines: list[dict[str, Any]]) -> Report:

@@ -20,11 +20,10 @@ from benchmarks.figures import Figure, of_spread
 from benchmarks.processes import Finished
 from benchmarks.processes import run as run_process
 from benchmarks.raw_media import CLIPS, PICTURES, Kind, Workload, prepare
-from benchmarks.rounds import Rounds, spread
+from benchmarks.rounds import spread
+from benchmarks.turns import FLOOR, Contender, Turns
 
-ACCEPTED_ROUNDS = 5
-LIMIT_S = 900.0
-"""Of each kind of media."""
+ROUNDS = 6
 TIMEOUT_S = 300.0
 TARGET = 0.95
 MEANS_WITHIN = 1e-4
@@ -46,14 +45,14 @@ def measured(kind: Kind, folder: Path, samples: int | None = None) -> dict[str, 
     """The rounds of one kind of media."""
     contenders = Contenders(prepare(kind, folder, samples))
     contenders.check_features()
-    rounds = Rounds(contenders.floor, {"mm extract": contenders.ours})
-    rounds.measure(ACCEPTED_ROUNDS, LIMIT_S)
+    turns = Turns(contenders.floor, {"mm extract": contenders.ours}, TIMEOUT_S)
+    turns.measure(ROUNDS)
     return {
         "samples": contenders.workload.samples,
         "batch": kind.batch_size,
         "stored": kind.stored,
         "encoded": kind.sizes,
-        **rounds.summary(),
+        **turns.summary(),
     }
 
 
@@ -63,49 +62,54 @@ class Contenders:
 
     workload: Workload
 
-    def floor(self) -> dict[str, Any]:
+    def floor(self) -> Contender:
         """The bare loop."""
-        finished = self._bare()
-        return self._finish(finished, finished.last_json()["batches"])
+        return Contender(self._bare_command(), lambda finished: self._finish(finished, finished.last_json()["batches"]))
 
-    def ours(self) -> dict[str, Any]:
+    def ours(self) -> Contender:
         """`mm extract` into an empty folder, at its defaults but for the batch size."""
-        with tempfile.TemporaryDirectory(dir=self.workload.folder) as scratch:
-            return self._finish(*self._extract(Path(scratch)))
+        scratch = Path(tempfile.mkdtemp(dir=self.workload.folder))
+
+        def finish(finished: Finished) -> dict[str, Any]:
+            batches = json.loads((scratch / "times.json").read_text(encoding="utf-8"))
+            shutil.rmtree(scratch)
+            return self._finish(finished, batches)
+
+        return Contender(self._extract_command(scratch), finish)
 
     def check_features(self) -> None:
         """Raise `UnequalWorkError` when the two do not make the same features."""
         scratch = Path(tempfile.mkdtemp(dir=self.workload.folder))
-        self._extract(scratch)
+        run_process(self._extract_command(scratch), timeout_s=TIMEOUT_S)
         words = ["means", str(scratch / "features"), str(self.workload.model)]
         found = run_process([sys.executable, "-m", "benchmarks.timed_extract", *words], timeout_s=TIMEOUT_S)
-        check_means(found.last_json(), self._bare().last_json()["means"])
+        bare = run_process(self._bare_command(), timeout_s=TIMEOUT_S)
+        check_means(found.last_json(), bare.last_json()["means"])
         shutil.rmtree(scratch)
 
-    def _bare(self) -> Finished:
+    def _bare_command(self) -> list[str]:
         workload = self.workload
         words = [workload.kind.family, workload.model, workload.inputs, workload.kind.batch_size]
-        command = [sys.executable, "-m", "benchmarks.bare_encoders", *map(str, words)]
-        return run_process(command, timeout_s=TIMEOUT_S)
+        return [sys.executable, "-m", "benchmarks.bare_encoders", *map(str, words)]
 
-    def _extract(self, scratch: Path) -> tuple[Finished, list[dict[str, Any]]]:
+    def _extract_command(self, scratch: Path) -> list[str]:
         times, batch = scratch / "times.json", str(self.workload.kind.batch_size)
         features = f"data.dataset_param.basic_parameters.features_dir={scratch / 'features'}"
         words = ["run", str(times), str(self.workload.config), features, "--batch-size", batch]
-        finished = run_process([sys.executable, "-m", "benchmarks.timed_extract", *words], timeout_s=TIMEOUT_S)
-        return finished, json.loads(times.read_text(encoding="utf-8"))
+        return [sys.executable, "-m", "benchmarks.timed_extract", *words]
 
     def _finish(self, finished: Finished, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         samples = sum(batch["samples"] for batch in batches)
         if samples != self.workload.samples:
             raise UnequalWorkError(f"{samples} samples instead of {self.workload.samples}")
         first, last = batches[0], batches[-1]
-        seconds, counted = last["time"] - first["time"], samples - first["samples"]
+        begin_s, end_s = finished.ran_s(first["time"]), finished.ran_s(last["time"])
+        seconds, counted = end_s - begin_s, samples - first["samples"]
         return {
             "value": 1000 * seconds / counted,
             "samples_per_s": counted / seconds,
-            "start_up_s": first["time"] - finished.started,
-            "finish_s": finished.started + finished.wall_s - last["time"],
+            "start_up_s": begin_s,
+            "finish_s": finished.wall_s - end_s,
             "total_s": finished.wall_s,
             "peak_rss_mb": finished.peak_rss_mb,
         }
@@ -123,7 +127,7 @@ def check_means(ours: dict[str, list[float]], bare: dict[str, list[float]]) -> N
 
 def figures(name: str, result: dict[str, Any]) -> list[Figure]:
     """Rates, and what start-up adds."""
-    ours = [one for one in result["rounds"] if one["counts"]]
+    ours, bare = ([one[who] for one in result["rounds"]] for who in ("mm extract", FLOOR))
     ratio = inverse(result["ratio_to_floor"]["mm extract"])
     told = [
         ("samples_per_s", "", "samples/s"),
@@ -135,7 +139,7 @@ def figures(name: str, result: dict[str, Any]) -> list[Figure]:
         of_spread(f"{name}: mm extract / bare loop, samples/s", ratio, "×", at_least=TARGET),
         *(
             of_spread(f"{name}: {who}{what}", spread([one[key] for one in runs]), unit)
-            for who, runs in (("mm extract", ours), ("bare loop", result["floor_runs"]))
+            for who, runs in (("mm extract", ours), ("bare loop", bare))
             for key, what, unit in told
         ),
     ]

@@ -1,4 +1,4 @@
-"""Runs one contender as a process of its own: how long it took, what it said last, how much memory it held.
+"""Runs contenders as processes of their own: how long each took, what it said last, how much memory it held.
 
 The process that measures imports no torch: a fat parent's peak would be read as its child's.
 """
@@ -21,20 +21,35 @@ from typing import IO, Any
 from benchmarks.machine import ROOT
 
 SAMPLE_EVERY_S = 0.1
+TURN_S = 0.2
+POLL_S = 0.002
 
 
 @dataclass(frozen=True)
 class Finished:
     """A process that ended well."""
 
-    started: float
-    """Unix time just before it was started."""
-    wall_s: float
+    turns: tuple[tuple[float, float], ...]
+    """Unix times between which it ran: a single pair, unless it ran in turns with others."""
     peak_rss_mb: float
     """Highest resident size of the process itself or of one of its children, from `wait4`."""
     peak_pss_mb: float | None
     """Highest sum of proportional set sizes over the process and everything it started, where it was watched."""
     output: str
+
+    @property
+    def started(self) -> float:
+        """Unix time just before it was started."""
+        return self.turns[0][0]
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that it ran."""
+        return self.ran_s(self.turns[-1][1])
+
+    def ran_s(self, when: float) -> float:
+        """Seconds that it had run at a unix time; the turns of others do not count."""
+        return sum(min(end, when) - begin for begin, end in self.turns if begin < when)
 
     def last_json(self) -> Any:
         """The JSON on the last line of what it printed."""
@@ -60,24 +75,109 @@ def run(
     Raises:
         ProcessFailed: With the end of what it wrote to stderr.
     """
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        started, clock = time.time(), time.perf_counter()
-        process = subprocess.Popen(
-            list(command), stdout=out, stderr=err, env=environment() | dict(extra_env or {}), start_new_session=True
-        )
-        limit = threading.Timer(timeout_s, _kill_group, (process.pid,))
-        limit.start()
-        watch = MemoryWatch(process.pid)
-        if watch_memory:
-            watch.start()
-        _, status, usage = os.wait4(process.pid, 0)
-        wall_s = time.perf_counter() - clock
-        limit.cancel()
-        watch.stop()
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            raise ProcessFailed(f"{' '.join(command)} ended with {process.returncode}:\n{_text(err)[-4000:]}")
-        return Finished(started, wall_s, usage.ru_maxrss / 1024, watch.peak_mb if watch_memory else None, _text(out))
+    with _Running(command, extra_env or {}, watch_memory) as running:
+        if not running.turn(timeout_s):
+            running.kill()
+        return running.finished()
+
+
+def run_in_turns(commands: Mapping[str, Sequence[str]], *, timeout_s: float) -> dict[str, Finished]:
+    """Run several commands to their ends, one at a time, in turns of a fraction of a second.
+
+    A shared machine drifts by a tenth within seconds. Processes that take turns meet the same weather, so that the
+    ratio of their times holds. Whoever is not due is stopped by a signal, with all that it started; `Finished.ran_s`
+    leaves the turns of the others out.
+
+    Args:
+        commands: By name.
+        timeout_s: The most that each may run, its own turns counted.
+
+    Raises:
+        ProcessFailed: One of them ended with an error, or reached its limit.
+    """
+    with contextlib.ExitStack() as stack:
+        everyone = {name: stack.enter_context(_Running(command, {})) for name, command in commands.items()}
+        due = list(everyone.values())
+        while due:
+            for running in list(due):
+                ended = running.turn(TURN_S)
+                if not ended and running.ran_s() > timeout_s:
+                    running.kill()
+                    ended = True
+                if ended:
+                    due.remove(running)
+        return {name: running.finished() for name, running in everyone.items()}
+
+
+class _Running:
+    """A process that runs while it has its turn; started at its first."""
+
+    def __init__(self, command: Sequence[str], extra_env: Mapping[str, str], watch_memory: bool = False) -> None:
+        self._command, self._env = list(command), environment() | dict(extra_env)
+        self._watch_memory = watch_memory
+        self._turns: list[tuple[float, float]] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._peak_rss_mb = 0.0
+
+    def __enter__(self) -> _Running:
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self.kill()
+        self._out.close()
+        self._err.close()
+
+    def turn(self, seconds: float) -> bool:
+        """Let it run for a while; whether it has ended."""
+        begin = time.time()
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command, stdout=self._out, stderr=self._err, env=self._env, start_new_session=True
+            )
+            self._watch = MemoryWatch(self._process.pid)
+            if self._watch_memory:
+                self._watch.start()
+        else:
+            os.killpg(self._process.pid, signal.SIGCONT)
+        while not (ended := self._has_ended()) and time.time() - begin < seconds:
+            time.sleep(POLL_S)
+        if not ended:
+            os.killpg(self._process.pid, signal.SIGSTOP)
+        self._turns.append((begin, time.time()))
+        return ended
+
+    def ran_s(self) -> float:
+        """Seconds of its turns."""
+        return sum(end - begin for begin, end in self._turns)
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            while not self._has_ended():
+                time.sleep(POLL_S)
+
+    def finished(self) -> Finished:
+        """What it left, once it has ended."""
+        self._watch.stop()
+        if self._process is None or self._process.returncode != 0:
+            code = self._process and self._process.returncode
+            raise ProcessFailed(f"{' '.join(self._command)} ended with {code}:\n{_text(self._err)[-4000:]}")
+        peak_pss_mb = self._watch.peak_mb if self._watch_memory else None
+        return Finished(tuple(self._turns), self._peak_rss_mb, peak_pss_mb, _text(self._out))
+
+    def _has_ended(self) -> bool:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return True
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            self._peak_rss_mb = usage.ru_maxrss / 1024
+        return bool(pid)
 
 
 def environment() -> dict[str, str]:
@@ -145,11 +245,6 @@ def status_kb(pid: int | str, field: str) -> int:
             if line.startswith(f"{field}:"):
                 return int(line.split()[1])
     return 0
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _text(file: IO[bytes]) -> str:

@@ -1,8 +1,9 @@
 """Rounds that alternate contenders with a floor, and the rule by which a round counts.
 
-A shared machine drifts by a tenth within minutes. So every contender's run stands between two runs of the floor, and it
-counts only when the two agree within 3 % and both lie within 10 % of the best floor seen; ratios then hold. Where that
-is too much to ask (steps of ranks that wait for each other), a benchmark says how much wider its rule is.
+A shared machine drifts by a tenth within seconds. Single processes run in turns (`benchmarks/turns.py`). What must run
+whole, as ranks that wait for each other, stands between two runs of the floor. It counts only when the two agree within
+3 % and both lie within 10 % of the best floor seen; ratios then hold. Where that is too much to ask, a benchmark says
+how much wider its rule is.
 """
 
 from __future__ import annotations

@@ -7,20 +7,20 @@ processor, tokenizer or images to load. `mm train` and the Trainer start from th
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import Contenders, Report, check_losses, total_work
+from benchmarks.contenders import TIMEOUT_S, Contenders, Report, check_losses, total_work
 from benchmarks.digits import prepare
 from benchmarks.figures import Figure, of_spread
 from benchmarks.processes import Finished
-from benchmarks.rounds import Rounds, spread
+from benchmarks.processes import run as run_process
+from benchmarks.rounds import spread
+from benchmarks.turns import FLOOR, Turns
 
 STEPS = 20
-ACCEPTED_ROUNDS = 5
+ROUNDS = 6
 MEMORY_RUNS = 3
-LIMIT_S = 900.0
 TARGET_RATIO = 1.17
 TARGET_MB = 60.0
 
@@ -29,11 +29,11 @@ def run(work: Path) -> dict[str, Any]:
     """Measure."""
     workload = prepare(work / "digits", STEPS)
     contenders = Contenders(workload, STEPS, measure)
-    rounds = Rounds(contenders.floor, {"mm train": contenders.ours, "transformers Trainer": contenders.trainer})
-    rounds.measure(ACCEPTED_ROUNDS, LIMIT_S)
-    summary = rounds.summary()
-    everyone = [*summary["floor_runs"], *summary["rounds"]]
-    memory = peak_memory(summary) | {"sum_of_proportional_set_sizes_mb": proportional(contenders)}
+    others = {"mm train": contenders.ours, "transformers Trainer": contenders.trainer}
+    turns = Turns(contenders.floor, others, TIMEOUT_S)
+    turns.measure(ROUNDS)
+    summary, everyone = turns.summary(), turns.everyone()
+    memory = peak_memory(turns) | {"sum_of_proportional_set_sizes_mb": proportional(contenders)}
     return {
         "floor_batches": "collated beforehand, read from a file each",
         "steps": STEPS,
@@ -49,7 +49,7 @@ def run(work: Path) -> dict[str, Any]:
 def measure(finished: Finished, report: Report) -> dict[str, Any]:
     """Time to the first step; the whole run's memory."""
     return {
-        "value": report[0]["time"] - finished.started,
+        "value": finished.ran_s(report[0]["time"]),
         "work": total_work(report),
         "first_loss": report[0]["loss"],
         "wall_s": finished.wall_s,
@@ -58,19 +58,22 @@ def measure(finished: Finished, report: Report) -> dict[str, Any]:
     }
 
 
-def peak_memory(summary: dict[str, Any]) -> dict[str, Any]:
+def peak_memory(turns: Turns) -> dict[str, Any]:
     """Peak resident size of each contender's largest process, over all runs."""
-    peaks = {"bare loop": [run["peak_rss_mb"] for run in summary["floor_runs"]]}
-    for one in summary["rounds"]:
-        peaks.setdefault(one["contender"], []).append(one["peak_rss_mb"])
-    return {"peak_rss_mb": {name: spread(values) for name, values in peaks.items()}}
+    names = {"bare loop": FLOOR, **{name: name for name in turns.contenders}}
+    return {"peak_rss_mb": {told: spread([run["peak_rss_mb"] for run in turns.runs(n)]) for told, n in names.items()}}
 
 
 def proportional(contenders: Contenders) -> dict[str, float]:
     """Peak sum over all processes of a run, data workers included; in runs of their own, for watching costs time."""
-    watched = replace(contenders, watch_memory=True)
-    runs = {"bare loop": watched.floor, "mm train": watched.ours, "transformers Trainer": watched.trainer}
-    return {name: statistics.median(one()["peak_pss_mb"] for _ in range(MEMORY_RUNS)) for name, one in runs.items()}
+    makers = {"bare loop": contenders.floor, "mm train": contenders.ours, "transformers Trainer": contenders.trainer}
+    peaks: dict[str, list[float]] = {name: [] for name in makers}
+    for name, make in makers.items():
+        for _ in range(MEMORY_RUNS):
+            contender = make()
+            finished = run_process(contender.command, timeout_s=TIMEOUT_S, watch_memory=True)
+            peaks[name].append(contender.finish(finished)["peak_pss_mb"])
+    return {name: statistics.median(values) for name, values in peaks.items()}
 
 
 def figures(summary: dict[str, Any], memory: dict[str, Any]) -> list[Figure]:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import Contenders, Report, check_losses, total_work
+from benchmarks.contenders import TIMEOUT_S, Contenders, Report, check_losses, total_work
 from benchmarks.digits import BATCH_SIZE, prepare
 from benchmarks.figures import Figure, of_spread
 from benchmarks.processes import Finished
-from benchmarks.rounds import Rounds
+from benchmarks.turns import Turns
 
 WARM_UP_STEPS = 30
 MEASURED_STEPS = 150
-ACCEPTED_ROUNDS = 5
-LIMIT_S = 1500.0
+ROUNDS = 6
 TARGET = 1.05
 
 
@@ -26,10 +25,10 @@ def run(work: Path) -> dict[str, Any]:
     steps = WARM_UP_STEPS + MEASURED_STEPS
     workload = prepare(work / "digits", steps)
     contenders = Contenders(workload, steps, measure, preload=True)
-    rounds = Rounds(contenders.floor, {"mm train": contenders.ours, "transformers Trainer": contenders.trainer})
-    rounds.measure(ACCEPTED_ROUNDS, LIMIT_S)
-    summary = rounds.summary()
-    everyone = [*summary["floor_runs"], *summary["rounds"]]
+    others = {"mm train": contenders.ours, "transformers Trainer": contenders.trainer}
+    turns = Turns(contenders.floor, others, TIMEOUT_S)
+    turns.measure(ROUNDS)
+    summary, everyone = turns.summary(), turns.everyone()
     return {
         "model": "Qwen3-VL, 398,016 parameters, fp32",
         "batch": BATCH_SIZE,
@@ -46,13 +45,14 @@ def run(work: Path) -> dict[str, Any]:
 def measure(finished: Finished, report: Report) -> dict[str, Any]:
     """Mean over the steps after the warm-up."""
     first, last = report[WARM_UP_STEPS - 1], report[-1]
+    measured_s = finished.ran_s(last["time"]) - finished.ran_s(first["time"])
     return {
-        "value": 1000 * (last["time"] - first["time"]) / (len(report) - WARM_UP_STEPS),
+        "value": 1000 * measured_s / (len(report) - WARM_UP_STEPS),
         "steps": len(report) - WARM_UP_STEPS,
         "work": total_work(report[WARM_UP_STEPS:]),
         "first_loss": report[0]["loss"],
         "last_loss": last["loss"],
-        "first_step_s": report[0]["time"] - finished.started,
+        "first_step_s": finished.ran_s(report[0]["time"]),
         "peak_rss_mb": finished.peak_rss_mb,
     }
 

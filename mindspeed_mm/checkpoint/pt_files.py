@@ -35,16 +35,6 @@ def load_weights(path: Path) -> Any:
         raise _refusal(path, error) from error
 
 
-def save_weights(content: Any, path: Path) -> None:
-    """Write a file as `torch.save` does.
-
-    Raises:
-        OSError: The disk is full, or the file cannot be written.
-    """
-    with os_errors_told(path), path.open("wb") as file:
-        torch.save(content, file)
-
-
 @contextmanager
 def os_errors_told(path: Path) -> Iterator[None]:
     """Raise the operating system's error. torch's archive writer hides it behind "unexpected pos 704 vs 598"."""

@@ -51,7 +51,7 @@ class Recorded(Session):
         answer = self.answers.get((words[0], clip.name, clip.recompute))
         if answer is None:
             raise ProcessFailed(f"{clip.name} ran out of memory")
-        return Finished(0.0, 0.0, 0.0, None, json.dumps(answer))
+        return Finished(((0.0, 0.0),), 0.0, None, json.dumps(answer))
 
 
 def test_the_longest_clip_that_fits_is_taken_and_the_bare_loop_runs_on_it(tmp_path: Path) -> None:

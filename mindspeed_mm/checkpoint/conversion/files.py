@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.checkpoint.conversion.pt_writing import Entry, write_pt
 from mindspeed_mm.checkpoint.lazy_tensor import HeldTensor, LazyTensor
-from mindspeed_mm.checkpoint.pt_files import load_weights, save_weights
+from mindspeed_mm.checkpoint.pt_files import load_weights
 from mindspeed_mm.checkpoint.safetensors_folder import MAPPED_BYTES, MappedFiles
 from mindspeed_mm.checkpoint.safetensors_header import DTYPES, read_header
 
@@ -150,7 +151,7 @@ class SafetensorsFile(OutputFile):
 
 @dataclass(frozen=True)
 class PtFile(OutputFile):
-    """A file of `torch.save`. All its tensors are in memory at once: the format leaves no other way."""
+    """A file as of `torch.save`, written tensor by tensor: no more than one is in memory."""
 
     sections: Mapping[str, Mapping[str, LazyTensor]]
     """Section → key → tensor, written as `{"model": {key: tensor}}`; the section "" is the file's own top level."""
@@ -165,12 +166,14 @@ class PtFile(OutputFile):
         content: dict[str, Any] = dict(self.extras)
         for name, part in self.sections.items():
             place = content if name == "" else content.setdefault(name, {})
-            for key, lazy in part.items():
-                # A view would drag the storage it is cut from into the file.
-                tensor = lazy.read().clone(memory_format=torch.contiguous_format)
-                place[key] = tensor
-                note(_joined(name, key), tensor)
-        save_weights(content, path)
+            place.update({key: Entry(_joined(name, key), tensor) for key, tensor in part.items()})
+
+        def read(entry: Entry) -> memoryview:
+            tensor = entry.tensor.read()
+            note(entry.name, tensor)
+            return bytes_of(tensor)
+
+        write_pt(content, path, read)
 
     @contextmanager
     def open_written(self, path: Path) -> Iterator[Mapping[str, LazyTensor]]:  # noqa: D102
