@@ -33,8 +33,9 @@ def write(source: Path, target: Path) -> None:
     GenericDCPConverter().hf_to_dcp(source, target, overwrite=True)
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @alone
-def test_a_distributed_checkpoint_is_the_older_one_or_the_newer_one_whole(tmp_path: Path) -> None:
+def test_a_distributed_checkpoint_is_the_older_one_or_the_newer_one_whole(tmp_path: Path, every: int) -> None:
     older, source = tmp_path / "older", tmp_path / "source"
     make_source(older)
     make_source(source, WEIGHT + 1)
@@ -46,6 +47,7 @@ def test_a_distributed_checkpoint_is_the_older_one_or_the_newer_one_whole(tmp_pa
         parent,
         lambda: write(older, target),
         lambda: write(source, target),
+        lambda changes: [*range(0, changes - 1, every), changes - 1],
     ):
         held = DcpReader(target / "release").get_tensor("model.a.weight")
         assert torch.equal(held, WEIGHT) or torch.equal(held, WEIGHT + 1), change

@@ -235,6 +235,7 @@ def test_an_index_with_what_megatron_keeps_in_it_is_read(tmp_path: Path, monkeyp
     assert torch.equal(DcpReader(step).lazy("a").read(), torch.arange(3.0))
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_same_weights(tmp_path: Path) -> None:
     yaml = make_tiny_run(tmp_path, **FP64)
     other = make_tiny_qwen3_vl(tmp_path / "other", seed=5)

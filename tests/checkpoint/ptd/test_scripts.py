@@ -37,7 +37,12 @@ def commands_of(script: Path, environment: dict[str, str], folder: Path) -> list
     return [call.splitlines() for call in log.read_text().split("--\n") if call]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+IN_DEFAULT_RUN = "qwen3vl/convert_qwen3vl_megatron.sh"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == IN_DEFAULT_RUN else pytest.mark.slow) for name in SCRIPTS]
+)
 def test_a_script_converts_there_and_back(name: str, tmp_path: Path) -> None:
     folder = save_tiny(SCRIPTS[name], tmp_path / "model")
     commands = commands_of(EXAMPLES / name, {"MODEL": str(folder), **DIVISION}, tmp_path)
