@@ -70,6 +70,8 @@ class MMDataset:
     """Size of each sample, for micro-batches of one size; with it go `geometry` and `describe`."""
     geometry: MediaGeometry | None = None
     """The sizes that the model takes."""
+    row_numbers: Sequence[int] | None = None
+    """Row of each sample, the first sample of every row before the others; None: each sample is a row."""
     is_raw: bool = False
     """Samples are pixels and captions, encoded while training."""
     noted_components: Mapping[str, Any] = {}

@@ -30,6 +30,8 @@ class DatasetPart(DatasetView):
         self.parts = [self._remaining(part) for part in whole.parts]
         if whole.sizes is not None:
             self.sizes = [whole.sizes[index] for index in indices.tolist()]
+        if whole.row_numbers is not None:
+            self.row_numbers = [whole.row_numbers[index] for index in indices.tolist()]
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -74,13 +76,14 @@ def split_dataset(
             key="data.dataset_param.basic_parameters.val_rate",
             way_out="Give val_dataset, or set streaming: false.",
         )
-    size = len(dataset)
+    rows = np.arange(len(dataset)) if dataset.row_numbers is None else np.asarray(dataset.row_numbers)
+    size = int(rows.max(initial=-1)) + 1
     held_out = round(rate * size)
     if not 0 < held_out < size:
         raise ConfigError(
             f"{rate} of {size} samples leaves one side empty", key="data.dataset_param.basic_parameters.val_rate"
         )
     order = permutation(size, seed, _SPLIT_STREAM)
-    validation = np.sort(order[:held_out])[:most]
-    training = np.sort(order[held_out:])
+    validation = np.sort(order[:held_out])[:most]  # each row once: these are the first samples of their rows
+    training = np.flatnonzero(np.isin(rows, order[held_out:]))
     return DatasetPart(dataset, training, "training"), DatasetPart(dataset, validation, "validation")

@@ -102,6 +102,12 @@ class DataEntry(Section):
     """Names of this dataset's columns and tags; null: those of dataset_param.attr."""
     max_samples: Positive | None = None
     """Maximum number of rows taken from this dataset; null: all."""
+    repeats: Positive | None = None
+    """Number of times that an epoch reads each row of this dataset; null: once, and of a folder named `10_dog` ten
+    times. Data of generators only, like the next key."""
+    sizes: dict[str, Any] | None = None
+    """Sizes of this dataset's media, in place of those of `preprocess_parameters`: `height` and `width`, `buckets` or
+    `max_pixels`, and `num_frames`."""
 
 
 def _files(value: Any) -> Any:
@@ -132,7 +138,7 @@ class BasicParameters(OpenSection):
     dataset: Files = None
     """Path, list or comma-separated list of .json, .jsonl, .parquet and .csv files, folders of them, patterns
     (part-*.parquet) and names from dataset_info.json in dataset_dir. A list may also hold sections `{path, name, attr,
-    max_samples}`."""
+    max_samples}`. Generators also take folders of media with captions beside them, and .tar archives."""
     dataset_dir: PathText = "data"
     """Root folder of data and media. Not given: media are looked up beside the file of their rows first, then in
     `data`."""

@@ -114,7 +114,7 @@ def run(
 
 def look_through(data: OpenedData, *, decode: bool, limit: int | None, workers: int | None) -> RowStatistics:
     """One pass over the rows, or over so many of them, evenly spread."""
-    rows = chosen_rows(len(data.dataset), limit)
+    rows = chosen_rows(data.distinct, limit)
     if is_denoised(data.dataset):
         denoised = DenoisedLook(data.dataset, decode=decode, lengths=lengths_of(data.dataset))
         tally = RowStatistics.of(scan(rows, denoised, workers=workers))
@@ -150,7 +150,8 @@ def _judge(result: DataCheck, data: OpenedData, tally: RowStatistics, ranks: int
     except ConfigError:
         global_batch = data.global_batch(_smallest(data))
     rows = data.rows
-    terms = Terms(basic, data.arguments.data.dataloader_param, 0 if data.is_validation else global_batch, rows)
+    loader, repeated = data.arguments.data.dataloader_param, len(dataset) - data.distinct
+    terms = Terms(basic, loader, 0 if data.is_validation else global_batch, rows, repeated)
     result.rows, result.read, result.usable = rows, tally.rows, tally.usable
     result.shrunk, result.bad = tally.shrunk, tally.bad
     elsewhere = None if is_denoised(dataset) else partial(search_media, dataset, basic)

@@ -57,6 +57,8 @@ class Terms:
     global_batch: int
     rows: int
     """Number of rows in the whole data set."""
+    repeated: int = 0
+    """Samples of an epoch beside the first of each row."""
 
 
 def find_all(
@@ -202,7 +204,7 @@ def too_few(tally: RowStatistics, terms: Terms) -> Iterator[DataFinding]:
         return  # a part of the rows tells nothing about all of them
     if tally.usable == 0 and tally.bad:
         yield DataFinding("error", "nothing is left", "no row can be used", tally.rows)
-    elif tally.usable < terms.global_batch:
+    elif tally.usable + terms.repeated < terms.global_batch:
         may_repeat = not terms.dataloader.drop_last
         yield DataFinding(
             "warning" if may_repeat else "error",

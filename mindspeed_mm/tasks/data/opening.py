@@ -40,8 +40,15 @@ class OpenedData:
 
     @property
     def rows(self) -> int:
-        """How many there are, with those of a generator's that were left out when they were opened."""
-        return len(self.dataset) + len(self.dataset.left_out)
+        """How many there are, with those of a generator's that were left out when they were opened; a row that an epoch
+        reads several times counts once."""
+        return self.distinct + len(self.dataset.left_out)
+
+    @property
+    def distinct(self) -> int:
+        """How many of them are samples: the first so many of the data set are, those behind them repeat rows."""
+        numbers = self.dataset.row_numbers
+        return len(self.dataset if numbers is None else set(numbers))
 
     def processor(self) -> Any:
         """The processor or tokenizer that renders the rows; None where no folder is named, and for generators, whose

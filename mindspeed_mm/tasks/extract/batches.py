@@ -40,11 +40,13 @@ class WorkBatch:
     number: int
     rows: tuple[int, ...]
     size: MediaSize
+    views: int = 1
+    """Of each row's medium."""
 
     @property
     def decoded_bytes(self) -> int:
         """Memory for its pixels."""
-        return 3 * self.size.frames * self.size.height * self.size.width * len(self.rows)
+        return self.views * 3 * self.size.frames * self.size.height * self.size.width * len(self.rows)
 
 
 @dataclass
@@ -54,16 +56,17 @@ class DecodedBatch:
     number: int
     records: list[FeatureRecord] = field(default_factory=list)
     pixels: list[torch.Tensor] = field(default_factory=list)
-    """(3, T, H, W) uint8 each."""
+    """(views, 3, T, H, W) uint8 each."""
     skipped: list[SkippedRow] = field(default_factory=list)
 
 
-def plan_batches(sizes: Sequence[MediaSize], batch_size: int | None = None) -> list[WorkBatch]:
+def plan_batches(sizes: Sequence[MediaSize], batch_size: int | None = None, views: int = 1) -> list[WorkBatch]:
     """Deal rows into batches of one size each, ordered by their first row.
 
     Args:
         sizes: Of each row.
         batch_size: Rows of a batch; None: as many as `PIXELS_AT_ONCE` allows.
+        views: Of each row's medium.
     """
     filling: dict[MediaSize, list[int]] = {}
     groups: list[tuple[MediaSize, list[int]]] = []
@@ -73,20 +76,20 @@ def plan_batches(sizes: Sequence[MediaSize], batch_size: int | None = None) -> l
             group = filling[size] = []
             groups.append((size, group))
         group.append(row)
-        if len(group) == (batch_size or _rows_at_once(size)):
+        if len(group) == (batch_size or _rows_at_once(size, views)):
             del filling[size]
-    return [WorkBatch(number, tuple(rows), size) for number, (size, rows) in enumerate(groups)]
+    return [WorkBatch(number, tuple(rows), size, views) for number, (size, rows) in enumerate(groups)]
 
 
-def _rows_at_once(size: MediaSize) -> int:
-    return max(1, min(MOST_AT_ONCE, PIXELS_AT_ONCE // (size.frames * size.height * size.width)))
+def _rows_at_once(size: MediaSize, views: int) -> int:
+    return max(1, min(MOST_AT_ONCE, PIXELS_AT_ONCE // (views * size.frames * size.height * size.width)))
 
 
 def rows_fingerprint(source: RawSource) -> str:
     """Of everything that decides what is encoded, but for the bytes of the media themselves."""
     digest = hashlib.sha256()
     for row, size in zip(source.rows, source.sizes, strict=True):
-        digest.update(repr((row.media, row.captions, sorted(row.extras.items()), str(size))).encode())
+        digest.update(repr((row.digest, str(size))).encode())
     return digest.hexdigest()
 
 
@@ -131,11 +134,12 @@ def _decode_row(source: RawSource, index: int) -> tuple[FeatureRecord, torch.Ten
     try:
         row = source.rows[index]
         path, said = row.name, row.digest
-        item = source.item(index, 0)
+        pixels, key = source.pixels(index, row), source.key(index, row)
     except DataError as error:
         return SkippedRow(index, place, path, str(error), said)
-    record = FeatureRecord(index, item["sample_id"], place, path, row.captions, source.sizes[index], said=said)
-    return record, item["pixels"]
+    of_row = (index, key, place, path, row.captions, source.sizes[index])
+    record = FeatureRecord(*of_row, said=said, repeats=source.repeats_of(index))
+    return record, pixels
 
 
 def _gather(batch: WorkBatch, jobs: Iterable[Future[tuple[FeatureRecord, torch.Tensor] | SkippedRow]]) -> DecodedBatch:
@@ -174,7 +178,9 @@ class BatchEncoder:
         """Encode a batch. Rows whose latents are not finite are moved to its skipped ones."""
         if not batch.records:
             return {}
-        media = self._encode_media(torch.stack(batch.pixels).to(self._device))
+        pixels = torch.stack(batch.pixels)
+        found = self._encode_media(pixels.flatten(0, 1).to(self._device))
+        media = {name: values.unflatten(0, pixels.shape[:2]) for name, values in found.items()}
         usable = _take_usable(batch, media["latents"])
         batch.records = [
             replace(record, cut_captions=len(self._lengths.cut(record.captions))) for record in batch.records
@@ -184,7 +190,8 @@ class BatchEncoder:
         for record, at in zip(batch.records, usable, strict=True):
             if tensor_name(record.key, "latents") in tensors:
                 continue  # the same row twice in a batch
-            tensors |= {tensor_name(record.key, name): values[at] for name, values in media.items()}
+            for name, values in media.items():
+                tensors |= {tensor_name(record.key, name, view=view): each for view, each in enumerate(values[at])}
             for number, caption in enumerate(record.captions):
                 tensors |= {tensor_name(record.key, name, number): v.clone() for name, v in texts[caption].items()}
         return tensors

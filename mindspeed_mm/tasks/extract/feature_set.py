@@ -203,7 +203,7 @@ class SetExtraction:
         self._description = read_description(self.folder.description)
         if self._description.rows_fingerprint != rows_fingerprint(self._source):
             raise DataError("this rank reads different rows than rank 0", where=str(self.folder.path))
-        self._batches = plan_batches(self._source.sizes, self._description.batch_size)
+        self._batches = plan_batches(self._source.sizes, self._description.batch_size, self._source.views)
 
     def _settle(self) -> Description:
         """What is done now, checked against what was begun."""

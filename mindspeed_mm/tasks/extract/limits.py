@@ -63,7 +63,7 @@ class BadRows:
 
 def check_room(folder: Path, batches: Sequence[WorkBatch], geometry: MediaGeometry) -> None:
     """Raise `MachineError` when not even the latents of these batches fit on the disk."""
-    numbers = sum(len(batch.rows) * math.prod(geometry.latent_shape(batch.size)) for batch in batches)
+    numbers = sum(batch.views * len(batch.rows) * math.prod(geometry.latent_shape(batch.size)) for batch in batches)
     free = free_bytes(folder)
     if numbers * _LEAST_NUMBER_BYTES > free:
         raise MachineError(

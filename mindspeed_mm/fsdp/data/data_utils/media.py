@@ -35,6 +35,7 @@ from mindspeed_mm.fsdp.data.data_utils.decoding.video_clip import (
     watch_pictures,
 )
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaKind
+from mindspeed_mm.fsdp.data.data_utils.tar_members import members_of, open_span, split_member
 
 DEFAULT_SAMPLING_RATE = 16000
 """Sampling rate of audio in Hz, where neither the configuration nor the processor says."""
@@ -198,11 +199,18 @@ class MediaLoader:
         if isinstance(item, bytes):
             return io.BytesIO(item)
         refuse_remote(item)
-        return os.fdopen(self._descriptor(item, most_bytes), "rb")
+        archive, member = split_member(item)
+        if not member or os.path.isdir(os.path.join(self.dataset_dir, archive)):  # noqa: PTH112, PTH118 (of every row)
+            return os.fdopen(self._descriptor(item, most_bytes), "rb")
+        span = members_of(self._confine(archive)).get(member)
+        if span is None:
+            raise DataError(f"'{archive}' holds no '{member}'")
+        _check_size(span.size, item, most_bytes)
+        return open_span(os.fdopen(self._descriptor(archive, None), "rb"), span)
 
     def _read_file(self, name: str) -> bytes:
-        with os.fdopen(self._descriptor(name, MAX_FILE_BYTES), "rb", buffering=0) as file:
-            return file.readall()
+        with self.open(name, MAX_FILE_BYTES) as file:
+            return file.read()
 
     def _descriptor(self, name: str, most_bytes: int | None) -> int:
         path = self._confine(name)
@@ -241,10 +249,14 @@ class MediaLoader:
 def _check_regular(status: os.stat_result, name: str, most_bytes: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"'{name}' is not a regular file")
-    if status.st_size == 0:
+    _check_size(status.st_size, name, most_bytes)
+
+
+def _check_size(size_bytes: int, name: str, most_bytes: int | None) -> None:
+    if size_bytes == 0:
         raise DataError(f"'{name}' is empty (0 bytes)")
-    if most_bytes is not None and status.st_size > most_bytes:
-        raise DataError(f"'{name}' has {status.st_size} bytes, more than {most_bytes}")
+    if most_bytes is not None and size_bytes > most_bytes:
+        raise DataError(f"'{name}' has {size_bytes} bytes, more than {most_bytes}")
 
 
 def _first_frame(items: Any) -> Any:

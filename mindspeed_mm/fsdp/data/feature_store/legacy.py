@@ -60,8 +60,8 @@ class LegacyFeatureStore:
         """In the order of the list. Sizes stand in the files alone: each is opened once."""
         return [self._record(number) for number in range(len(self))]
 
-    def read(self, index: int, caption_index: int) -> dict[str, torch.Tensor]:
-        """Features of a row; there is one caption."""
+    def read(self, index: int, caption_index: int, view: int = 0) -> dict[str, torch.Tensor]:
+        """Features of a row; there is one caption, and one view of the medium."""
         content = self._load(index)
         features = {"latents": content["video"], **_text_features(content)}
         if content.get("i2v_vae_feature") is not None:

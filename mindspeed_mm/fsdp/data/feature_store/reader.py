@@ -66,9 +66,9 @@ class FeatureStore(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int, caption_index: int) -> dict[str, torch.Tensor]:
-        """Features of a row with one of its captions, by batch key, without a batch axis: `latents`, unpadded text
-        features, conditions. They are mapped from the disk: copy before changing them."""
+    def read(self, index: int, caption_index: int, view: int = 0) -> dict[str, torch.Tensor]:
+        """Features of a row with one of its captions and one view of its medium, by batch key, without a batch axis:
+        `latents`, unpadded text features, conditions. They are mapped from the disk: copy before changing them."""
 
 
 def open_features(folder: Path, adapter: DiffusionAdapter) -> FeatureStore:
@@ -151,7 +151,7 @@ class ShardedFeatureStore:
         check_file(self._null_text, "hash")
         return read_tensors(self._null_text)
 
-    def read(self, index: int, caption_index: int) -> dict[str, torch.Tensor]:
+    def read(self, index: int, caption_index: int, view: int = 0) -> dict[str, torch.Tensor]:
         """Features of row `index` with its caption `caption_index`, by batch key.
 
         Raises:
@@ -160,8 +160,9 @@ class ShardedFeatureStore:
         record = self.records[index]
         found = {}
         for stored in record.tensors:
-            name, _, caption = stored.partition("/")
-            if not caption or int(caption) == caption_index:
+            of_view, _, caption = stored.partition("/")
+            name, _, number = of_view.partition("@")
+            if int(caption) == caption_index if caption else int(number or 0) == view:
                 found[name] = self._tensor(record.shard, tensor_name(record.key, stored))
         return found
 

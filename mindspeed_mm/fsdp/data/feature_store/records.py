@@ -35,6 +35,13 @@ class FeatureRecord:
     """`GenerationRow.digest` of the row; empty in sets of versions that did not note it."""
     cut_captions: int = 0
     """Number of captions that are longer than what the text encoder reads."""
+    repeats: int = 1
+    """How often an epoch reads the row."""
+
+    @property
+    def views(self) -> int:
+        """How many views of the medium were encoded."""
+        return 1 + sum(name.startswith("latents@") for name in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """A line of the index."""
@@ -66,6 +73,8 @@ class SkippedRow:
     """As in `FeatureRecord`; empty too of a row that could not be read."""
 
 
-def tensor_name(key: str, name: str, caption: int | None = None) -> str:
-    """`<key>/<name>`, for features of a caption `<key>/<name>/<its number>`."""
+def tensor_name(key: str, name: str, caption: int | None = None, *, view: int = 0) -> str:
+    """`<key>/<name>`, for features of a caption `<key>/<name>/<its number>`, for views of a medium behind the first
+    `<key>/<name>@<its number>`."""
+    name = f"{name}@{view}" if view else name
     return f"{key}/{name}" if caption is None else f"{key}/{name}/{caption}"

@@ -6,7 +6,7 @@ import csv
 import hashlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import (
@@ -38,6 +38,14 @@ class RowReader(Protocol):
 
     def place(self, index: int) -> RowLocation:
         """Where the row stands."""
+
+
+@runtime_checkable
+class TellsFacts(Protocol):
+    """A reader of something else than one file."""
+
+    def facts(self) -> dict[str, Any]:
+        """What tells its rows from others, as `file_facts` does."""
 
 
 def open_reader(path: Path, cache_dir: str | None = None, name: str | None = None) -> RowReader:
@@ -81,7 +89,10 @@ def check_file(path: Path) -> None:
 
 
 def file_facts(reader: RowReader) -> dict[str, Any]:
-    """Name, size, rows and content of a file; above 1 GiB its time of change stands for the content."""
+    """Name, size, rows and content of a file; above 1 GiB its time of change stands for the content. Of a folder, what
+    its reader tells."""
+    if isinstance(reader, TellsFacts):
+        return reader.facts()
     status = reader.path.stat()
     facts = {"name": reader.name, "bytes": status.st_size, "rows": len(reader)}
     if status.st_size > _HASHED_BYTES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
+from mindspeed_mm.fsdp.params.data_args import DataEntry
 from mindspeed_mm.fsdp.params.value_types import Section
 
 _KEY = "data.dataset_param.basic_parameters.dataset"
@@ -104,9 +105,13 @@ class RowSource:
     row_format: RowFormat
     most: int | None = None
     """Rows beyond are left out."""
+    entry: DataEntry | None = None
+    """The section that describes it, where one does."""
 
 
-def find_sources(dataset: Any, dataset_dir: str | Path, row_format: RowFormat) -> list[RowSource]:
+def find_sources(
+    dataset: Any, dataset_dir: str | Path, row_format: RowFormat, is_whole: Callable[[Path], bool] | None = None
+) -> list[RowSource]:
     """The sources that `dataset` names: one entry, or several (list or commas).
 
     An entry is a file, a folder, a pattern (`part-*.parquet`), a name of `dataset_info.json`, or a section with `path`
@@ -116,6 +121,7 @@ def find_sources(dataset: Any, dataset_dir: str | Path, row_format: RowFormat) -
         dataset: As configured.
         dataset_dir: Relative entries are tried against the working directory, then against this folder.
         row_format: Of entries that neither bring their own nor stand in `dataset_info.json`.
+        is_whole: Tells folders of media, which are read by themselves, as generators' data may be; None: there are none.
 
     Raises:
         DataError: An entry names nothing; the nearest names are shown.
@@ -125,7 +131,8 @@ def find_sources(dataset: Any, dataset_dir: str | Path, row_format: RowFormat) -
     if not entries:
         raise ConfigError("no data set is named", key=_KEY, way_out="Give a file, a folder or a list of them.")
     info = _read_info(Path(dataset_dir) / INFO_FILE)
-    sources = [_find(entry, Path(dataset_dir), info, row_format) for entry in entries]
+    search = _Search(Path(dataset_dir), info, row_format, is_whole)
+    sources = [_find(entry, search) for entry in entries]
     names = [source.name for source in sources]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -141,25 +148,49 @@ def _entries(dataset: Any) -> list[Any]:
     return [entry for entry in entries if entry]
 
 
-def _find(entry: Any, dataset_dir: Path, info: Mapping[str, Any], row_format: RowFormat) -> RowSource:
+@dataclass(frozen=True)
+class _Search:
+    """Where entries are looked for, see `find_sources`."""
+
+    dataset_dir: Path
+    info: Mapping[str, Any]
+    row_format: RowFormat
+    is_whole: Callable[[Path], bool] | None
+
+
+def _find(entry: Any, search: _Search) -> RowSource:
     if not isinstance(entry, str):
-        found = _find(entry.path, dataset_dir, info, row_format)
+        found = _find(entry.path, search)
+        if search.is_whole is None:
+            _check_no_media_keys(entry)
         own = found.row_format if entry.attr is None else RowFormat.from_attr(entry.attr)
-        return RowSource(entry.name or found.name, found.files, own, entry.max_samples or found.most)
+        return RowSource(entry.name or found.name, found.files, own, entry.max_samples or found.most, entry)
+    dataset_dir, info = search.dataset_dir, search.info
     if entry in info:
         return _described(entry, info[entry], dataset_dir)
     for path in (Path(entry), dataset_dir / entry):
         if path.exists():
-            return RowSource(entry, _files(path), row_format)
+            is_whole = path.is_dir() and search.is_whole is not None and search.is_whole(path)
+            return RowSource(entry, (path,) if is_whole else _files(path), search.row_format)
     if _GLOB.search(entry):
         for folder, pattern in _glob_starts(entry, dataset_dir):
             files = tuple(sorted(path for path in folder.glob(pattern) if path.is_file()))
             if files:
-                return RowSource(entry, files, row_format)
+                return RowSource(entry, files, search.row_format)
     beside = [p.name for p in dataset_dir.iterdir()] if dataset_dir.is_dir() else []
     near = nearest(Path(entry).name, [*beside, *info])
     hint = f"Did you mean '{near[0]}'?" if near else f"Relative names start here or at dataset_dir, '{dataset_dir}'."
     raise DataError(f"'{entry}' does not exist", key=_KEY, way_out=hint)
+
+
+def _check_no_media_keys(entry: DataEntry) -> None:
+    for name in ("repeats", "sizes"):
+        if entry[name] is not None:
+            raise ConfigError(
+                "is for data of generators (dataset_type: generation)",
+                key=f"{_KEY}.{entry.name or entry.path}.{name}",
+                way_out="Leave it out; mix.weights sets the shares of several datasets.",
+            )
 
 
 def _glob_starts(entry: str, dataset_dir: Path) -> list[tuple[Path, str]]:

@@ -1,8 +1,107 @@
-"""Captions of a row: which of several is trained on."""
+"""Captions of a row: what is made of those that stand in the data, and which of several is trained on."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.seeds import derive_seed
+
+_KEY = "data.dataset_param.basic_parameters"
+_PLACE = "[trigger]"
+"""Where a caption wants the trigger word; without it the word stands in front."""
+
+
+@dataclass(frozen=True)
+class CaptionRules:
+    """The keys of `basic_parameters` that change captions; see the card.
+
+    A caption becomes a fixed list of captions, and an epoch draws one of the list as it does where a row has several:
+    so extraction can encode all of them, and features and raw media train the same.
+    """
+
+    trigger_word: str | None = None
+    shuffle_tags: bool = False
+    keep_tags: int = 0
+    tag_dropout: float = 0.0
+    caption_variants: int = 4
+
+    @classmethod
+    def read(cls, basic: Mapping[str, Any] | Any) -> CaptionRules:
+        """Out of the configuration.
+
+        Raises:
+            ConfigError: A value is of the wrong kind; all such are reported at once.
+        """
+        names = [field.name for field in fields(cls)]
+        given = {name: basic.get(name) for name in names if basic.get(name) is not None}
+        problems = [
+            Problem(f"{value!r} is not {words}", key=f"{_KEY}.{name}")
+            for name, value in given.items()
+            for is_right, words in (_ALLOWED[name],)
+            if not is_right(value)
+        ]
+        if problems:
+            raise ConfigError("captions cannot be changed so", problems=problems)
+        return cls(**given)
+
+    def __call__(self, captions: tuple[str, ...]) -> tuple[str, ...]:
+        """The captions of a row as they are trained on, each once."""
+        if not self._change:
+            return captions
+        return tuple(dict.fromkeys(made for caption in captions for made in self._made_of(caption)))
+
+    @property
+    def _change(self) -> bool:
+        return bool(self.trigger_word or self._vary)
+
+    @property
+    def _vary(self) -> bool:
+        return self.shuffle_tags or self.tag_dropout > 0
+
+    def _made_of(self, caption: str) -> Iterator[str]:
+        for number in range(self.caption_variants if self._vary else 1):
+            yield self._with_trigger(self._varied(caption, number) if self._vary else caption)
+
+    def _varied(self, caption: str, number: int) -> str:
+        """A variation of comma-separated tags, a function of the caption and its number alone."""
+        tags = [tag.strip() for tag in caption.split(",") if tag.strip()]
+        kept, others = tags[: self.keep_tags], tags[self.keep_tags :]
+        draw = random.Random(derive_seed(caption, number, "tags"))
+        others = [tag for tag in others if draw.random() >= self.tag_dropout]
+        if self.shuffle_tags:
+            draw.shuffle(others)
+        return ", ".join(kept + others)
+
+    def _with_trigger(self, caption: str) -> str:
+        word = self.trigger_word
+        if not word:
+            return caption
+        if _PLACE in caption:
+            return caption.replace(_PLACE, word)
+        if word in caption:
+            return caption
+        return f"{word}, {caption}" if caption.strip() else word
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_ALLOWED = {
+    "trigger_word": (lambda value: isinstance(value, str), "text"),
+    "shuffle_tags": (lambda value: isinstance(value, bool), "true or false"),
+    "keep_tags": (lambda value: _is_count(value, 0), "a whole number from 0 on"),
+    "tag_dropout": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1,
+        "a share from 0 to below 1",
+    ),
+    "caption_variants": (lambda value: _is_count(value, 1), "a whole number above 0"),
+}
+"""Key → what it may hold, and its words."""
 
 
 def drawn_caption(seed: int, epoch: int, sample_id: str, captions: int) -> int:
@@ -16,3 +115,18 @@ def drawn_caption(seed: int, epoch: int, sample_id: str, captions: int) -> int:
         captions: How many there are.
     """
     return derive_seed(seed, epoch, sample_id, "caption") % captions
+
+
+def drawn_view(seed: int, epoch: int, sample_id: str, views: int) -> int:
+    """Number of the view that is seen of a sample in an epoch, as `drawn_caption`."""
+    return derive_seed(seed, epoch, sample_id, "view") % views
+
+
+def repeated_id(sample_id: str, repeat: int) -> str:
+    """Id of one of the samples that an epoch makes of a row: each has its own caption, σ and noise.
+
+    Args:
+        sample_id: Of the row.
+        repeat: From 0.
+    """
+    return f"{sample_id}+{repeat}" if repeat else sample_id

@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaSize
-from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption
+from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption, drawn_view, repeated_id
 from mindspeed_mm.fsdp.data.datasets.generation.row_changes import row_changes
 from mindspeed_mm.fsdp.data.datasets.generation.rows import empty_captions_note, read_rows
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
@@ -65,13 +65,21 @@ class FeatureSource:
         """The medium that the features are of."""
         return f"{self._folder.name}:{self._records[index].path}"
 
-    def item(self, index: int, epoch: int) -> dict[str, Any]:
-        """`sample_id`, `epoch`, `latents`, `text` (features of one caption by batch key) and conditions."""
+    @property
+    def repeats(self) -> list[int]:
+        """How often an epoch reads each row."""
+        return [record.repeats for record in self._records]
+
+    def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
+        """`sample_id`, `epoch`, `latents`, `text` (features of one caption by batch key) and conditions; arguments as
+        of `RawSource.item`."""
         record = self._records[index]
-        caption = drawn_caption(self.seed, epoch, record.key, len(record.captions))
-        features = self._store.read(index, caption)
+        sample_id = repeated_id(record.key, repeat)
+        caption = drawn_caption(self.seed, epoch, sample_id, len(record.captions))
+        view = drawn_view(self.seed, epoch, sample_id, record.views)
+        features = self._store.read(index, caption, view)
         text = {name: features.pop(name) for name in self._text_keys & features.keys()}
-        return {"sample_id": record.key, "epoch": epoch, "text": text, **features}
+        return {"sample_id": sample_id, "epoch": epoch, "text": text, **features}
 
     def describe(self, index: int) -> SampleDescription:
         """What the feature set knows of a sample."""
@@ -88,7 +96,7 @@ class FeatureSource:
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: which samples, in which order, made by what."""
-        keys = [(record.key, str(record.size), tuple(record.captions)) for record in self._records]
+        keys = [(record.key, str(record.size), tuple(record.captions), record.repeats) for record in self._records]
         digest = hashlib.sha256(repr((keys, self._store.provenance)).encode()).hexdigest()
         return {"rows": len(self), "features": self._store.provenance, "hash": digest}
 

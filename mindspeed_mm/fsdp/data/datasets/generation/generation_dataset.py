@@ -65,11 +65,13 @@ class GenerationDataset(MMDataset):
             self.media = self._source.media
         else:
             self._source = FeatureSource(Path(features_dir), basic_param, preprocess_param, adapter)
-        self.sizes, self.geometry = self._source.sizes, adapter.geometry
+        self._samples = samples_of(self._source.repeats)
+        self.sizes = [self._source.sizes[row] for row, _ in self._samples]
+        self.row_numbers, self.geometry = [row for row, _ in self._samples], adapter.geometry
         self.left_out, self.noted_components = self._source.left_out, adapter.noted
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self._samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Sample `index` as it is in the first epoch."""
@@ -77,11 +79,12 @@ class GenerationDataset(MMDataset):
 
     def item(self, index: int, epoch: int) -> dict[str, Any]:
         """Sample `index` as it is in an epoch: its caption is drawn anew."""
-        return self._source.item(index, epoch)
+        row, repeat = self._samples[index]
+        return self._source.item(row, epoch, repeat)
 
     def describe(self, index: int) -> SampleDescription:
         """What is known of a sample without decoding it. Raises `DataError` for a false declaration of its size."""
-        return self._source.describe(index)
+        return self._source.describe(self._samples[index][0])
 
     def caption_lengths(self) -> CaptionLengths:
         """Measures captions by the tokenizers of the model's folder. Raises `ModelFolderError` where they lack."""
@@ -107,7 +110,7 @@ class GenerationDataset(MMDataset):
 
     def place(self, index: int) -> Any:
         """Where sample `index` comes from."""
-        return self._source.place(index)
+        return self._source.place(self._samples[index][0])
 
     def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
         """Samples of one size → batch."""
@@ -116,6 +119,16 @@ class GenerationDataset(MMDataset):
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares."""
         return self._source.fingerprint()
+
+
+def samples_of(repeats: Sequence[int]) -> list[tuple[int, int]]:
+    """Row of each sample of an epoch, and which of the row's samples it is: every row once, then the others.
+
+    Args:
+        repeats: How often an epoch reads each row.
+    """
+    once = [(row, 0) for row in range(len(repeats))]
+    return once + [(row, repeat) for row, times in enumerate(repeats) for repeat in range(1, times)]
 
 
 class GenerationCollator:

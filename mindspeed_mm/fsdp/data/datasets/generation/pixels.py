@@ -1,4 +1,4 @@
-"""From a row to pixels: pictures and clips, upright, scaled to cover a size and cropped around the middle.
+"""From a row to pixels: pictures and clips, upright, scaled to cover a size and cropped.
 
 One road for training on raw media and for extraction, so that both see the same pixels.
 """
@@ -36,6 +36,21 @@ class MediaHeader:
     """0 of a still picture."""
 
 
+@dataclass(frozen=True)
+class View:
+    """What is seen of a medium: the middle, as it is, unless told otherwise."""
+
+    across: float = 0.5
+    """Where the cut lies, from 0 (left) to 1 (right)."""
+    down: float = 0.5
+    """The same from top to bottom."""
+    is_flipped: bool = False
+    """Left and right change places."""
+
+
+MIDDLE = View()
+
+
 def is_video(row: GenerationRow) -> bool:
     """By its name, or by the first bytes where there is no name; animated pictures are told by their header alone."""
     if isinstance(row.media, str):
@@ -55,7 +70,11 @@ def probe_media(row: GenerationRow, media: MediaLoader) -> MediaHeader:
 
 
 def media_pixels(
-    row: GenerationRow, size: MediaSize, media: MediaLoader, sampling: ClipSampling | None = None
+    row: GenerationRow,
+    size: MediaSize,
+    media: MediaLoader,
+    sampling: ClipSampling | None = None,
+    view: View = MIDDLE,
 ) -> torch.Tensor:
     """A row's pixels, (3, T, H, W) uint8; T is 1 for pictures.
 
@@ -64,6 +83,7 @@ def media_pixels(
         size: Frames, height and width to make of it. With one frame, an animated picture gives its first.
         media: The door to files.
         sampling: Which frames of a video or an animated picture.
+        view: Where it is cut.
 
     Raises:
         DataError: The file is missing, refused, broken or too short.
@@ -71,7 +91,7 @@ def media_pixels(
     sampling = sampling or ClipSampling()
 
     def shape(image: Image.Image) -> np.ndarray:
-        return cover(image, size.height, size.width)
+        return cover(image, size.height, size.width, view)
 
     if is_video(row):
         with media.open(row.media) as file:
@@ -92,10 +112,11 @@ def _animation(data: bytes, frames: int, sampling: ClipSampling, name: str) -> I
     return animation_frames(data, sampling.indices(header.frames, header.fps or 1.0, frames), name)
 
 
-def cover(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """Scale (bicubic, antialiased) so that a size is covered, and cut around the middle: (height, width, 3) uint8."""
+def cover(image: Image.Image, height: int, width: int, view: View = MIDDLE) -> np.ndarray:
+    """Scale (bicubic, antialiased) so that a size is covered, and cut to it: (height, width, 3) uint8."""
     scale = max(width / image.width, height / image.height)
     cut_width, cut_height = width / scale, height / scale
-    left, top = max(0.0, image.width - cut_width) / 2, max(0.0, image.height - cut_height) / 2
+    left, top = max(0.0, image.width - cut_width) * view.across, max(0.0, image.height - cut_height) * view.down
     box = (left, top, min(left + cut_width, image.width), min(top + cut_height, image.height))
-    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC, box=box))
+    pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC, box=box))
+    return np.ascontiguousarray(pixels[:, ::-1]) if view.is_flipped else pixels

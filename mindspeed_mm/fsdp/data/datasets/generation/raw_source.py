@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any
 
@@ -16,9 +16,15 @@ import torch
 from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import file_facts
-from mindspeed_mm.fsdp.data.datasets.generation.captions import drawn_caption
+from mindspeed_mm.fsdp.data.datasets.generation.captions import (
+    CaptionRules,
+    drawn_caption,
+    drawn_view,
+    repeated_id,
+)
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
+from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     GenerationRow,
     build_media_loader,
@@ -26,7 +32,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     read_rows,
 )
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
-from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, Buckets, SizeChange, SizeSettings
+from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange, SizeSettings, buckets_of
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
 _PROBING_THREADS = 16
@@ -35,7 +41,9 @@ _PROBLEMS_SHOWN = 10
 _SAME_RATE = 0.01
 """Frames a second are rounded in most lists."""
 _MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
-_SHAPING_BASIC = {"max_samples", "on_bad_sample", "val_rate", "media_column", "caption_column", "data_storage_mode"}
+_SHAPING_BASIC = {"max_samples", "on_bad_sample", "val_rate", "media_column", "caption_column", "data_storage_mode"} | {
+    each.name for each in fields(CaptionRules)
+}
 
 
 class RawSource:
@@ -54,9 +62,10 @@ class RawSource:
     def __init__(self, basic: BasicParameters, preprocess: PreprocessParameters, geometry: MediaGeometry) -> None:
         self._basic, self._settings = basic, SizeSettings.read(preprocess)
         self._geometry, self._sampling = geometry, self._settings.sampling
-        self.buckets = Buckets(self._settings, geometry)
-        self.media = build_media_loader(basic)
-        self.rows = read_rows(basic, self._declared)
+        files = open_row_files(basic)
+        self._buckets = [buckets_of(preprocess, file, geometry) for file in files]
+        self.media = build_media_loader(basic, files)
+        self.rows = read_rows(basic, self._declared, files)
         self.headers: list[MediaHeader] = []
         """What is known of each row's medium: what the row declares, else what the file says."""
         self.sizes = self._assign_sizes()
@@ -78,17 +87,33 @@ class RawSource:
         """Place → reason, of rows that cannot be used."""
         return self.rows.left_out
 
-    def item(self, index: int, epoch: int) -> dict[str, Any]:
+    @property
+    def repeats(self) -> list[int]:
+        """How often an epoch reads each row."""
+        return [self.repeats_of(index) for index in range(len(self))]
+
+    def repeats_of(self, index: int) -> int:
+        """How often an epoch reads row `index`."""
+        return self.rows.files[self.rows.file_number(index)].repeats
+
+    def item(self, index: int, epoch: int, repeat: int = 0) -> dict[str, Any]:
         """`sample_id`, `epoch`, `caption` and `pixels`, (3, T, H, W) uint8.
+
+        Args:
+            index: Row.
+            epoch: From 0.
+            repeat: Which of its samples of an epoch.
 
         Raises:
             DataError: The medium is missing, refused, broken or too short.
         """
         row = self.rows[index]
         try:
-            self._check_declared(row, self.sizes[index])
-            sample_id = self.key(index, row)
-            pixels = media_pixels(row, self.sizes[index], self.media, self._sampling)
+            self._check_declared(index, row)
+            key = self.key(index, row)
+            sample_id = repeated_id(key, repeat)
+            view = self._settings.view(key, drawn_view(self.seed, epoch, sample_id, self.views))
+            pixels = media_pixels(row, self.sizes[index], self.media, self._sampling, view)
         except DataError as error:
             raise _at(row, error) from error
         caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
@@ -102,7 +127,7 @@ class RawSource:
         """
         row = self.rows[index]
         try:
-            self._check_declared(row, self.sizes[index])
+            self._check_declared(index, row)
             found = self.contradiction(row)
             drawn = drawn_caption(self.seed, 0, self.key(index, row), len(row.captions))
         except DataError as error:
@@ -111,9 +136,21 @@ class RawSource:
         told = "" if found is None else found.what
         return SampleDescription(row.media, row.captions, drawn, self.sizes[index], header, is_video(row), told)
 
-    def pixels(self, index: int) -> torch.Tensor:
-        """(3, T, H, W) uint8 of row `index`. Raises `DataError` as `item`."""
-        return self.item(index, 0)["pixels"]
+    @property
+    def views(self) -> int:
+        """How many views of a medium are trained on."""
+        return self._settings.views
+
+    def pixels(self, index: int, row: GenerationRow | None = None) -> torch.Tensor:
+        """All views of row `index`, (views, 3, T, H, W) uint8. Raises `DataError` as `item`."""
+        row = row or self.rows[index]
+        try:
+            self._check_declared(index, row)
+            key, size = self.key(index, row), self.sizes[index]
+            views = [self._settings.view(key, number) for number in range(self.views)]
+            return torch.stack([media_pixels(row, size, self.media, self._sampling, view) for view in views])
+        except DataError as error:
+            raise _at(row, error) from error
 
     def key(self, index: int, row: GenerationRow | None = None) -> str:
         """What the sample is, see `content_key`; a file is read for it once in each process."""
@@ -130,7 +167,9 @@ class RawSource:
             "basic_parameters": {name: _plain(self._basic.get(name)) for name in sorted(_SHAPING_BASIC)},
             "preprocess_parameters": {name: _plain(value) for name, value in vars(self._settings).items()},
         }
-        files = [{**file_facts(file.reader), "folder": file.folder} for file in self.rows.files]
+        files = [
+            {**file_facts(file.reader), "folder": file.folder, "repeats": file.repeats} for file in self.rows.files
+        ]
         order = (sorted(self.left_out), [(size.frames, size.height, size.width) for size in self.sizes])
         digest = hashlib.sha256(repr((settings, files, order)).encode()).hexdigest()
         return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
@@ -145,7 +184,8 @@ class RawSource:
             try:
                 if isinstance(found, DataError):
                     raise found
-                sizes.append(self.buckets.assign(found, f"the medium of {self.rows.place(index)}"))
+                buckets = self._buckets[self.rows.file_number(index)]
+                sizes.append(buckets.assign(found, f"the medium of {self.rows.place(index)}"))
                 self.headers.append(found)
             except DataError as error:
                 faults[index] = error
@@ -202,12 +242,13 @@ class RawSource:
         ]
         return Contradiction(f"the row declares {'; '.join(told)}", header) if told else None
 
-    def _check_declared(self, row: GenerationRow, size: MediaSize) -> None:
+    def _check_declared(self, index: int, row: GenerationRow) -> None:
         """What a row declares is believed until its file is opened: a false declaration that has put it among samples
         of another size makes it a bad sample."""
         if self._declared(row) is None or (found := self.contradiction(row)) is None:
             return
-        right = self.buckets.assign(found.header, "the medium")
+        size = self.sizes[index]
+        right = self._buckets[self.rows.file_number(index)].assign(found.header, "the medium")
         if right != size:
             raise DataError(
                 f"{found.what}: it is a sample of {right}, not of {size}",

@@ -1,4 +1,5 @@
-"""Files of rows for generation: what the readers of all data sets take, and two kinds of .txt files.
+"""Files of rows for generation: what the readers of all data sets take, folders of media, archives, and two kinds of
+.txt files.
 
 `combine`: each line is `folder,annotation file`; the paths in the annotations start at the folder.
 `standard`: a table in any format; a .txt table has `file<TAB>caption` lines.
@@ -6,15 +7,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError, DataError
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES, RowReader, open_reader
-from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, find_sources
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat, RowSource, find_sources
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.data.data_utils.tar_members import SUFFIX as TAR_SUFFIX
+from mindspeed_mm.fsdp.data.datasets.generation.media_folders import (
+    METADATA,
+    TarSamples,
+    holds_media,
+    open_media_folder,
+)
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 _MODE_KEY = "data.dataset_param.basic_parameters.data_storage_mode"
@@ -28,6 +36,25 @@ class RowFile:
     reader: RowReader
     folder: str = ""
     """From the media root, or absolute; empty: the media root itself."""
+    repeats: int = 1
+    """How often an epoch reads each row."""
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `preprocess_parameters` about sizes that are others for these rows."""
+    entry: str = ""
+    """The entry of `dataset` that names it, for messages."""
+
+    root: str = ""
+    """The folder above the data set, where its own path is the beginning of its media's: these are called by what
+    follows, so that features stay those of a data set that is moved."""
+
+    def told(self, medium: str) -> str:
+        """What to call a medium; empty: by its path."""
+        return medium.removeprefix(self.root).lstrip("/") if self.root and medium.startswith(self.root) else ""
+
+    @property
+    def media_root(self) -> str | None:
+        """A folder that its media may lie in, beside those that the configuration names."""
+        return self.folder if Path(self.folder).is_absolute() else None
 
 
 class TextTable:
@@ -75,24 +102,49 @@ def open_row_files(basic: BasicParameters) -> list[RowFile]:
     mode = basic.get("data_storage_mode")
     if mode not in (None, *_MODES):
         raise ConfigError(f"'{mode}' is not one of {', '.join(_MODES)}", key=_MODE_KEY)
-    sources = find_sources(basic.dataset, basic.dataset_dir, RowFormat())
-    return [opened for source in sources for path in source.files for opened in _open(path, mode, basic)]
+    sources = find_sources(basic.dataset, basic.dataset_dir, RowFormat(), holds_media)
+    return [opened for source in sources for path in source.files for opened in _of_source(source, path, mode, basic)]
+
+
+def _of_source(source: RowSource, path: Path, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:
+    """The files of rows behind one that an entry names, as the entry wants them read."""
+    given = source.entry
+    for file in _open(path, mode, basic):
+        repeats = file.repeats if given is None or given.repeats is None else given.repeats
+        yield replace(file, repeats=repeats, sizes=(given and given.sizes) or {}, entry=source.name)
 
 
 def _open(path: Path, mode: str | None, basic: BasicParameters) -> Iterator[RowFile]:
-    if path.suffix != ".txt":
+    if path.is_dir():
+        for found, here, repeats in open_media_folder(path):
+            reader = open_reader(found, basic.cache_dir) if isinstance(found, Path) else found
+            yield RowFile(reader, str(here.absolute()), repeats, root=str(path.absolute().parent))
+    elif path.suffix == TAR_SUFFIX:
+        folder = str(path.parent.absolute())
+        yield RowFile(TarSamples(path), folder, root=folder)
+    elif path.suffix != ".txt":
         if mode == "combine":
             raise ConfigError(
                 f"combine, but {path.name} is no .txt file",
                 key=_MODE_KEY,
                 way_out="Give a .txt file of 'folder,annotation.json' lines, or leave the key out.",
             )
-        yield RowFile(open_reader(path, basic.cache_dir))
+        folder = _beside(path, basic)
+        yield RowFile(open_reader(path, basic.cache_dir), folder, root=folder)
     elif mode == "combine" or (mode is None and _names_annotations(path)):
         for number, line in _lines(path):
             yield _annotation(line, f"{path.name}:{number}", path, basic)
     else:
-        yield RowFile(TextTable(path))
+        folder = _beside(path, basic)
+        yield RowFile(TextTable(path), folder, root=folder)
+
+
+def _beside(path: Path, basic: BasicParameters) -> str:
+    """Where the media of a table lie: beside a `metadata` table always; beside any other where nobody says where media
+    are, and the folder that would be looked in is not there."""
+    is_said = "dataset_dir" in basic.model_fields_set or basic.get("data_folder") is not None
+    is_told = path.name not in METADATA and (is_said or Path(basic.dataset_dir).is_dir())
+    return "" if is_told else str(path.parent.absolute())
 
 
 def _annotation(line: str, where: str, listed_in: Path, basic: BasicParameters) -> RowFile:

@@ -13,7 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, overload
@@ -24,6 +24,7 @@ from mindspeed_mm.core.errors import DataError, Problem
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_media_off, refuse_remote
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
@@ -55,11 +56,15 @@ class GenerationRow:
     width: int | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Columns that are none of the above."""
+    repeats: int = 1
+    """How often an epoch reads it."""
+    told: str = ""
+    """What to call a medium whose path begins with the folder of a data set, which may be moved; empty: its path."""
 
     @property
     def name(self) -> str:
         """What to call the medium in messages and in the index of features."""
-        return self.media if isinstance(self.media, str) else f"bytes of {self.place}"
+        return self.told or (self.media if isinstance(self.media, str) else f"bytes of {self.place}")
 
     @property
     def declares(self) -> bool:
@@ -70,7 +75,9 @@ class GenerationRow:
     def digest(self) -> str:
         """What the row says, its place aside, in 16 hex digits; of a medium that stands in the row, its bytes too."""
         declared = (self.num_frames, self.fps, self.height, self.width)
-        said = (self.media, self.captions, declared, sorted(self.extras.items()))
+        medium = self.told or self.media
+        said: tuple[Any, ...] = (medium, self.captions, declared, sorted(self.extras.items()))
+        said += (self.repeats,) if self.repeats > 1 else ()
         return blake2b(repr(said).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -91,6 +98,7 @@ class GenerationRows(Sequence[GenerationRow]):
         most: Most rows taken from each file.
         may_skip: Leave out rows that are off (`left_out`) instead of raising.
         look: Called with each good row while all are looked through; what it returns is kept in `looks`.
+        rules: What becomes of captions.
 
     Raises:
         DataError: A row is off; or none of the first rows has the columns.
@@ -104,9 +112,10 @@ class GenerationRows(Sequence[GenerationRow]):
         *,
         may_skip: bool = False,
         look: Callable[[GenerationRow], Any] | None = None,
+        rules: CaptionRules | None = None,
     ) -> None:
         self.files = tuple(files)
-        self._columns = columns
+        self._columns, self._rules = columns, rules or CaptionRules()
         sizes = [len(file.reader) if most is None else min(len(file.reader), most) for file in self.files]
         self._ends = list(itertools.accumulate(sizes, initial=0))
         self.left_out: dict[str, str] = {}
@@ -148,6 +157,10 @@ class GenerationRows(Sequence[GenerationRow]):
         file, number = self._locate(int(self._kept[index]))
         return file.reader.place(number)
 
+    def file_number(self, index: int) -> int:
+        """Which of `files` row `index` stands in."""
+        return bisect.bisect_right(self._ends, int(self._kept[index])) - 1
+
     def leave_out(self, reasons: Mapping[int, str]) -> None:
         """Take rows out, by index: their media cannot be used."""
         self.left_out |= {str(self.place(index)): reason for index, reason in reasons.items()}
@@ -158,8 +171,10 @@ class GenerationRows(Sequence[GenerationRow]):
         return self.files[which], number - self._ends[which]
 
     def _parse(self, number: int) -> GenerationRow:
-        file, row = self._locate(number)
-        return parse_row(file.reader.read(row), file.reader.place(row), self._columns, file.folder)
+        file, at = self._locate(number)
+        row = parse_row(file.reader.read(at), file.reader.place(at), self._columns, file.folder)
+        told = file.told(row.media) if isinstance(row.media, str) else ""
+        return replace(row, captions=self._rules(row.captions), repeats=file.repeats, told=told)
 
     def _look_through(self, may_skip: bool, look: Callable[[GenerationRow], Any]) -> np.ndarray:
         total, kept = self._ends[-1], list[int]()
@@ -195,13 +210,18 @@ def empty_captions_note(places: Sequence[str], rows: int) -> str:
     return f"{len(places)} of {rows} rows have an empty caption ({shown}): they are trained without one"
 
 
-def read_rows(basic: BasicParameters, look: Callable[[GenerationRow], Any] | None = None) -> GenerationRows:
+def read_rows(
+    basic: BasicParameters,
+    look: Callable[[GenerationRow], Any] | None = None,
+    files: Sequence[RowFile] | None = None,
+) -> GenerationRows:
     """The rows that the configuration names.
 
     Args:
         basic: `dataset`, `dataset_dir`, `data_folder`, `data_storage_mode`, `media_column`, `caption_column`,
             `max_samples`, `on_bad_sample`.
         look: See `GenerationRows`.
+        files: From `open_row_files`, where they are opened.
 
     Raises:
         DataError: Files are missing or broken, none of the first rows has a medium and a caption, or a row is off and
@@ -209,13 +229,18 @@ def read_rows(basic: BasicParameters, look: Callable[[GenerationRow], Any] | Non
         ConfigError: No rows are named, or remote media are asked for.
     """
     check_remote_media_off(basic.allow_remote_media)
-    files = open_row_files(basic)
+    files = open_row_files(basic) if files is None else files
     columns = ColumnNames(basic.get("media_column"), basic.get("caption_column"))
-    return GenerationRows(files, columns, basic.max_samples, may_skip=basic.on_bad_sample == "skip", look=look)
+    may_skip, rules = basic.on_bad_sample == "skip", CaptionRules.read(basic)
+    return GenerationRows(files, columns, basic.max_samples, may_skip=may_skip, look=look, rules=rules)
 
 
-def build_media_loader(basic: BasicParameters) -> MediaLoader:
+def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) -> MediaLoader:
     """The door to the media of the rows: relative paths start at `data_folder`, else at `dataset_dir`.
+
+    Args:
+        basic: Names them, and `media_roots`.
+        files: Of the rows; where these say themselves where their media are, nothing else is needed.
 
     Raises:
         DataError: That folder is not there.
@@ -224,13 +249,16 @@ def build_media_loader(basic: BasicParameters) -> MediaLoader:
     root = Path(basic.dataset_dir)
     if folder is not None:
         root = Path(folder) if Path(folder).is_dir() else root / folder
+    own = [each.media_root for each in files if each.media_root is not None]
+    if files and len(own) == len(files) and not root.is_dir():
+        root = Path(own[0])
     if not root.is_dir():  # said once, not for every row
         raise DataError(
             f"'{root}' is not a folder",
             key=f"{_BASIC}.{'dataset_dir' if folder is None else 'data_folder'}",
             way_out="Name the folder that the rows' paths start at.",
         )
-    return MediaLoader(root, (basic.dataset_dir, *basic.media_roots))
+    return MediaLoader(root, (basic.dataset_dir, *basic.media_roots, *dict.fromkeys(own)))
 
 
 def content_key(media: bytes | BinaryIO, captions: Sequence[str], extras: Mapping[str, Any]) -> str:

@@ -7,20 +7,26 @@ frames that it can fill.
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from mindspeed_mm.core.errors import ConfigError, DataError, Problem
+from mindspeed_mm.core.errors import ConfigError, DataError, Problem, told_as
 from mindspeed_mm.core.media_geometry import MediaGeometry, MediaSize
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.data.data_utils.decoding.video import ClipSampling, too_short
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, View
+from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile
 from mindspeed_mm.fsdp.params.data_args import PreprocessParameters
 
 ASPECTS = (1 / 2, 9 / 16, 2 / 3, 3 / 4, 1.0, 4 / 3, 3 / 2, 16 / 9, 2.0)
 """Height over width of the buckets that are made of an area."""
+_RANDOM_CUTS = 4
+"""Views of a medium where `crop: random` does not say."""
 LONGEST_CLIP = 81
 """Most frames of a clip when `num_frames` is not given."""
 
@@ -30,6 +36,10 @@ MUCH_ENLARGED = 2.0
 MUCH_CUT = 1 / 3
 """So are those that lose a larger share of their area."""
 _ROUNDING = 1e-9
+_ENTRIES = "data.dataset_param.basic_parameters.dataset"
+_PLANE_KEYS = ("height", "width", "buckets", "max_pixels")
+_OWN_KEYS = (*_PLANE_KEYS, "num_frames")
+"""What an entry of `dataset` may set for itself."""
 _BUCKET = re.compile(r"(\d+)[x×](\d+)(?:[x×](\d+))?")
 
 
@@ -48,9 +58,13 @@ class SizeSettings:
     short_clips: str = "error"
     max_enlargement: float = 32.0
     max_cut: float = 0.75
+    enlarge: bool = True
+    crop: Literal["middle", "random"] = "middle"
+    flip: bool = False
+    variants: int | None = None
 
     @classmethod
-    def read(cls, preprocess: PreprocessParameters) -> SizeSettings:
+    def read(cls, preprocess: PreprocessParameters | Mapping[str, Any]) -> SizeSettings:
         """Out of the configuration.
 
         Raises:
@@ -75,9 +89,49 @@ class SizeSettings:
         return any(value is not None for value in (self.height, self.buckets, self.max_pixels))
 
     @property
+    def views(self) -> int:
+        """How many views of a medium are trained on, one in an epoch."""
+        if self.crop == "random":
+            return self.variants or _RANDOM_CUTS
+        return (self.variants or 2) if self.flip else 1
+
+    def view(self, key: str, variant: int) -> View:
+        """A view of a sample, a function of its key (`content_key`) and the number of the view alone."""
+        is_flipped = self.flip and variant % 2 == 1
+        if self.crop == "middle":
+            return View(is_flipped=is_flipped)
+        draw = random.Random(derive_seed(key, variant, "view"))
+        return View(draw.random(), draw.random(), is_flipped)
+
+    @property
     def sampling(self) -> ClipSampling:
         """Which frames of a video are taken."""
         return ClipSampling(self.fps, self.frame_interval, self.clip_position, self.short_clips == "repeat")
+
+
+def buckets_of(preprocess: PreprocessParameters, file: RowFile, geometry: MediaGeometry) -> Buckets:
+    """The sizes of a file's media: its own where its entry of `dataset` names any.
+
+    Raises:
+        ConfigError: As `Buckets`; or the entry names a key that is not about sizes.
+    """
+    if not file.sizes:
+        return Buckets(SizeSettings.read(preprocess), geometry)
+    key = f"{_ENTRIES}.{file.entry}.sizes"
+    for name in file.sizes:
+        if name not in _OWN_KEYS:
+            raise ConfigError(
+                "is not a size of media",
+                key=f"{key}.{name}",
+                way_out=f"{did_you_mean(name, _OWN_KEYS)}Known: {', '.join(_OWN_KEYS)}.",
+            )
+    with told_as(lambda problem: replace(problem, key=problem.key.replace(_KEY, key))):
+        general = {name: preprocess[name] for name in _ALLOWED if preprocess.get(name) is not None}
+        if not file.sizes.keys().isdisjoint(_PLANE_KEYS):
+            general = {name: value for name, value in general.items() if name not in _PLANE_KEYS}
+        if "buckets" in file.sizes:
+            general.pop("num_frames", None)
+        return Buckets(SizeSettings.read({**general, **file.sizes}), geometry)
 
 
 class Buckets:
@@ -134,7 +188,11 @@ class Buckets:
         frames, candidates = self._frames(header), self._candidates(header)
         least = min(size.frames for size in candidates)
         filled = [size for size in candidates if size.frames <= max(frames, least)]
-        return min(filled, key=lambda size: self._distance(size, header))
+        size = min(filled, key=lambda size: self._distance(size, header))
+        if self._settings.enlarge or SizeChange.of(header, size).enlarged <= 1:
+            return size
+        step = self._geometry.side_step
+        return MediaSize(size.frames, header.height // step * step or step, header.width // step * step or step)
 
     def _candidates(self, header: MediaHeader) -> Sequence[MediaSize]:
         if header.frames == 1:
@@ -194,7 +252,7 @@ def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
     """What settings come to: number and order of buckets, and the way that they are written, do not count."""
     sizes = sorted(Buckets(settings, geometry).sizes, key=lambda size: (size.height, size.width, size.frames))
     effect: dict[str, Any] = {"sizes": ", ".join(map(str, sizes))}
-    names = ["max_enlargement", "max_cut"]
+    names = ["max_enlargement", "max_cut", "enlarge", "crop", "flip"]
     if geometry.is_video:
         has_own_length = settings.num_frames is None and settings.buckets is None
         effect["num_frames"] = "each clip's own" if has_own_length else "set"
@@ -202,7 +260,7 @@ def _effect(settings: SizeSettings, geometry: MediaGeometry) -> dict[str, Any]:
     for name in names:
         value = vars(settings)[name]
         effect[name] = "not set" if value is None else value
-    return effect
+    return effect | {"variants": settings.views}
 
 
 # --- the sizes that the configuration names --------------------------------------------------------------------------
@@ -302,9 +360,13 @@ _ALLOWED = {
     "clip_position": _Allowed(lambda value: value in ("start", "middle"), "start or middle"),
     "short_clips": _Allowed(lambda value: value in ("error", "repeat"), "error or repeat"),
     "max_enlargement": _Allowed(lambda value: _is_rate(value) and value >= 1, "a number from 1 on"),
+    "enlarge": _Allowed(lambda value: isinstance(value, bool), "true or false"),
+    "crop": _Allowed(lambda value: value in ("middle", "random"), "middle or random"),
+    "flip": _Allowed(lambda value: isinstance(value, bool), "true or false"),
+    "variants": _Allowed(_is_count),
     "max_cut": _Allowed(lambda value: value == 0 or (_is_rate(value) and value <= 1), "a share from 0 to 1"),
 }
-"""Every key of `SizeSettings`, in its order."""
+"""Every key of `SizeSettings`."""
 _EXCLUDED_BY = {"buckets": ("num_frames", "height"), "max_pixels": ("height", "buckets")}
 """Key → keys that say the same in another way."""
 
@@ -323,5 +385,9 @@ def _conflicts(given: Mapping[str, Any]) -> Iterator[Problem]:
         beside = next((other for other in others if other in given), None)
         if key in given and beside is not None:
             yield Problem(f"is given beside {beside}", key=f"{_KEY}.{key}", way_out="Keep one of them.")
+    if "variants" in given and not given.get("flip") and given.get("crop") != "random":
+        yield Problem(
+            "nothing tells variants from one another", key=f"{_KEY}.variants", way_out="Set flip or crop: random."
+        )
     if "fps" in given and given.get("frame_interval", 1) != 1:
         yield Problem("is given beside fps", key=f"{_KEY}.frame_interval", way_out="Keep one of them.")

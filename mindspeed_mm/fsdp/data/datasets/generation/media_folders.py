@@ -1,0 +1,274 @@
+"""Captioned media without a table of rows: a folder with a text file beside each picture or clip, and tar archives.
+
+The folder is that of kohya's scripts and their relatives: `a.png` beside `a.txt`; a folder `10_dog` is read ten times an
+epoch, and its media without a text file have the caption `dog`. The archives are WebDataset's: members of one name are
+one sample.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.fsdp.data.data_utils.rows.readers import SUFFIXES
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import INFO_FILE
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.data.data_utils.tar_members import SUFFIX as TAR_SUFFIX
+from mindspeed_mm.fsdp.data.data_utils.tar_members import MemberSpan, members_of, open_span
+
+MEDIA_SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"}
+)
+CAPTION_SUFFIXES = (".txt", ".caption")
+"""Of the file beside a medium; the first that is there counts."""
+METADATA = tuple(f"metadata{suffix}" for suffix in (".jsonl", ".csv", ".parquet"))
+"""Tables of an image folder (`datasets`); their paths start where they lie."""
+
+_KEY = "data.dataset_param.basic_parameters.dataset"
+_REPEATED = re.compile(r"(\d+)_(.+)")
+_MOST_CAPTION_BYTES = 2**20
+
+
+class FilePlace(RowLocation):
+    """A sample that is a file of its own, printed as its path."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self.file
+
+
+class CaptionedFolder:
+    """The media that lie in one folder, in the order of their names, each with the text file beside it.
+
+    Args:
+        path: The folder; folders inside are others.
+        name: What to call it.
+        media: Names of its files that are media.
+        others: Names of its other files.
+        default: Caption of media without a text file; None: such a medium is a bad row.
+    """
+
+    def __init__(
+        self, path: Path, name: str, media: Sequence[str], others: Sequence[str], default: str | None = None
+    ) -> None:
+        self.path, self.name, self._default = path, name, default
+        self._media = sorted(media)
+        captions = {file for file in others if file.endswith(CAPTION_SUFFIXES)}
+        self._captions = [_beside(file, captions) for file in self._media]
+
+    def __len__(self) -> int:
+        return len(self._media)
+
+    def place(self, index: int) -> RowLocation:
+        """Path of the medium."""
+        return FilePlace(f"{self.name}/{self._media[index]}", index + 1)
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Medium `index` as `path` and `captions`; each line of the text is a caption of its own.
+
+        Raises:
+            DataError: It has no text file, or one that cannot be read.
+        """
+        medium, caption = self._media[index], self._captions[index]
+        if caption is not None:
+            return {"path": medium, "captions": _lines(_read_text(self.path / caption))}
+        if self._default is None:
+            stem = PurePath(medium).stem
+            raise DataError(
+                f"the medium has no caption: there is no {stem}.txt beside it",
+                where=str(self.place(index)),
+                way_out="Write one; an empty file trains it without a caption.",
+            )
+        return {"path": medium, "captions": [self._default]}
+
+    def facts(self) -> dict[str, Any]:
+        """Name, rows, and the files with size and time of change."""
+        names = [name for pair in zip(self._media, self._captions, strict=True) for name in pair if name is not None]
+        marks = [(name, status.st_size, status.st_mtime_ns) for name in names for status in [(self.path / name).stat()]]
+        return {"name": self.name, "rows": len(self), "files": marks}
+
+
+class TarSamples:
+    """The samples of a WebDataset archive: members that share their name up to its first dot.
+
+    `a.jpg` is the medium, `a.txt` its caption, `a.json` further columns; `a.source.jpg` is a column `source`.
+
+    Args:
+        path: The archive.
+        name: What to call it; None: by its name.
+
+    Raises:
+        DataError: It is no archive, or holds no media.
+    """
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path, self.name = path, name or path.name
+        samples: dict[str, dict[str, str]] = {}
+        for member in members_of(path):
+            folder, _, file = member.rpartition("/")
+            stem, _, ending = file.partition(".")
+            samples.setdefault(f"{folder}/{stem}" if folder else stem, {})[ending.lower()] = member
+        media = [(key, parts) for key, parts in samples.items() if any(_is_medium(f".{ending}") for ending in parts)]
+        if not media:
+            raise DataError(
+                "the archive holds no pictures or clips",
+                where=str(path),
+                key=_KEY,
+                way_out="Samples of a WebDataset are members of one name: 0001.jpg, 0001.txt.",
+            )
+        self._samples = media
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def place(self, index: int) -> RowLocation:
+        """Name of the sample in its archive."""
+        return FilePlace(f"{self.name}/{self._samples[index][0]}", index + 1)
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Sample `index`; media as paths through the archive.
+
+        Raises:
+            DataError: A text or a JSON member cannot be read.
+        """
+        _, parts = self._samples[index]
+        row: dict[str, Any] = {}
+        if "json" in parts:
+            row |= self._columns(parts["json"], index)
+        for ending, member in parts.items():
+            column, _, kind = ending.rpartition(".")
+            if _is_medium(f".{kind}"):
+                row[column or "path"] = f"{self.path.absolute()}/{member}"
+        caption = next((parts[s[1:]] for s in CAPTION_SUFFIXES if s[1:] in parts), None)
+        if caption is not None:
+            row["cap"] = _lines(_decoded(self._bytes(caption), f"{self.name}/{caption}"))
+        return row
+
+    def _columns(self, member: str, index: int) -> dict[str, Any]:
+        try:
+            found = parse_json(self._bytes(member))
+        except ValueError as error:
+            raise DataError(f"'{member}' cannot be read as JSON: {error}", where=str(self.place(index))) from error
+        if not isinstance(found, dict):
+            raise DataError(f"'{member}' is not an object", where=str(self.place(index)))
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _bytes(self, member: str) -> bytes:
+        span: MemberSpan = members_of(self.path)[member]
+        if span.size > _MOST_CAPTION_BYTES:
+            raise DataError(f"'{member}' has {span.size} bytes: it is no text of a sample", where=self.name)
+        with open_span(self.path.open("rb"), span) as file:
+            return file.read()
+
+
+def holds_media(path: Path) -> bool:
+    """Whether a folder is read by itself and not as a folder of tables: it has a `metadata` table, archives, or media
+    with text files beside them.
+
+    Raises:
+        DataError: It could be either.
+    """
+    tables, captioned = list[Path](), False
+    for folder, files in _walk(path):
+        if any(name in METADATA or name.endswith(TAR_SUFFIX) for name in files):
+            return True
+        media = {PurePath(name).stem for name in files if _is_medium(name)}
+        captioned |= bool(media) and _REPEATED.fullmatch(folder.name) is not None
+        captioned |= any(name.endswith(CAPTION_SUFFIXES) and PurePath(name).stem in media for name in files)
+        tables += [folder / name for name in files if _is_table(name) and PurePath(name).stem not in media]
+    if captioned and tables:
+        raise DataError(
+            f"the folder holds media with text files, and the table {tables[0].relative_to(path)}",
+            where=str(path),
+            key=_KEY,
+            way_out="Name the table, or take it out of the folder.",
+        )
+    return captioned or not tables
+
+
+def open_media_folder(path: Path) -> Iterator[tuple[CaptionedFolder | TarSamples | Path, Path, int]]:
+    """What a folder holds: a `metadata` table, an archive, or a folder of captioned media; the folder that its paths
+    start at; and how often an epoch reads it.
+
+    Raises:
+        DataError: It holds no media.
+    """
+    has_any = False
+    for here, files in _walk(path):
+        table = next((name for name in METADATA if name in files), None)
+        archives = sorted(name for name in files if name.endswith(TAR_SUFFIX))
+        media = [name for name in files if _is_medium(name)]
+        has_any |= bool(table or archives or media)
+        if table is not None:
+            yield here / table, here, 1
+        elif archives:
+            yield from ((TarSamples(here / name), here, 1) for name in archives)
+        elif media and not _is_below_table(here, path):
+            named = _REPEATED.fullmatch(here.name)
+            default = named[2].replace("_", " ") if named else None
+            name = here.relative_to(path.parent).as_posix()
+            others = [file for file in files if not _is_medium(file)]
+            yield CaptionedFolder(here, name, media, others, default), here, max(1, int(named[1])) if named else 1
+    if not has_any:
+        raise DataError(
+            "the folder holds neither media nor tables of them",
+            where=str(path),
+            key=_KEY,
+            way_out="Put pictures or clips there with a .txt of the same name beside each, or a metadata.jsonl.",
+        )
+
+
+def _is_below_table(folder: Path, root: Path) -> bool:
+    """Whether the media are those of a `metadata` table further up."""
+    above = [folder, *folder.parents]
+    above = above[: above.index(root) + 1]
+    return any((each / name).is_file() for each in above for name in METADATA)
+
+
+def _walk(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Folders with their files in the order of their names, without what is hidden."""
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield Path(folder), sorted(name for name in files if not name.startswith("."))
+
+
+def _is_table(name: str) -> bool:
+    return name.endswith(SUFFIXES) and name != INFO_FILE
+
+
+def _is_medium(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES or name.lower() in MEDIA_SUFFIXES  # noqa: PTH122
+
+
+def _beside(medium: str, captions: Mapping[str, Any] | set[str]) -> str | None:
+    stem = os.path.splitext(medium)[0]  # noqa: PTH122
+    return next((stem + suffix for suffix in CAPTION_SUFFIXES if stem + suffix in captions), None)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MOST_CAPTION_BYTES:
+            raise DataError("is too long for a caption", where=str(path))
+        return _decoded(path.read_bytes(), str(path))
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"byte {error.start} is not UTF-8", where=where, way_out="Save the file as UTF-8."
+        ) from error
+
+
+def _lines(text: str) -> list[str]:
+    """The lines that say something; one empty caption where none does."""
+    return [line.strip() for line in text.splitlines() if line.strip()] or [""]
