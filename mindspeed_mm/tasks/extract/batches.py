@@ -34,6 +34,15 @@ _CAPTIONS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
+class RowNeeds:
+    """What of a row is there from earlier work, see `FeatureRecord`."""
+
+    media_stem: str = ""
+    caption_stems: tuple[str, ...] = ()
+    stem: str = ""
+
+
+@dataclass(frozen=True)
 class WorkBatch:
     """Rows that are encoded together, and are lost together when the process is killed."""
 
@@ -41,7 +50,9 @@ class WorkBatch:
     rows: tuple[int, ...]
     size: MediaSize
     views: int = 1
-    """Of each row's medium."""
+    """Of each row's medium; 0: its latents are there."""
+    needs: tuple[RowNeeds, ...] = ()
+    """Of each row; none: all of every row is encoded."""
 
     @property
     def decoded_bytes(self) -> int:
@@ -56,7 +67,7 @@ class DecodedBatch:
     number: int
     records: list[FeatureRecord] = field(default_factory=list)
     pixels: list[torch.Tensor] = field(default_factory=list)
-    """(views, 3, T, H, W) uint8 each."""
+    """(views, 3, T, H, W) uint8 each; none where latents are there."""
     skipped: list[SkippedRow] = field(default_factory=list)
 
 
@@ -106,7 +117,9 @@ def decoded_ahead(source: RawSource, batches: Sequence[WorkBatch], threads: int)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-EncodingJob = tuple[WorkBatch, list["Future[tuple[FeatureRecord, torch.Tensor] | SkippedRow]"]]
+DecodedRow = tuple[FeatureRecord, torch.Tensor | None] | SkippedRow
+"""A row with its pixels, (views, 3, T, H, W) uint8; None where its latents are there."""
+EncodingJob = tuple[WorkBatch, list["Future[DecodedRow]"]]
 
 
 def _decode(
@@ -117,7 +130,9 @@ def _decode(
     while todo or waiting:
         while todo and _has_room([batch for batch, _ in waiting], todo[0], threads):
             batch = todo.popleft()
-            waiting.append((batch, [pool.submit(_decode_row, source, row) for row in batch.rows]))
+            needs = batch.needs or (RowNeeds(),) * len(batch.rows)
+            jobs = [pool.submit(_decode_row, source, row, need) for row, need in zip(batch.rows, needs, strict=True)]
+            waiting.append((batch, jobs))
         yield _gather(*waiting.popleft())
 
 
@@ -129,20 +144,23 @@ def _has_room(waiting: Sequence[WorkBatch], following: WorkBatch, threads: int) 
     return is_short and (len(waiting) < 2 or decoded_bytes <= _DECODED_BYTES)
 
 
-def _decode_row(source: RawSource, index: int) -> tuple[FeatureRecord, torch.Tensor] | SkippedRow:
+def _decode_row(source: RawSource, index: int, needs: RowNeeds) -> DecodedRow:
     place, path, said = str(source.place(index)), "", ""
     try:
         row = source.rows[index]
         path, said = row.name, row.digest
-        pixels, key = source.pixels(index, row), source.key(index, row)
+        pixels = None if needs.media_stem else source.pixels(index, row)
+        key, medium = source.key(index, row), source.digest(index, row).hex()
     except DataError as error:
         return SkippedRow(index, place, path, str(error), said)
     of_row = (index, key, place, path, row.captions, source.sizes[index])
-    record = FeatureRecord(*of_row, said=said, repeats=source.repeats_of(index))
+    record = FeatureRecord(
+        *of_row, said=said, repeats=row.repeats, medium=medium, pixels=source.pixels_key(index), **vars(needs)
+    )
     return record, pixels
 
 
-def _gather(batch: WorkBatch, jobs: Iterable[Future[tuple[FeatureRecord, torch.Tensor] | SkippedRow]]) -> DecodedBatch:
+def _gather(batch: WorkBatch, jobs: Iterable[Future[DecodedRow]]) -> DecodedBatch:
     decoded = DecodedBatch(batch.number)
     for job in jobs:
         result = job.result()
@@ -150,7 +168,8 @@ def _gather(batch: WorkBatch, jobs: Iterable[Future[tuple[FeatureRecord, torch.T
             decoded.skipped.append(result)
         else:
             decoded.records.append(result[0])
-            decoded.pixels.append(result[1])
+            if result[1] is not None:
+                decoded.pixels.append(result[1])
     return decoded
 
 
@@ -178,23 +197,28 @@ class BatchEncoder:
         """Encode a batch. Rows whose latents are not finite are moved to its skipped ones."""
         if not batch.records:
             return {}
-        pixels = torch.stack(batch.pixels)
-        found = self._encode_media(pixels.flatten(0, 1).to(self._device))
-        media = {name: values.unflatten(0, pixels.shape[:2]) for name, values in found.items()}
-        usable = _take_usable(batch, media["latents"])
+        media = self._encode_views(batch.pixels) if batch.pixels else {}
+        usable = _take_usable(batch, media["latents"]) if media else range(len(batch.records))
         batch.records = [
             replace(record, cut_captions=len(self._lengths.cut(record.captions))) for record in batch.records
         ]
-        texts = self.encode_captions([caption for record in batch.records for caption in record.captions])
+        texts = self.encode_captions([caption for record in batch.records for _, caption in _own_captions(record)])
         tensors: dict[str, torch.Tensor] = {}
         for record, at in zip(batch.records, usable, strict=True):
-            if tensor_name(record.key, "latents") in tensors:
+            stem = record.own_stem
+            if tensor_name(stem, "latents") in tensors:
                 continue  # the same row twice in a batch
             for name, values in media.items():
-                tensors |= {tensor_name(record.key, name, view=view): each for view, each in enumerate(values[at])}
-            for number, caption in enumerate(record.captions):
-                tensors |= {tensor_name(record.key, name, number): v.clone() for name, v in texts[caption].items()}
+                tensors |= {tensor_name(stem, name, view=view): each for view, each in enumerate(values[at])}
+            for number, caption in _own_captions(record):
+                tensors |= {tensor_name(stem, name, number): v.clone() for name, v in texts[caption].items()}
         return tensors
+
+    def _encode_views(self, pixels: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Latents and conditions, (B, views, …) each."""
+        stacked = torch.stack(list(pixels))
+        found = self._encode_media(stacked.flatten(0, 1).to(self._device))
+        return {name: values.unflatten(0, stacked.shape[:2]) for name, values in found.items()}
 
     def encode_captions(self, captions: Sequence[str]) -> dict[str, TextFeatures]:
         """Caption → its features, without padding and batch axis."""
@@ -212,6 +236,13 @@ class BatchEncoder:
         media = {"latents": self._adapter.encode_media(self._pipeline, pixels)}
         media |= self._adapter.encode_conditions(self._pipeline, pixels)
         return {name: values.cpu().contiguous() for name, values in media.items()}
+
+
+def _own_captions(record: FeatureRecord) -> Iterator[tuple[int, str]]:
+    """Number and text of the captions whose features no older row has."""
+    for number, caption in enumerate(record.captions):
+        if not (record.caption_stems and record.caption_stems[number]):
+            yield number, caption
 
 
 def _take_usable(batch: DecodedBatch, latents: torch.Tensor) -> list[int]:

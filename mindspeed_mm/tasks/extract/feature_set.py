@@ -17,6 +17,7 @@ import torch
 from mindspeed_mm.core.artifacts import RunFolder
 from mindspeed_mm.core.errors import DataError, StoppedAfterSave
 from mindspeed_mm.core.version import __version__
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
 from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.datasets.generation.sizes import SizeSettings
 from mindspeed_mm.fsdp.data.feature_store.description import (
@@ -38,7 +39,8 @@ from mindspeed_mm.fsdp.train.run.stop_signal import StopSignal
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
-from mindspeed_mm.tasks.extract.batches import BatchEncoder, WorkBatch, decoded_ahead, plan_batches, rows_fingerprint
+from mindspeed_mm.tasks.extract.batches import BatchEncoder, WorkBatch, decoded_ahead, rows_fingerprint
+from mindspeed_mm.tasks.extract.growth import WorkPlan, plan_work
 from mindspeed_mm.tasks.extract.limits import FEATURES_KEY, BadRows, check_room, room_warning
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "safetensors")
@@ -149,7 +151,9 @@ class SetExtraction:
         self._ranks, self._is_first = ranks, ranks.rank == 0
         self._options, self._stop = options, stop
         self._progress = WorkProgress(ranks.rank, ranks.world_size, stream)
-        self._source = RawSource(basic, preprocess, self._adapter.geometry)
+        self._marks = MediaMarks.read(self.folder.marks)
+        self._source = RawSource(basic, preprocess, self._adapter.geometry, self._marks)
+        self._marks_now = MediaMarks.of(self._source.rows, self._source.headers, self._source.media)
         self._bad = BadRows(basic, self._source.left_out, len(self._source))
 
     def run(self) -> ExtractOutcome | None:
@@ -162,8 +166,9 @@ class SetExtraction:
         """
         began = time.monotonic()
         with self._lock(), explained(self.folder):
-            self._begin()
+            self._prepare()
             damaged = self._drop_damaged()
+            self._begin()
             missing = self._find_missing()
             self._ranks.gather(None)  # all have looked before the first one writes
             encoding_s = self._encode(missing)
@@ -191,30 +196,56 @@ class SetExtraction:
         self.folder.check()  # before the lock is written there
         return RunFolder(self.folder.path, FEATURES_KEY).lock(f"extract-{uuid.uuid4().hex[:8]}")
 
-    def _begin(self) -> None:
-        """Settle what is to be done, and how rows are dealt into batches."""
+    def _prepare(self) -> None:
+        """A folder to work in."""
         if self._is_first:
             if self._options.overwrite:
                 self.folder.clear()
+                self._marks = MediaMarks()
             self.folder.prepare()
-            self._settle().write(self.folder.description)
+            if self.folder.description.is_file():
+                self._check_same(read_description(self.folder.description))
+        self._ranks.gather(None)
+
+    def _begin(self) -> None:
+        """Settle what is to be done, and how rows are dealt into batches."""
+        if self._is_first:
+            description = self._settle()
+            description.write(self.folder.description)
             self.folder.open_work()
         self._ranks.gather(None)
         self._description = read_description(self.folder.description)
         if self._description.rows_fingerprint != rows_fingerprint(self._source):
             raise DataError("this rank reads different rows than rank 0", where=str(self.folder.path))
-        self._batches = plan_batches(self._source.sizes, self._description.batch_size, self._source.views)
+        self._plan = self._plan_from(self._description.first_batch, self._description.batch_size)
+        if self._plan.digest != self._description.plan:
+            raise DataError("this rank finds other features than rank 0", where=str(self.folder.path))
+        self._batches = self._plan.batches
+        self._ranks.gather(None)  # all have looked at what is there before it is changed
+        if self._is_first:  # of what has changed the older mark stays until its features are there
+            self._marks.with_new(self._marks_now).write(self.folder.marks)
 
     def _settle(self) -> Description:
-        """What is done now, checked against what was begun."""
+        """What is done now: what was begun, or, where rows, media or sizes are others, what they add to it."""
         exists = self.folder.description.is_file()
         before = read_description(self.folder.description) if exists else None
         now = self._describe(before)
         if before is None:
             return now
-        preprocessing = asdict(SizeSettings.noted(before.preprocessing))
-        check_same_work(replace(before, preprocessing=preprocessing), now, self.folder.description)
-        return replace(now, versions=before.versions, contents=before.contents)
+        first = before.first_batch
+        if now.rows_fingerprint == before.rows_fingerprint and self._marks.has_same(self._marks_now):
+            if self._plan_from(first, now.batch_size).digest == before.plan:
+                return replace(before, model_folder=now.model_folder, components=now.components)
+        first = self.folder.next_batch
+        self.folder.index.unlink(missing_ok=True)
+        return replace(now, first_batch=first, plan=self._plan_from(first, now.batch_size).digest)
+
+    def _plan_from(self, first: int, batch_size: int | None) -> WorkPlan:
+        return plan_work(self._source, self.folder, first, self._marks, batch_size)
+
+    def _check_same(self, before: Description) -> None:
+        """Raise `DataError` when other encoders, or another way to use them, have made what is there."""
+        check_same_work(before, self._describe(before), self.folder.description)
 
     def _describe(self, before: Description | None) -> Description:
         return Description(
@@ -255,8 +286,10 @@ class SetExtraction:
         Returns:
             Seconds that it took, from the moment that the encoders are there.
         """
-        shards = ShardBuilder(self.folder, len(self._batches), self._options.shard_bytes) if self._is_first else None
+        shards = None
         if self._is_first:
+            first = self._description.first_batch
+            shards = ShardBuilder(self.folder, len(self._batches), self._options.shard_bytes, first=first)
             self._write_null_text()
         mine = missing[self._ranks.rank :: self._ranks.world_size]
         encode = self._encoders.encode if mine else None
@@ -310,8 +343,9 @@ class SetExtraction:
 
     def _finish(self) -> FeatureSetContents:
         """The index and the list of skipped rows: with them the set is done."""
-        self._bad.recount(collect_skipped(self.folder))
-        contents = write_index(self.folder, self._description, self._bad.unreadable)
+        self._bad.recount(collect_skipped(self.folder, self._description.first_batch))
+        self._marks_now.write(self.folder.marks)
+        contents = write_index(self.folder, self._description, self._bad.unreadable, self._plan.kept)
         self.folder.drop_work()
         return contents
 
@@ -319,7 +353,7 @@ class SetExtraction:
         if not self._stop.requested:
             return
         done = self.folder.done()
-        samples = _rows([batch for batch in self._batches if batch.number in done])
+        samples = len(self._plan.kept) + _rows([batch for batch in self._batches if batch.number in done])
         raise StoppedAfterSave(
             f"stopped: {samples} of {len(self._source)} samples are done",
             where=str(self.folder.path),

@@ -17,6 +17,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     GenerationRows,
     build_media_loader,
     content_key,
+    media_digest,
     read_rows,
 )
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
@@ -250,16 +251,17 @@ class TestDuplicatesAndKeys:
             assert rows(path).duplicates == 0
 
     def test_the_key_is_of_content_captions_and_extras(self, tmp_path: Path) -> None:
-        key = content_key(b"pixels", ("a",), {"id": 1})
+        key = content_key(media_digest(b"pixels"), ("a",), {"id": 1})
         assert key == "5fb22ed78d7086860b0fc8c28931a70d"  # stored in features and checkpoints: it stays as it is
         (tmp_path / "x").write_bytes(b"pixels")
         with (tmp_path / "x").open("rb") as file:
-            assert content_key(file, ("a",), {"id": 1}) == key
+            assert content_key(media_digest(file), ("a",), {"id": 1}) == key
         others = [
-            content_key(b"pixel", ("a",), {"id": 1}),
-            content_key(b"pixels", ("b",), {"id": 1}),
-            content_key(b"pixels", ("a", "a"), {"id": 1}),
-            content_key(b"pixels", ("a",), {"id": 2}),
+            content_key(media_digest(b"pixel"), ("a",), {"id": 1}),
+            content_key(media_digest(b"pixels"), ("b",), {"id": 1}),
+            content_key(media_digest(b"pixels"), ("a", "a"), {"id": 1}),
+            content_key(media_digest(b"pixels"), ("a",), {"id": 2}),
         ]
         assert len({key, *others}) == 5
-        assert content_key(b"", ("a",), {"y": 1, "x": 2}) == content_key(b"", ("a",), {"x": 2, "y": 1})
+        empty = media_digest(b"")
+        assert content_key(empty, ("a",), {"y": 1, "x": 2}) == content_key(empty, ("a",), {"x": 2, "y": 1})

@@ -58,6 +58,10 @@ class Description:
     """What sizes follow from, for folders that lack the component: `vae` → its config.json."""
     contents: FeatureSetContents | None = None
     """None while it is not finished."""
+    first_batch: int = 0
+    """Number of the first batch of the latest work; those before it are of rows as they were earlier."""
+    plan: str = ""
+    """Hash of what the latest work encodes; empty: every row."""
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
 
@@ -94,7 +98,8 @@ def read_description(path: Path) -> Description:
 
 
 def check_same_work(before: Description, now: Description, path: Path) -> None:
-    """Raise `DataError` that names what differs, when work was begun with other rows, encoders or settings."""
+    """Raise `DataError` that names what differs, when features were begun by other encoders or in another way. Other
+    rows and other sizes are work that is added."""
     problems = [Problem(what, key=key, where=str(path)) for key, what in _differences(before, now)]
     problems += component_problems(before.components, now.components, Path(now.model_folder))
     if problems:
@@ -135,15 +140,10 @@ def _differences(before: Description, now: Description) -> Iterator[tuple[str, s
         was, new = getattr(before, name), getattr(now, name)
         if was != new:
             yield name, f"{_plain(was)} then, {_plain(new)} now"
-    for group in ("geometry", "preprocessing"):
-        was, new = _numbers(getattr(before, group)), _numbers(getattr(now, group))
-        for name in sorted(was.keys() | new.keys()):
-            if was.get(name) != new.get(name):
-                yield f"{group}.{name}", f"{_plain(was.get(name))} then, {_plain(new.get(name))} now"
-    if before.rows != now.rows:
-        yield "rows", f"there were {before.rows}, now there are {now.rows}"
-    elif before.rows_fingerprint != now.rows_fingerprint:
-        yield "rows", "as many as before, but media, captions, their order or sizes have changed"
+    was, new = _numbers(before.geometry), _numbers(now.geometry)
+    for name in sorted(was.keys() | new.keys()):
+        if was.get(name) != new.get(name):
+            yield f"geometry.{name}", f"{_plain(was.get(name))} then, {_plain(new.get(name))} now"
 
 
 def _plain(value: Any) -> str:

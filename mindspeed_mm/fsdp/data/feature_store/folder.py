@@ -46,6 +46,7 @@ class FeatureFolder:
         self.null_text = path / "null-text.safetensors"
         self.index = path / "index.jsonl"
         self.skipped = path / "skipped.jsonl"
+        self.marks = path / "media.json"
         self.work = path / "work"
 
     @property
@@ -85,7 +86,7 @@ class FeatureFolder:
         """Take away a feature set, if one is there, and nothing else; what it was stays known until all is gone."""
         if not self._describes_features():
             return
-        for path in (self.index, *self.files(), self.skipped, self.null_text):
+        for path in (self.index, *self.files(), self.skipped, self.null_text, self.marks):
             path.unlink(missing_ok=True)
         self._drop_leftovers()
         self.drop_work()
@@ -116,6 +117,16 @@ class FeatureFolder:
         """Numbers of all finished batches."""
         in_shards = {batch for span in self.shards() for batch in range(span.first, span.last + 1)}
         return in_shards | self.pending().keys()
+
+    @property
+    def next_batch(self) -> int:
+        """A number that no batch has had."""
+        return max(self.done(), default=-1) + 1
+
+    def batches_before(self, first: int) -> list[Path]:
+        """Files of the batches of earlier work."""
+        pending = [path for number, path in sorted(self.pending().items()) if number < first]
+        return [span.path for span in self.shards() if span.first < first] + pending
 
     def files(self) -> list[Path]:
         """Everything that holds tensors of rows."""

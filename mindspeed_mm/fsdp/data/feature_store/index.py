@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,15 @@ from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, TensorFacts
 
 
-def collect_skipped(folder: FeatureFolder) -> list[SkippedRow]:
-    """Rows of finished batches that could not be used, in their order."""
-    skipped = [row for path in folder.files() for row in read_facts(path)[0].skipped]
+def collect_skipped(folder: FeatureFolder, first: int = 0) -> list[SkippedRow]:
+    """Rows of finished batches that could not be used, in their order.
+
+    Args:
+        folder: Of the feature set.
+        first: Number of the first batch of the latest work.
+    """
+    found = [read_facts(path)[0] for path in folder.files()]
+    skipped = [row for facts in found if facts.first_batch >= first for row in facts.skipped]
     return sorted(skipped, key=lambda row: row.row or 0)
 
 
@@ -30,7 +36,10 @@ def count_done(folder: FeatureFolder) -> tuple[int, int]:
 
 
 def write_index(
-    folder: FeatureFolder, description: Description, unreadable: Sequence[SkippedRow] = ()
+    folder: FeatureFolder,
+    description: Description,
+    unreadable: Sequence[SkippedRow] = (),
+    kept: Sequence[FeatureRecord] = (),
 ) -> FeatureSetContents:
     """Finish a feature set: the list of skipped rows, what the shards hold, and last the index.
 
@@ -38,20 +47,21 @@ def write_index(
         folder: All its batches are in shards.
         description: Of the set.
         unreadable: Rows that could not even be read.
+        kept: Rows of which earlier work has made everything.
 
     Raises:
         DataError: A row's medium changed while the work went on, so that its features are nowhere.
     """
-    records: list[FeatureRecord] = []
-    skipped = list(unreadable)
-    homes: dict[str, tuple[str, dict[str, TensorFacts]]] = {}
+    records, skipped = list(kept), list(unreadable)
+    homes: Homes = {}
     for span in folder.shards():
         facts, shapes = read_facts(span.path)
         for name, fact in shapes.items():
-            key, _, rest = name.partition("/")
-            homes.setdefault(key, (span.path.name, {}))[1][rest] = fact
-        records += facts.records
-        skipped += facts.skipped
+            stem, _, rest = name.partition("/")
+            homes.setdefault(stem, (span.path.name, {}))[1][rest] = fact
+        if facts.first_batch >= description.first_batch:
+            records += facts.records
+            skipped += facts.skipped
     lines = [_placed(record, homes, folder.path) for record in sorted(records, key=lambda record: record.row)]
     contents = FeatureSetContents(
         len(lines),
@@ -105,17 +115,39 @@ def read_skipped(path: Path) -> list[SkippedRow]:
     return skipped
 
 
-def _placed(
-    record: FeatureRecord, homes: Mapping[str, tuple[str, dict[str, TensorFacts]]], folder: Path
-) -> FeatureRecord:
-    if record.key not in homes:
+Homes = dict[str, tuple[str, dict[str, TensorFacts]]]
+"""Stem → file that holds its tensors, and name without the stem → dtype and shape."""
+
+
+def _placed(record: FeatureRecord, homes: Homes, folder: Path) -> FeatureRecord:
+    """A row with the tensors that are its own, and those that it shares with older rows."""
+    stem = record.own_stem
+    shard, tensors = homes.get(stem, ("", {}))
+    found, places = dict(tensors), dict[str, tuple[str, str]]()
+    for name, home, stored in _shared(record, homes):
+        found[name] = homes[home][1][stored]
+        places[name] = (homes[home][0], f"{home}/{stored}")
+    if "latents" not in found:
         raise DataError(
             f"the medium '{record.path}' changed while features were made",
             where=record.place,
             way_out=f"Run mm extract with --overwrite ({folder}).",
         )
-    shard, tensors = homes[record.key]
-    return replace(record, shard=shard, tensors=tensors)
+    return replace(record, shard=shard or places["latents"][0], tensors=found, places=places)
+
+
+def _shared(record: FeatureRecord, homes: Homes) -> Iterator[tuple[str, str, str]]:
+    """Name without the key, stem of the older row, and name there, of what a row shares."""
+    if record.media_stem in homes:
+        for stored in homes[record.media_stem][1]:
+            if "/" not in stored:
+                yield stored, record.media_stem, stored
+    for number, shared in enumerate(record.caption_stems):
+        home, _, caption = shared.partition("/")
+        for stored in homes[home][1] if home in homes else ():
+            name, _, of_caption = stored.partition("/")
+            if caption and of_caption == caption:
+                yield f"{name}/{number}", home, stored
 
 
 def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -163,7 +163,8 @@ class ShardedFeatureStore:
             of_view, _, caption = stored.partition("/")
             name, _, number = of_view.partition("@")
             if int(caption) == caption_index if caption else int(number or 0) == view:
-                found[name] = self._tensor(record.shard, tensor_name(record.key, stored))
+                own = (record.shard, tensor_name(record.own_stem, stored))
+                found[name] = self._tensor(*record.places.get(stored, own))
         return found
 
     def _tensor(self, shard: str, name: str) -> torch.Tensor:
@@ -207,8 +208,9 @@ def _check_complete(files: FeatureFolder, description: Description) -> None:
     if not files.is_finished or description.contents is None:
         encoded, skipped = count_done(files)
         missing = description.rows - encoded - skipped
+        told = f": {missing} of {description.rows} rows are missing" if not description.first_batch else ""
         raise DataError(
-            f"features are not finished: {missing} of {description.rows} rows are missing",
+            f"features are not finished{told}",
             where=str(files.path),
             key=_KEY,
             way_out="Run mm extract again: it goes on where it stopped.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -37,6 +37,23 @@ class FeatureRecord:
     """Number of captions that are longer than what the text encoder reads."""
     repeats: int = 1
     """How often an epoch reads the row."""
+    medium: str = ""
+    """Digest of the medium's file, 32 hex digits; like the next two empty in sets of versions that did not note it."""
+    pixels: str = ""
+    """What latents and conditions were made of: digest of the file, size, frames and views."""
+    stem: str = ""
+    """What the names of its own tensors begin with; empty: `key`."""
+    media_stem: str = ""
+    """The same of an older row whose latents and conditions are its own too; empty: it has its own."""
+    caption_stems: Sequence[str] = ()
+    """For each caption `<stem>/<number>` of an older row with the same caption, or empty; none: all are its own."""
+    places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Name without the key → file, and name in it, of the tensors that it shares with an older row."""
+
+    @property
+    def own_stem(self) -> str:
+        """What the names of its own tensors begin with."""
+        return self.stem or self.key
 
     @property
     def views(self) -> int:
@@ -55,8 +72,10 @@ class FeatureRecord:
             TypeError, ValueError, KeyError: It is not such a line.
         """
         tensors = {name: (str(dtype), tuple(shape)) for name, (dtype, shape) in line.get("tensors", {}).items()}
+        places = {name: (str(file), str(stored)) for name, (file, stored) in line.get("places", {}).items()}
         content = {entry.name: line[entry.name] for entry in fields(cls) if entry.name in line}
         own = {"captions": tuple(line["captions"]), "size": MediaSize(*line["size"]), "tensors": tensors}
+        own |= {"places": places, "caption_stems": tuple(line.get("caption_stems", ()))}
         return cls(**{**content, **own})
 
 

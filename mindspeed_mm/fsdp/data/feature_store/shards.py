@@ -6,7 +6,7 @@ first: so the shards are the same to the bit however often the work was killed a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,17 +42,20 @@ class ShardBuilder:
 
     Args:
         folder: The feature set.
-        batches: How many batches the whole work has.
+        batches: How many batches the work has.
         shard_bytes: Size of a shard.
+        first: Number of the first of them; those before it are of earlier work, and are taken as far as they are there.
     """
 
-    def __init__(self, folder: FeatureFolder, batches: int, shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._batches, self._shard_bytes = folder, batches, shard_bytes
+    def __init__(
+        self, folder: FeatureFolder, batches: int, shard_bytes: int = SHARD_BYTES, *, first: int = 0
+    ) -> None:
+        self._folder, self._shard_bytes, self._first, self._end = folder, shard_bytes, first, first + batches
         self._first_batch: dict[str, int] = {}
-        """Key → the first batch that has it: there its tensors are kept."""
+        """Stem → the first batch that has it: there its tensors are kept."""
         for span in folder.shards():
             self._remember(read_facts(span.path)[0].records, span.first)
-        self._gaps = list(self._find_gaps())
+        self._gaps = self._find_gaps()
         self._group = _Group()
 
     def compact(self) -> None:
@@ -64,15 +67,14 @@ class ShardBuilder:
             if start <= end:
                 self._gaps.insert(0, (start, end))
 
-    def _find_gaps(self) -> Iterator[tuple[int, int]]:
-        """First and last batch of each stretch that is in no shard."""
-        start = 0
-        for span in self._folder.shards():
-            if start < span.first:
-                yield start, span.first - 1
-            start = span.last + 1
-        if start < self._batches:
-            yield start, self._batches - 1
+    def _find_gaps(self) -> list[tuple[int, int]]:
+        """First and last batch of each stretch that is in no shard, and is there or will be."""
+        in_shards = {batch for span in self._folder.shards() for batch in range(span.first, span.last + 1)}
+        earlier = {number for number in self._folder.pending() if number < self._first}
+        numbers = sorted((earlier | set(range(self._first, self._end))) - in_shards)
+        begins = [n for at, n in enumerate(numbers) if at == 0 or n == self._first or numbers[at - 1] != n - 1]
+        ends = [n for at, n in enumerate(numbers) if at == len(numbers) - 1 or numbers[at + 1] in begins]
+        return list(zip(begins, ends, strict=True))
 
     def _is_group_complete(self) -> bool:
         """Take batches into the next shard until it is full; False when one of them is missing."""
@@ -99,7 +101,7 @@ class ShardBuilder:
             path = self._folder.batch(number)
             facts, _ = read_facts(path)
             self._remember(facts.records, number)
-            own = {record.key for record in facts.records if self._first_batch[record.key] == number}
+            own = {record.own_stem for record in facts.records if self._first_batch[record.own_stem] == number}
             tensors |= {name: value for name, value in read_tensors(path).items() if name.partition("/")[0] in own}
             records += facts.records
             skipped += facts.skipped
@@ -110,4 +112,5 @@ class ShardBuilder:
 
     def _remember(self, records: Iterable[FeatureRecord], batch: int) -> None:
         for record in records:
-            self._first_batch[record.key] = min(batch, self._first_batch.get(record.key, batch))
+            stem = record.own_stem
+            self._first_batch[stem] = min(batch, self._first_batch.get(stem, batch))

@@ -23,12 +23,14 @@ from mindspeed_mm.fsdp.data.datasets.generation.captions import (
     repeated_id,
 )
 from mindspeed_mm.fsdp.data.datasets.generation.header_cache import HeaderCache
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks
 from mindspeed_mm.fsdp.data.datasets.generation.pixels import MediaHeader, is_video, media_pixels, probe_media
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import open_row_files
 from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     GenerationRow,
     build_media_loader,
     content_key,
+    media_digest,
     read_rows,
 )
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
@@ -41,6 +43,8 @@ _PROBLEMS_SHOWN = 10
 _SAME_RATE = 0.01
 """Frames a second are rounded in most lists."""
 _MAY_BE_ANIMATED = frozenset({".gif", ".webp", ".apng"})
+_TAKEN = ("fps", "frame_interval", "clip_position", "short_clips", "crop", "flip")
+"""Settings that decide which pixels are taken of a medium for a size."""
 _SHAPING_BASIC = {"max_samples", "on_bad_sample", "val_rate", "media_column", "caption_column", "data_storage_mode"} | {
     each.name for each in fields(CaptionRules)
 }
@@ -53,13 +57,21 @@ class RawSource:
         basic: Which rows.
         preprocess: To which sizes they are brought.
         geometry: What the model takes.
+        marks: Of media that were looked into before.
 
     Raises:
         DataError: Rows or headers are off and the policy is to stop, or too many are; a size suits no model.
         ConfigError: No rows, no size, or contradicting keys.
     """
 
-    def __init__(self, basic: BasicParameters, preprocess: PreprocessParameters, geometry: MediaGeometry) -> None:
+    def __init__(
+        self,
+        basic: BasicParameters,
+        preprocess: PreprocessParameters,
+        geometry: MediaGeometry,
+        marks: MediaMarks | None = None,
+    ) -> None:
+        self._known = marks or MediaMarks()
         self._basic, self._settings = basic, SizeSettings.read(preprocess)
         self._geometry, self._sampling = geometry, self._settings.sampling
         files = open_row_files(basic)
@@ -74,6 +86,7 @@ class RawSource:
         self._warn_of_scaling()
         self.seed = 0
         self._keys: dict[int, str] = {}
+        self._digests: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -110,9 +123,9 @@ class RawSource:
         row = self.rows[index]
         try:
             self._check_declared(index, row)
-            key = self.key(index, row)
-            sample_id = repeated_id(key, repeat)
-            view = self._settings.view(key, drawn_view(self.seed, epoch, sample_id, self.views))
+            sample_id = repeated_id(self.key(index, row), repeat)
+            number = drawn_view(self.seed, epoch, sample_id, self.views)
+            view = self._settings.view(self.digest(index, row).hex(), number)
             pixels = media_pixels(row, self.sizes[index], self.media, self._sampling, view)
         except DataError as error:
             raise _at(row, error) from error
@@ -146,19 +159,37 @@ class RawSource:
         row = row or self.rows[index]
         try:
             self._check_declared(index, row)
-            key, size = self.key(index, row), self.sizes[index]
-            views = [self._settings.view(key, number) for number in range(self.views)]
+            digest, size = self.digest(index, row).hex(), self.sizes[index]
+            views = [self._settings.view(digest, number) for number in range(self.views)]
             return torch.stack([media_pixels(row, size, self.media, self._sampling, view) for view in views])
         except DataError as error:
             raise _at(row, error) from error
 
     def key(self, index: int, row: GenerationRow | None = None) -> str:
-        """What the sample is, see `content_key`; a file is read for it once in each process."""
+        """What the sample is, see `content_key`."""
         if index not in self._keys:
             row = row or self.rows[index]
-            with self.media.open(row.media) as file:
-                self._keys[index] = content_key(file, row.captions, row.extras)
+            own_size = {"size": str(self.sizes[index])} if self.rows.files[self.rows.file_number(index)].sizes else {}
+            self._keys[index] = content_key(self.digest(index, row), row.captions, {**row.extras, **own_size})
         return self._keys[index]
+
+    def digest(self, index: int, row: GenerationRow | None = None) -> bytes:
+        """`media_digest` of a row; a file is read for it once in each process."""
+        if index not in self._digests:
+            row = row or self.rows[index]
+            with self.media.open(row.media) as file:
+                self._digests[index] = media_digest(file)
+        return self._digests[index]
+
+    def know_digest(self, index: int, digest: bytes) -> None:
+        """The digest of a medium that nobody has touched since it was found."""
+        self._digests[index] = digest
+
+    def pixels_key(self, index: int) -> str:
+        """What latents are made of: a function of the file, of the size, and of which frames and views are taken."""
+        taken = {name: vars(self._settings)[name] for name in _TAKEN}
+        said = (self.digest(index).hex(), str(self.sizes[index]), self.views, sorted(taken.items()))
+        return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run compares: files of rows with their content, what shapes samples, and what decides their
@@ -261,7 +292,7 @@ class RawSource:
             warnings.warn(note, stacklevel=2)
 
     def _probe(self, row: GenerationRow, cache: HeaderCache) -> MediaHeader | DataError:
-        header = cache.get(row)
+        header = self._known.header(row, self.media) or cache.get(row)
         if header is None:
             try:
                 header = probe_media(row, self.media)

@@ -194,7 +194,7 @@ class GenerationRows(Sequence[GenerationRow]):
             self.looks.append(look(row))
             if not all(caption.strip() for caption in row.captions):
                 self.empty_captions.append(str(row.place))
-            told = hash((row.media, row.captions, repr(row.extras)))
+            told = hash((row.media, row.captions, repr(row.extras), repr(self._locate(number)[0].sizes)))
             self.duplicates += told in seen
             seen.add(told)
         if faults and not may_skip:
@@ -261,19 +261,28 @@ def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) ->
     return MediaLoader(root, (basic.dataset_dir, *basic.media_roots, *dict.fromkeys(own)))
 
 
-def content_key(media: bytes | BinaryIO, captions: Sequence[str], extras: Mapping[str, Any]) -> str:
-    """What a sample is, in 32 hex digits: the same wherever the file lies and whatever it is called.
+def media_digest(media: bytes | BinaryIO) -> bytes:
+    """16 bytes that stand for a medium, wherever it lies.
 
     Args:
         media: The file's bytes, or the file opened for reading; it is read to its end.
-        captions: All captions of the row.
-        extras: Its further columns.
     """
     digest = blake2b(digest_size=16)
     for chunk in [media] if isinstance(media, bytes) else iter(lambda: media.read(_CHUNK_BYTES), b""):
         digest.update(chunk)
+    return digest.digest()
+
+
+def content_key(digest: bytes, captions: Sequence[str], extras: Mapping[str, Any]) -> str:
+    """What a sample is, in 32 hex digits: the same wherever the file lies and whatever it is called.
+
+    Args:
+        digest: `media_digest` of its medium.
+        captions: All captions of the row.
+        extras: Its further columns.
+    """
     words = json.dumps([list(captions), dict(extras)], sort_keys=True, default=str)
-    return blake2b(digest.digest() + words.encode(), digest_size=16).hexdigest()
+    return blake2b(digest + words.encode(), digest_size=16).hexdigest()
 
 
 # --- one row ---------------------------------------------------------------------------------------------------------

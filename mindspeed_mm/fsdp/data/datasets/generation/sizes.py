@@ -95,12 +95,12 @@ class SizeSettings:
             return self.variants or _RANDOM_CUTS
         return (self.variants or 2) if self.flip else 1
 
-    def view(self, key: str, variant: int) -> View:
-        """A view of a sample, a function of its key (`content_key`) and the number of the view alone."""
-        is_flipped = self.flip and variant % 2 == 1
+    def view(self, digest: str, number: int) -> View:
+        """A view of a medium, a function of its digest (`media_digest`) and the number of the view alone."""
+        is_flipped = self.flip and number % 2 == 1
         if self.crop == "middle":
             return View(is_flipped=is_flipped)
-        draw = random.Random(derive_seed(key, variant, "view"))
+        draw = random.Random(derive_seed(digest, number, "view"))
         return View(draw.random(), draw.random(), is_flipped)
 
     @property

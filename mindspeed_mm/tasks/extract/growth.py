@@ -1,0 +1,155 @@
+"""What an extraction still has to encode: everything at first; later the rows, captions and sizes that are new.
+
+Features are kept by what they were made of, not by the row that they were made for: latents by the digest of the medium's
+file with its size, frames and views; text features by the caption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.fsdp.data.datasets.generation.media_marks import MediaMarks, mark_of
+from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
+from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
+from mindspeed_mm.fsdp.data.feature_store.feature_file import read_facts
+from mindspeed_mm.fsdp.data.feature_store.folder import FeatureFolder
+from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord
+from mindspeed_mm.tasks.extract.batches import RowNeeds, WorkBatch, plan_batches
+
+
+@dataclass(frozen=True)
+class Existing:
+    """What earlier work has made.
+
+    Args:
+        records: Rows as they were, the latest last.
+        stems: What the names of stored tensors begin with.
+        pixels: `FeatureRecord.pixels` → stem of the latents.
+        captions: Caption → `<stem>/<number>` of its text features.
+        whole: (key, size) → row of which both were made, for sets that do not note `pixels`.
+        digests: Name of a medium → digest of its file.
+    """
+
+    stems: frozenset[str] = frozenset()
+    pixels: Mapping[str, str] = field(default_factory=dict)
+    captions: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[tuple[str, MediaSize], FeatureRecord] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: FeatureFolder, first: int) -> Existing:
+        """Of the batches before `first`."""
+        stems: dict[str, set[str]] = {}
+        records: list[FeatureRecord] = []
+        for path in folder.batches_before(first):
+            facts, shapes = read_facts(path)
+            records += facts.records
+            for name in shapes:
+                stem, _, rest = name.partition("/")
+                stems.setdefault(stem, set()).add(rest)
+        pixels: dict[str, str] = {}
+        captions: dict[str, str] = {}
+        whole: dict[tuple[str, MediaSize], FeatureRecord] = {}
+        digests: dict[str, str] = {}
+        for record in records:
+            stem, stored = record.own_stem, stems.get(record.own_stem, set())
+            numbers = {name.partition("/")[2] for name in stored if "/" in name}
+            if "latents" in stored and record.pixels:
+                pixels[record.pixels] = stem
+            captions |= {caption: f"{stem}/{n}" for n, caption in enumerate(record.captions) if str(n) in numbers}
+            if "latents" in stored and len(numbers) == len(record.captions):
+                whole[record.key, record.size] = record
+            if record.medium:
+                digests[record.path] = record.medium
+        return cls(frozenset(stems), pixels, captions, whole, digests)
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """What is to be encoded, and what is there."""
+
+    batches: Sequence[WorkBatch]
+    kept: Sequence[FeatureRecord]
+    """Rows of which everything is there."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of the batches; empty where every row is encoded and nothing is shared with earlier work."""
+        said = [(batch.rows, batch.needs) for batch in self.batches if batch.needs]
+        return hashlib.sha256(repr(said).encode()).hexdigest() if self.kept or said else ""
+
+
+def plan_work(
+    source: RawSource, folder: FeatureFolder, first: int, marks: MediaMarks, batch_size: int | None = None
+) -> WorkPlan:
+    """The batches that make features of every row, given those before `first`.
+
+    Args:
+        source: The rows.
+        folder: Of the features.
+        first: Number of the first batch to be made.
+        marks: Of media when earlier work read them: files that are untouched are not read again.
+        batch_size: Rows of a batch.
+    """
+    if first == 0:
+        return WorkPlan(plan_batches(source.sizes, batch_size, source.views), ())
+    existing = Existing.read(folder, first)
+    kept: list[FeatureRecord] = []
+    needs: dict[int, RowNeeds] = {}
+    for index, row in enumerate(source.rows):
+        found = _found(source, index, row, existing, marks)
+        if found is None:
+            needs[index] = RowNeeds(stem="")
+        elif found.media_stem and all(found.caption_stems):
+            kept.append(found)
+        else:
+            stem = f"{found.key}~{first}" if found.key in existing.stems else ""
+            needs[index] = RowNeeds(found.media_stem, tuple(found.caption_stems), stem)
+    return WorkPlan(_batches(source, needs, first, batch_size), kept)
+
+
+def _found(
+    source: RawSource, index: int, row: GenerationRow, existing: Existing, marks: MediaMarks
+) -> FeatureRecord | None:
+    """A row with where earlier work has its parts; None: it cannot be read, which encoding it will say."""
+    known = existing.digests.get(row.name)
+    if known is not None and marks.mark(row.name) == mark_of(row, source.media) is not None:
+        source.know_digest(index, bytes.fromhex(known))
+    try:
+        key = source.key(index, row)
+    except DataError:
+        return None
+    size, pixels = source.sizes[index], source.pixels_key(index)
+    record = FeatureRecord(
+        index, key, str(source.place(index)), row.name, row.captions, size, said=row.digest, repeats=row.repeats,
+        medium=source.digest(index, row).hex(), pixels=pixels,
+    )  # fmt: skip
+    whole = existing.whole.get((key, size)) if pixels not in existing.pixels else None
+    if whole is not None and not whole.pixels:  # of a version that kept whole rows
+        stems = tuple(f"{whole.own_stem}/{number}" for number in range(len(row.captions)))
+        return replace(record, media_stem=whole.own_stem, caption_stems=stems)
+    captions = tuple(existing.captions.get(caption, "") for caption in row.captions)
+    return replace(record, media_stem=existing.pixels.get(pixels, ""), caption_stems=captions)
+
+
+def _batches(
+    source: RawSource, needs: Mapping[int, RowNeeds], first: int, batch_size: int | None
+) -> list[WorkBatch]:
+    """Batches of rows whose media are encoded, then of those whose captions alone are."""
+    with_media = [row for row, need in needs.items() if not need.media_stem]
+    found = list(_dealt(source, with_media, needs, batch_size, source.views))
+    found += _dealt(source, [row for row in needs if row not in set(with_media)], needs, batch_size, 0)
+    return [replace(batch, number=first + at) for at, batch in enumerate(found)]
+
+
+def _dealt(
+    source: RawSource, rows: Sequence[int], needs: Mapping[int, RowNeeds], batch_size: int | None, views: int
+) -> Iterable[WorkBatch]:
+    sizes = [source.sizes[row] if views else MediaSize(1, 1, 1) for row in rows]
+    for batch in plan_batches(sizes, batch_size, max(views, 1)):
+        chosen = tuple(rows[at] for at in batch.rows)
+        yield replace(batch, rows=chosen, views=views, needs=tuple(needs[row] for row in chosen))
