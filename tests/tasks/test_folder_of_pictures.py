@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.fsdp.data.test_media_folders import captioned
-from tests.helpers.runs import lines, mm, train
+from tests.helpers.runs import losses, mm, train
 from tests.helpers.tiny_generators import make_tiny_flux
 
 FIVE_LINES = """\
 model: {model_name_or_path: model}
-data: {dataset_param: {dataset_type: generation, basic_parameters: {dataset: set}, preprocess_parameters: {max_pixels: 256}}}
+data:
+  dataset_param:
+    {dataset_type: generation, basic_parameters: {dataset: set}, preprocess_parameters: {max_pixels: 256}}
 training: {lr: 1e-3, train_iters: 3, save: run}
-parallel: {}
-features: {}
 """
 CHANGES = (
     "data.dataset_param.basic_parameters.shuffle_tags=true",
@@ -47,8 +47,7 @@ def test_five_lines_train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     found = json.loads(mm("data", "check", "run.yaml", "--json").out)
     assert (found["rows"], found["usable"], found["bad"]) == (3, 3, 0)
     train("run.yaml", None)
-    losses = [line["loss"] for line in lines(folder / "run")]
-    assert len(losses) == 3
+    assert len(losses(folder / "run")) == 3
 
 
 def test_features_and_raw_media_train_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +58,7 @@ def test_features_and_raw_media_train_the_same(folder: Path, monkeypatch: pytest
     assert said.code == 0, said.err
     train("run.yaml", "raw", *CHANGES)
     train("run.yaml", "stored", features, *CHANGES)
-    raw, stored = ([line["loss"] for line in lines(folder / name)] for name in ("raw", "stored"))
+    raw, stored = (list(losses(folder / name).values()) for name in ("raw", "stored"))
     assert raw == pytest.approx(stored, rel=1e-6)
     assert len(set(raw)) == len(raw)
     other = mm("train", "run.yaml", features, *CHANGES, "data.dataset_param.preprocess_parameters.flip=false")

@@ -103,7 +103,7 @@ def _of_changed_rows(dataset: MMDataset) -> Iterator[DataFinding]:
             "the rows have changed since their features were extracted",
             len(problems),
             tuple(str(problem) for problem in problems[:_EXAMPLES]),
-            (Fix("run mm extract again with --overwrite, or mm train with --accept-data-change", 0),),
+            (Fix("run mm extract again: it encodes what is new; or mm train with --accept-data-change", 0),),
         )
 
 

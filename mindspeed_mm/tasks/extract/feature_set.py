@@ -233,9 +233,9 @@ class SetExtraction:
         if before is None:
             return now
         first = before.first_batch
-        if now.rows_fingerprint == before.rows_fingerprint and self._marks.has_same(self._marks_now):
-            if self._plan_from(first, now.batch_size).digest == before.plan:
-                return replace(before, model_folder=now.model_folder, components=now.components)
+        is_same = now.rows_fingerprint == before.rows_fingerprint and self._marks.has_same(self._marks_now)
+        if is_same and self._plan_from(first, now.batch_size).digest == before.plan:
+            return replace(before, model_folder=now.model_folder, components=now.components)
         first = self.folder.next_batch
         self.folder.index.unlink(missing_ok=True)
         return replace(now, first_batch=first, plan=self._plan_from(first, now.batch_size).digest)

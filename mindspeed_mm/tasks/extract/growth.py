@@ -1,7 +1,7 @@
 """What an extraction still has to encode: everything at first; later the rows, captions and sizes that are new.
 
-Features are kept by what they were made of, not by the row that they were made for: latents by the digest of the medium's
-file with its size, frames and views; text features by the caption.
+Features are kept by what they were made of, not by the row that they were made for: latents by the digest of the
+medium's file with its size, frames and views; text features by the caption.
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ def _found(
     return replace(record, media_stem=existing.pixels.get(pixels, ""), caption_stems=captions)
 
 
-def _batches(
-    source: RawSource, needs: Mapping[int, RowNeeds], first: int, batch_size: int | None
-) -> list[WorkBatch]:
+def _batches(source: RawSource, needs: Mapping[int, RowNeeds], first: int, batch_size: int | None) -> list[WorkBatch]:
     """Batches of rows whose media are encoded, then of those whose captions alone are."""
     with_media = [row for row, need in needs.items() if not need.media_stem]
     found = list(_dealt(source, with_media, needs, batch_size, source.views))

@@ -375,6 +375,8 @@ class Record:
     size: MediaSize
     place: str = "rows.jsonl:1"
     cut_captions: int = 0
+    repeats: int = 1
+    views: int = 1
 
 
 class Store:
@@ -396,7 +398,7 @@ class Store:
     def __len__(self) -> int:
         return len(self.records)
 
-    def read(self, index: int, caption_index: int) -> dict[str, torch.Tensor]:
+    def read(self, index: int, caption_index: int, view: int = 0) -> dict[str, torch.Tensor]:
         size = self.records[index].size
         return {
             "latents": torch.full((4, size.height // 2, size.width // 2), float(index)),
@@ -440,7 +442,7 @@ class TestFeatures:
         monkeypatch.setattr(
             store,
             "read",
-            lambda index, caption: {
+            lambda index, caption, view: {
                 "latents": torch.zeros(16, 2, 2, 2),
                 "prompt_embeds": torch.ones(2 + index, 32),
                 "condition_latents": torch.full((16, 2, 2, 2), float(index)),

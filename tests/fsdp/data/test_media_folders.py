@@ -45,9 +45,7 @@ def source(dataset: Any, sizes: dict[str, Any] | None = None, **basic: Any) -> R
 
 
 def said(found: RawSource) -> list[tuple[str, tuple[str, ...], int]]:
-    return [
-        (str(row.place), row.captions, repeats) for row, repeats in zip(found.rows, found.repeats, strict=True)
-    ]
+    return [(str(row.place), row.captions, repeats) for row, repeats in zip(found.rows, found.repeats, strict=True)]
 
 
 def test_a_folder_of_kohya_is_read_by_itself(tmp_path: Path) -> None:
@@ -59,9 +57,9 @@ def test_a_folder_of_kohya_is_read_by_itself(tmp_path: Path) -> None:
     captioned(folder / ".hidden" / "d.png", "never seen")
     found = source(str(folder))
     assert said(found) == [
-        ("set/1_cats/sub/c.png", ("one line", "another line"), 1),
         ("set/10_my dog/a.jpg", ("a dog, outside",), 10),
         ("set/10_my dog/b.png", ("my dog",), 10),
+        ("set/1_cats/sub/c.png", ("one line", "another line"), 1),
     ]
     assert found.item(2, 0)["pixels"].shape == (3, 1, 16, 16)
 
@@ -120,7 +118,7 @@ def test_archives_of_webdataset(tmp_path: Path) -> None:
         assert torch.equal(found.item(1, 0)["pixels"], source_pixels(tmp_path / "2.png"))
     data = (tmp_path / "a-000.tar").read_bytes()
     (tmp_path / "a-000.tar").write_bytes(data[:700])
-    with pytest.raises(DataError, match=r"a-000.tar .*(cut|ends before|cannot be read)"):
+    with pytest.raises(DataError, match=r"a-000.tar .*(ends before|that can be read)"):
         source(str(tmp_path / "a-000.tar"))
 
 

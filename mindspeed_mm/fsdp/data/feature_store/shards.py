@@ -47,9 +47,7 @@ class ShardBuilder:
         first: Number of the first of them; those before it are of earlier work, and are taken as far as they are there.
     """
 
-    def __init__(
-        self, folder: FeatureFolder, batches: int, shard_bytes: int = SHARD_BYTES, *, first: int = 0
-    ) -> None:
+    def __init__(self, folder: FeatureFolder, batches: int, shard_bytes: int = SHARD_BYTES, *, first: int = 0) -> None:
         self._folder, self._shard_bytes, self._first, self._end = folder, shard_bytes, first, first + batches
         self._first_batch: dict[str, int] = {}
         """Stem → the first batch that has it: there its tensors are kept."""

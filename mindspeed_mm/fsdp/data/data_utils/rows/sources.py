@@ -121,7 +121,7 @@ def find_sources(
         dataset: As configured.
         dataset_dir: Relative entries are tried against the working directory, then against this folder.
         row_format: Of entries that neither bring their own nor stand in `dataset_info.json`.
-        is_whole: Tells folders of media, which are read by themselves, as generators' data may be; None: there are none.
+        is_whole: Tells folders of media, which are read by themselves (data of generators); None: there are none.
 
     Raises:
         DataError: An entry names nothing; the nearest names are shown.

@@ -1,8 +1,8 @@
 """Captioned media without a table of rows: a folder with a text file beside each picture or clip, and tar archives.
 
-The folder is that of kohya's scripts and their relatives: `a.png` beside `a.txt`; a folder `10_dog` is read ten times an
-epoch, and its media without a text file have the caption `dog`. The archives are WebDataset's: members of one name are
-one sample.
+The folder is that of kohya's scripts and their relatives: `a.png` beside `a.txt`; a folder `10_dog` is read ten times
+an epoch, and its media without a text file have the caption `dog`. The archives are WebDataset's: members of one name
+are one sample.
 """
 
 from __future__ import annotations
@@ -264,9 +264,7 @@ def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"byte {error.start} is not UTF-8", where=where, way_out="Save the file as UTF-8."
-        ) from error
+        raise DataError(f"byte {error.start} is not UTF-8", where=where, way_out="Save the file as UTF-8.") from error
 
 
 def _lines(text: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""Size and time of change of the media of a feature set, with what their headers said: what nobody has touched since need
-not be looked into, nor hashed, again."""
+"""Size and time of change of the media of a feature set, with what their headers said: what nobody has touched since
+need not be looked into, nor hashed, again."""
 
 from __future__ import annotations
 

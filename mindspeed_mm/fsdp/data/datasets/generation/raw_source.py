@@ -34,7 +34,13 @@ from mindspeed_mm.fsdp.data.datasets.generation.rows import (
     read_rows,
 )
 from mindspeed_mm.fsdp.data.datasets.generation.sample_description import SampleDescription
-from mindspeed_mm.fsdp.data.datasets.generation.sizes import MUCH_CUT, MUCH_ENLARGED, SizeChange, SizeSettings, buckets_of
+from mindspeed_mm.fsdp.data.datasets.generation.sizes import (
+    MUCH_CUT,
+    MUCH_ENLARGED,
+    SizeChange,
+    SizeSettings,
+    buckets_of,
+)
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
 _PROBING_THREADS = 16
