@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,7 +37,7 @@ class CaptionRules:
             ConfigError: A value is of the wrong kind; all such are reported at once.
         """
         names = [field.name for field in fields(cls)]
-        given = {name: basic.get(name) for name in names if basic.get(name) is not None}
+        given: dict[str, Any] = {name: basic.get(name) for name in names if basic.get(name) is not None}
         problems = [
             Problem(f"{value!r} is not {words}", key=f"{_KEY}.{name}")
             for name, value in given.items()
@@ -91,7 +91,7 @@ def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-_ALLOWED = {
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trigger_word": (lambda value: isinstance(value, str), "text"),
     "shuffle_tags": (lambda value: isinstance(value, bool), "true or false"),
     "keep_tags": (lambda value: _is_count(value, 0), "a whole number from 0 on"),
