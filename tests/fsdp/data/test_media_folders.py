@@ -132,8 +132,8 @@ def test_entries_have_repeats_and_sizes_of_their_own(tmp_path: Path) -> None:
     found = source(tuple(entries))
     assert found.sizes == [MediaSize(1, 16, 16), MediaSize(1, 32, 24)]
     assert found.repeats == [2, 1]
-    wrong = (DataEntry(path=str(tmp_path / "small"), name="s", sizes={"hight": 16}),)
-    with pytest.raises(ConfigError, match=r"dataset\.s\.sizes\.hight .*Did you mean 'height'"):
+    wrong = (DataEntry(path=str(tmp_path / "small"), name="s", sizes={"heights": 16}),)
+    with pytest.raises(ConfigError, match=r"dataset\.s\.sizes\.heights .*Did you mean 'height'"):
         source(wrong)
     with pytest.raises(ConfigError, match=r"dataset\.s\.sizes\.height .*multiples of 4"):
         source((DataEntry(path=str(tmp_path / "small"), name="s", sizes={"height": 15, "width": 16}),))
