@@ -6,6 +6,7 @@ Names: those of `NAMES`; none given: all. A target that is missed is written and
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -39,6 +40,8 @@ def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in NAMES]:
         print(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(NAMES)}", file=sys.stderr)
         return 2
+    # Whoever waits for a turn is stopped, and would stay so without us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures: list[tuple[str, Figure]] = []
     with tempfile.TemporaryDirectory(prefix="mm-benchmarks-") as work:
         for name in names or NAMES:
