@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -17,8 +17,22 @@ Examples:
   mm evaluate runs/digits/hf --data test.jsonl --out scores --batch-size 128 --max-new-tokens 16
   mm evaluate runs/digits/run --data runs/digits/data/test.jsonl --loss
   mm evaluate runs/asr --data spoken.jsonl --metric wer --ignore-case --ignore-punctuation
+  mm evaluate runs/vqa --benchmark docvqa_val --data sets/DocVQA
+  mm evaluate runs/vqa --benchmark mmbench_dev --data MMBench_DEV_EN.tsv --against runs/older/eval/mmbench_dev
 """
 
+BENCHMARKS = (
+    "ai2d_test",
+    "mmmu_dev_val",
+    "chartqa_test",
+    "docvqa_val",
+    "textvqa_val",
+    "mmbench_dev",
+    "mathvista_testmini",
+    "ocrbench",
+    "realworldqa",
+    "videomme",
+)
 QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 
 
@@ -28,6 +42,17 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
     "--data",
     type=click.Path(path_type=Path),
     help="Rows with questions and answers. Can be left out with --loss: the run's own validation rows are then used.",
+)
+@click.option(
+    "--benchmark",
+    type=click.Choice(BENCHMARKS),
+    help="A published set. --data then names its folder, or its file, as its authors give it out, and their rule scores "
+    "the answers.",
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    help="With --benchmark: folder of another model's results on the same set, to compare with by a paired test.",
 )
 @click.option("--loss", is_flag=True, help="Measure the cross-entropy and perplexity of the answers; generate nothing.")
 @click.option(
@@ -60,6 +85,8 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 def command(
     model: Path,
     data: Path | None,
+    benchmark: str | None,
+    against: Path | None,
     loss: bool,
     out: Path | None,
     media_dir: Path | None,
@@ -79,10 +106,27 @@ def command(
 
     With --loss the mean cross-entropy of the answers' tokens is measured instead, and its exponential, the perplexity:
     rows are encoded as in training, and every answer of a conversation counts. Writes loss.json and loss_rows.jsonl.
+
+    With --benchmark the questions are those of a published set, and its authors' rule says what is right.
     """
+    own = {"--metric": metric, "--ignore-case": ignore_case or None, "--ignore-punctuation": ignore_punctuation or None}
+    if benchmark is None and against is not None:
+        raise UsageError("compares results of --benchmark", key="--against", way_out="Name the set: --benchmark NAME.")
+    if benchmark is not None:
+        unused = {"--loss": loss or None, "--media-dir": media_dir, **own}
+        for key in (key for key, value in unused.items() if value is not None):
+            raise UsageError("does not go with --benchmark, whose set decides it", key=key, way_out="Leave it out.")
+        if data is None:
+            raise UsageError("the set's folder is not given", key="--data", way_out="Name it: --data sets/DocVQA.")
+        limits = {"batch_size": batch_size or QUESTIONS_AT_A_TIME, "max_new_tokens": max_new_tokens or MAX_NEW_TOKENS}
+        _score_published(
+            {"model": model, "benchmark": benchmark, "data": data, "out": out, "lora": lora, "config": config}
+            | {"against": against, **limits},
+            as_json,
+        )
+        return
     if loss:
-        generating = {"--max-new-tokens": max_new_tokens, "--metric": metric, "--ignore-case": ignore_case or None}
-        generating["--ignore-punctuation"] = ignore_punctuation or None
+        generating = {"--max-new-tokens": max_new_tokens, **own}
         for key in (key for key, value in generating.items() if value is not None):
             raise UsageError("nothing is generated with --loss", key=key, way_out="Leave it out.")
         _measure_loss(model, data, media_dir, batch_size, lora, config, out, as_json)
@@ -108,6 +152,17 @@ def command(
     if result.facts["cut_off"]:
         limit = max_new_tokens or MAX_NEW_TOKENS
         click.echo(f"{result.facts['cut_off']} answers were cut off at {limit} tokens (--max-new-tokens)")
+    for line in result.lines():
+        click.echo(line)
+
+
+def _score_published(asked: dict[str, Any], as_json: bool) -> None:
+    from mindspeed_mm.tasks.evaluate.published import evaluate  # torch: the help does without
+
+    result = evaluate.run(evaluate.PublishedRequest(**asked))
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), ensure_ascii=False))
+        return
     for line in result.lines():
         click.echo(line)
 

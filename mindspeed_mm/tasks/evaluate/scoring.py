@@ -64,6 +64,38 @@ class ErrorRate:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class GradedScore:
+    """The mean of answers that are right by degrees, each a share from 0 to 1. `low` and `high` bound it with 95 %
+    confidence."""
+
+    n: int
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        low, high = f"{100 * self.low:.1f}", f"{100 * self.high:.1f}"
+        return f"{100 * self.mean:.1f} (n={self.n}, 95 % interval {low}–{high})"
+
+    def to_dict(self) -> dict[str, float]:
+        """Fields by name."""
+        return asdict(self)
+
+
+def graded(shares: Sequence[float]) -> GradedScore:
+    """The mean of shares.
+
+    Raises:
+        ValueError: There are none at all.
+    """
+    if not shares:
+        raise ValueError("no answers")
+    values = np.array(shares)
+    low, high = bootstrap_interval(values, np.ones(len(values)))
+    return GradedScore(len(values), float(values.mean()), low, high)
+
+
 def score(outcomes: Iterable[bool]) -> Score:
     """Count right answers.
 

@@ -1,0 +1,198 @@
+"""`mm evaluate --benchmark`: answers the questions of a published set and scores them as its authors do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import atomic_write_text, make_writable_folder
+from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, first_line_has, is_object_of
+from mindspeed_mm.core.json_file import parse_json
+from mindspeed_mm.tasks.answer.answering import answer_all
+from mindspeed_mm.tasks.answer.asking import rows_view
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.questions import Question
+from mindspeed_mm.tasks.evaluate.evaluate import RESULTS, SAMPLES
+from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare
+from mindspeed_mm.tasks.evaluate.published.item import Item
+from mindspeed_mm.tasks.evaluate.published.sets import SETS, PublishedSet
+from mindspeed_mm.tasks.evaluate.scoring import GradedScore, Score
+from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
+
+_SAMPLE_KEYS = ("benchmark", "id", "group", "task", "question", "expected", "given", "share")
+_FACTS = ("benchmark", "title", "note", "model", "data", "max_new_tokens", "cut_off", "seconds")
+_is_samples = first_line_has(*_SAMPLE_KEYS)
+
+
+def _is_results_of(kind: type) -> IsOurs:
+    return is_object_of(("tasks", "overall", *_FACTS), ("lora", "against"), "overall", kind.__dataclass_fields__)
+
+
+_is_results = any_of(*map(_is_results_of, (Score, GradedScore)))
+
+
+@dataclass(frozen=True)
+class PublishedResult:
+    """Scores by task, and over all questions."""
+
+    tasks: dict[str, Score | GradedScore]
+    overall: Score | GradedScore
+    facts: dict[str, Any]
+    against: PairedTest | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `results.json` holds."""
+        scores = {"tasks": {name: one.to_dict() for name, one in self.tasks.items()}, "overall": self.overall.to_dict()}
+        return {**scores, **self.facts, **({"against": self.against.to_dict()} if self.against else {})}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        title = self.facts["title"]
+        told = [f"{title}, {name}: {one}" for name, one in self.tasks.items()] if len(self.tasks) > 1 else []
+        told.append(f"{title}: {self.overall}")
+        told += [f"{title} against the other model: {self.against}"] if self.against else []
+        return told + ([self.facts["note"]] if self.facts["note"] else [])
+
+
+@dataclass(frozen=True)
+class PublishedRequest:
+    """What is asked for.
+
+    Args:
+        model: A Hugging Face folder or a run.
+        benchmark: A name of `SETS`.
+        data: The set's folder, or its file.
+        out: Where results go; None: `eval/NAME` inside a run, or in the working directory.
+        batch_size: Questions answered at a time.
+        max_new_tokens: Most tokens of an answer.
+        lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
+        config: Says how rows are shown, instead of the run's own.
+        against: Folder of the results of another model on the same set.
+    """
+
+    model: Path
+    benchmark: str
+    data: Path
+    out: Path | None = None
+    batch_size: int = 64
+    max_new_tokens: int = 512
+    lora: Path | None = None
+    config: Path | None = None
+    against: Path | None = None
+
+
+def run(request: PublishedRequest) -> PublishedResult:
+    """Score a model, and write `results.json` and `samples.jsonl`.
+
+    Raises:
+        MMError: The folder is not a model, the set's files are missing or broken, or `out` cannot be written.
+    """
+    published = SETS[request.benchmark]
+    source = with_adapters(resolve_model(request.model), request.lora)
+    items = published.read(request.data)
+    others = _read_shares(request.against, request.benchmark) if request.against else None
+    if others is not None and others.keys() != {_group(item) for item in items}:
+        raise UsageError("was made with other questions", where=str(request.against), key="--against")
+    out = request.out or (source.run or Path.cwd()) / "eval" / request.benchmark
+    check_output_file(out / SAMPLES, _is_samples, "--out")
+    check_output_file(out / RESULTS, _is_results, "--out")
+    make_writable_folder(out)
+    began = time.monotonic()
+    folder = request.data if request.data.is_dir() else request.data.parent
+    generator = load_generator(source.folder, source.lora, rows_view(source, request.config))
+    media = generator.encoder.media(folder, [folder])
+    limits = {"max_new_tokens": request.max_new_tokens, "batch_size": request.batch_size}
+    answers = {}
+    for batch in answer_all(generator, Questions(items), media, **limits):
+        answers |= {question.row: answer for question, answer in batch}
+    facts = {
+        "benchmark": request.benchmark,
+        "title": published.title,
+        "note": published.note,
+        "model": str(source.folder.absolute()),
+        **({"lora": str(source.lora.absolute())} if source.lora is not None else {}),
+        "data": str(request.data.absolute()),
+        "max_new_tokens": request.max_new_tokens,
+        "cut_off": sum(not answer.finished for answer in answers.values()),
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    samples = [_sample(request.benchmark, published, items[i], answers[i].text) for i in range(len(items))]
+    result = _result(published, samples, facts, others)
+    _write(result, samples, out)
+    return result
+
+
+class Questions(Sequence[Question]):
+    """The questions of a set, each read when it is due: the pictures of thousands do not fit into memory."""
+
+    def __init__(self, items: Sequence[Item], rows: range | None = None) -> None:
+        self._items, self._rows = items, range(len(items)) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Questions(self._items, self._rows[index])
+        row = self._rows[index]
+        return self._items[row].question(row)
+
+
+def _sample(name: str, published: PublishedSet, item: Item, given: str) -> dict[str, Any]:
+    share = published.rule(given, item)
+    values = (name, item.id, _group(item), item.task, item.prompt, list(item.gold), given, share)
+    return dict(zip(_SAMPLE_KEYS, values, strict=True))
+
+
+def _group(item: Item) -> str:
+    return item.group or item.id
+
+
+def _result(
+    published: PublishedSet, samples: Sequence[dict[str, Any]], facts: dict[str, Any], others: dict[str, float] | None
+) -> PublishedResult:
+    shares = _shares_by_group(samples)
+    tasks: dict[str, dict[str, float]] = defaultdict(dict)
+    for sample in samples:
+        tasks[sample["task"]][sample["group"]] = shares[sample["group"]]
+    told = published.score
+    test = compare(shares, others, is_graded=published.is_graded) if others is not None else None
+    scores = {name: told(list(found.values())) for name, found in tasks.items()}
+    return PublishedResult(scores, told(list(shares.values())), facts, test)
+
+
+def _shares_by_group(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Group → the least share of its items."""
+    shares: dict[str, float] = {}
+    for sample in samples:
+        shares[sample["group"]] = min(sample["share"], shares.get(sample["group"], 1.0))
+    return shares
+
+
+def _read_shares(folder: Path, benchmark: str) -> dict[str, float]:
+    """What another evaluation of the same set found."""
+    path = folder / SAMPLES if folder.is_dir() else folder
+    try:
+        samples = [parse_json(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        if any(sample.keys() != set(_SAMPLE_KEYS) for sample in samples):
+            raise ValueError("it has other fields")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"holds no results of --benchmark: {error}", where=str(path), key="--against", way_out="Name its folder."
+        ) from error
+    if {sample["benchmark"] for sample in samples} != {benchmark}:
+        raise UsageError(f"holds results of another set than {benchmark}", where=str(path), key="--against")
+    return _shares_by_group(samples)
+
+
+def _write(result: PublishedResult, samples: Sequence[dict[str, Any]], out: Path) -> None:
+    """Samples first: where results stand, the samples are theirs."""
+    (out / RESULTS).unlink(missing_ok=True)
+    atomic_write_text(out / SAMPLES, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
+    atomic_write_text(out / RESULTS, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")

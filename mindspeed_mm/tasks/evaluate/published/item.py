@@ -1,0 +1,62 @@
+"""One question of a published set, and what makes it a row that a model is asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.tasks.answer.questions import Question, question_of
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question with what is right."""
+
+    id: str
+    task: str
+    """What results are told by: a subject, a kind of question, a part of the set."""
+    prompt: str
+    """`<image 2>` stands where the second picture is named; media that are not named come first."""
+    gold: tuple[str, ...]
+    """Every answer that is right; of a choice, the letter."""
+    media: Callable[[], Mapping[str, list[Any]]] = dict
+    """Reads `images`, `videos`, `audios`: paths, or objects with the bytes."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Letter → text of a choice."""
+    group: str = ""
+    """Items of one group count together: each must be right."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the rule of the set asks for besides."""
+
+    def question(self, row: int) -> Question:
+        """It as a model is asked."""
+        media = dict(self.media())
+        prompt, pictures = _in_place(self.prompt, media.get("images", []))
+        media |= {"images": pictures} if pictures else {}
+        marks = "".join(
+            f"<{kind[:-1]}>" * (len(items) - prompt.count(f"<{kind[:-1]}>")) for kind, items in media.items()
+        )
+        turns = [{"role": "user", "content": marks + prompt}, {"role": "assistant", "content": self.gold[0]}]
+        place = RowLocation(self.id, row)
+        sample, _ = question_of({"messages": turns, **media}, RowFormat(), place, needs_answer=True)
+        return Question(row, self.id, self.task, sample, self.gold[0])
+
+
+def _in_place(prompt: str, pictures: Sequence[Any]) -> tuple[str, list[Any]]:
+    """The text with `<image>` where it names a picture, and the pictures: those that it does not name first, the others
+    as it names them."""
+    numbers = {f"<image {number}>": number for number in range(1, len(pictures) + 1)}
+    named = [numbers[mark] for mark in re.findall(r"<image \d+>", prompt) if mark in numbers]
+    for mark in numbers:
+        prompt = prompt.replace(mark, "<image>")
+    order = [number for number in numbers.values() if number not in named] + named
+    return prompt, [pictures[number - 1] for number in order]
+
+
+def with_options(prompt: str, options: Mapping[str, str]) -> str:
+    """A question and what there is to choose from, a line each."""
+    return "\n".join([prompt, *(f"{letter}. {text}" for letter, text in options.items())])

@@ -1,0 +1,163 @@
+"""What counts as a right answer in published sets, by their authors' rules. Each rule gives a share from 0 to 1."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+
+import jiwer
+
+from mindspeed_mm.tasks.evaluate.published.item import Item
+
+_LEADING = re.compile(r"^\W*([A-Z])(?:[.:)\]]|\s*$)")
+_NAMED = re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*\**\(?([A-Z])\b", re.IGNORECASE)
+_ALONE = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
+_WORD = re.compile(r"[AI]\s+(?!(?:or|and|is|because|since)\b)[a-z]")
+"""A letter that is an article or a pronoun."""
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+
+
+def chosen_letter(answer: str, options: Mapping[str, str]) -> str | None:
+    """The option that an answer names: by its letter, else by its text; None where it names none, or several.
+
+    The authors of MMMU take a random option there. A guess of ours would not be the model's: it counts as wrong.
+    """
+    for pattern in (_LEADING, _NAMED):
+        if (found := pattern.search(answer.strip())) and found[1].upper() in options:
+            return found[1].upper()
+    alone = {found[1] for found in _ALONE.finditer(answer) if not _WORD.match(found[1] + answer[found.end() :])}
+    alone &= options.keys()
+    if len(alone) == 1:
+        return alone.pop()
+    said = _plain(answer)
+    named = [letter for letter, text in options.items() if text and _plain(text) in said]
+    longest = max((len(options[letter]) for letter in named), default=0)
+    named = [letter for letter in named if len(options[letter]) == longest]
+    return named[0] if len(named) == 1 else None
+
+
+def choice(answer: str, item: Item) -> float:
+    """The right option."""
+    return float(chosen_letter(answer, item.options) in item.gold)
+
+
+def exact_or_choice(answer: str, item: Item) -> float:
+    """The right option, or where there are none the right word, case and a full stop apart (RealWorldQA)."""
+    if item.options:
+        return choice(answer, item)
+    return float(_plain(answer) in [_plain(gold) for gold in item.gold])
+
+
+def open_or_choice(answer: str, item: Item) -> float:
+    """The right option, or in an open question a number or phrase of the answer that is a right one (Yue et al. 2024,
+    MMMU, section 4.1 and its `eval_utils.py`)."""
+    if item.options:
+        return choice(answer, item)
+    numbers = {round(number, 2) for number in _numbers(answer)}
+    for gold in item.gold:
+        wanted = _number(gold)
+        if (wanted is not None and round(wanted, 2) in numbers) or (wanted is None and _plain(gold) in _plain(answer)):
+            return 1.0
+    return 0.0
+
+
+def relaxed(answer: str, item: Item) -> float:
+    """A number within 5 % of the right one, anything else word for word (Masry et al. 2022, ChartQA, section 5.1)."""
+    for gold in item.gold:
+        said, wanted = _number(answer), _number(gold)
+        if said is not None and wanted:
+            if abs(said - wanted) <= 0.05 * abs(wanted):
+                return 1.0
+        elif _plain(answer) == _plain(gold):
+            return 1.0
+    return 0.0
+
+
+def anls(answer: str, item: Item) -> float:
+    """Average normalised Levenshtein similarity, nothing below one half (Biten et al. 2019, ICDAR, equation 1)."""
+    return max(_similarity(_collapsed(answer), _collapsed(gold)) for gold in item.gold)
+
+
+def _similarity(said: str, wanted: str) -> float:
+    longer = max(len(said), len(wanted))
+    if longer == 0:
+        return 1.0
+    if not said or not wanted:
+        return 0.0
+    found = jiwer.process_characters(wanted, said)
+    distance = (found.substitutions + found.deletions + found.insertions) / longer
+    return 1 - distance if distance < 0.5 else 0.0
+
+
+def vqa(answer: str, item: Item) -> float:
+    """Agreement with ten people: the mean, over leaving each of them out, of min(1, matches / 3) (Antol et al. 2015,
+    VQA; Singh et al. 2019, TextVQA)."""
+    said, people = _vqa_words(answer), [_vqa_words(gold) for gold in item.gold]
+    shares = []
+    for left_out in range(len(people)):
+        others = people[:left_out] + people[left_out + 1 :]
+        shares.append(min(1.0, sum(other == said for other in others) / 3))
+    return sum(shares) / len(shares)
+
+
+def contains(answer: str, item: Item) -> float:
+    """A right answer stands somewhere in what was said (Liu et al. 2024, OCRBench, section 3); of handwritten formulas
+    (HME100k) without blanks."""
+    if "HME100k" in item.facts.values():
+        said = "".join(answer.split())
+        return float(any("".join(gold.split()) in said for gold in item.gold))
+    return float(any(_collapsed(gold) in _collapsed(answer) for gold in item.gold))
+
+
+def typed(answer: str, item: Item) -> float:
+    """The right option, or the last number of the answer at the precision asked for (Lu et al. 2024, MathVista).
+
+    Its authors let a language model find the answer in the text. This is the part of their rule that needs none:
+    figures by it are lower, and are named so.
+    """
+    if item.options:
+        return choice(answer, item)
+    kind, precision = item.facts.get("answer_type", "text"), int(float(item.facts.get("precision") or 0))
+    if kind in ("integer", "float"):
+        numbers, wanted = _numbers(answer), _number(item.gold[0])
+        if not numbers or wanted is None:
+            return 0.0
+        digits = precision if kind == "float" else 0
+        said = int(numbers[-1]) if kind == "integer" else round(numbers[-1], digits)
+        return float(said == (int(wanted) if kind == "integer" else round(wanted, digits)))
+    return float(_plain(answer) in [_plain(gold) for gold in item.gold])
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(found.replace(",", "")) for found in _NUMBER.findall(text)]
+
+
+def _number(text: str) -> float | None:
+    """A text that is one number; a percentage is its share."""
+    text = text.strip().rstrip(".").replace(",", "")
+    try:
+        return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return None
+
+
+def _collapsed(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _plain(text: str) -> str:
+    return _collapsed(text).rstrip(".")
+
+
+_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_NUMERALS = {"none": "0", **{word: str(number) for number, word in enumerate(_WORDS)}}
+_ARTICLES = {"a", "an", "the"}
+_NO_PUNCTUATION = str.maketrans(dict.fromkeys(set(string.punctuation) - {"'", ".", ","}, " ") | {"'": None})
+
+
+def _vqa_words(text: str) -> str:
+    """As VQA's evaluation makes answers alike: no punctuation but that within numbers, no articles, numerals in digits.
+    Its table of contractions says where apostrophes belong; here they belong nowhere."""
+    text = re.sub(r"(?<!\d)[.,]|[.,](?!\d)|(?<=\d),(?=\d)", "", text.lower()).translate(_NO_PUNCTUATION)
+    return " ".join(_NUMERALS.get(word, word) for word in text.split() if word not in _ARTICLES)

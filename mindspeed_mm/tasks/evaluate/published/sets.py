@@ -1,0 +1,410 @@
+"""The published sets that `mm evaluate --benchmark` knows: their files, and the rule of their authors.
+
+Names and columns are those under which the authors, or VLMEvalKit in its tab-separated files, give them out.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.errors import DataError, UsageError
+from mindspeed_mm.tasks.evaluate.published import rules
+from mindspeed_mm.tasks.evaluate.published.item import Item, with_options
+from mindspeed_mm.tasks.evaluate.published.tables import ReaderTable, SetTable, TsvTable
+from mindspeed_mm.tasks.evaluate.scoring import GradedScore, Score, graded, score
+
+_LETTERS = string.ascii_uppercase
+_REFERENCE_CHARACTERS = 64
+"""A shorter picture of a TSV file is the index of another row, whose picture it is."""
+_PICTURES = ("image", *(f"image_{number}" for number in range(1, 8)))
+_CHOOSE, _SHORT = "Answer with the letter of the right option.", "Answer with a single word or phrase."
+
+Rule = Callable[[str, Item], float]
+MakeItems = Callable[[Path, Sequence[Path]], Sequence[Item]]
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """One set."""
+
+    title: str
+    layouts: Mapping[str, MakeItems]
+    """Pattern of files in its folder → what reads them. The first that is there counts."""
+    rule: Rule
+    note: str = ""
+    """What a reader of its figures must know."""
+    is_graded: bool = False
+    """Whether answers are right by degrees."""
+
+    def score(self, shares: Sequence[float]) -> Score | GradedScore:
+        """All answers together."""
+        return graded(shares) if self.is_graded else score(share == 1.0 for share in shares)
+
+    def read(self, data: Path) -> Sequence[Item]:
+        """The questions of a folder, or of a single file of it.
+
+        Raises:
+            DataError: A file is broken.
+            UsageError: None of the set's files is there.
+        """
+        if not data.exists():
+            raise UsageError("there is no such file or folder", where=str(data), key="--data")
+        for pattern, items in self.layouts.items():
+            files = [data] if data.is_file() and data.match(pattern) else sorted(data.glob(pattern))
+            if files:
+                return items(data if data.is_dir() else data.parent, files)
+        raise UsageError(
+            f"holds no file of {self.title}",
+            where=str(data),
+            key="--data",
+            way_out=f"Its files are {' or '.join(self.layouts)}.",
+        )
+
+
+class TableItems(Sequence[Item]):
+    """Items of a table's rows, each made when it is asked for.
+
+    Args:
+        table: The rows.
+        make: (table, row, rotation) → item.
+        rotations: Of a row: how many items it gives.
+    """
+
+    def __init__(
+        self,
+        table: SetTable,
+        make: Callable[[SetTable, int, int], Item],
+        rotations: Callable[[dict[str, Any]], int] = lambda _: 1,
+    ) -> None:
+        self._table, self._make = table, make
+        self._places = [(row, turn) for row, light in enumerate(table.rows) for turn in range(rotations(light))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        row, turn = self._places[index]
+        try:
+            return self._make(self._table, row, turn)
+        except (KeyError, ValueError, SyntaxError) as error:
+            what = f"has no column {error}" if isinstance(error, KeyError) else f"cannot be read: {error}"
+            raise DataError(what, where=self._table.where(row), way_out="Take the file as it is published.") from error
+
+
+def _tsv(make: Callable[[SetTable, int, int], Item], rotations: Any = lambda _: 1) -> MakeItems:
+    return lambda _, files: TableItems(TsvTable(files[0], ["image"]), make, rotations)
+
+
+def _parquet(make: Callable[[SetTable, int, int], Item]) -> MakeItems:
+    return lambda _, files: TableItems(ReaderTable(list(files), _PICTURES), make)
+
+
+# --- tab-separated files ----------------------------------------------------------------------------------------------
+
+
+def _options_of(row: Mapping[str, Any]) -> dict[str, str]:
+    return {letter: str(row[letter]) for letter in _LETTERS[:9] if letter in row}
+
+
+def _tsv_pictures(table: SetTable, index: int) -> dict[str, list[Any]]:
+    """The row's pictures: base64 text, a list of it, or another row's."""
+    cell = table.media(index, "image")
+    if cell is not None and len(cell) <= _REFERENCE_CHARACTERS:
+        numbers = {str(row["index"]): at for at, row in enumerate(table.rows)}
+        if cell not in numbers:
+            raise ValueError(f"its picture is that of row {cell}, which is not there")
+        cell = table.media(numbers[cell], "image")
+    if cell is None:
+        return {}
+    texts = ast.literal_eval(cell) if cell.startswith("[") else [cell]
+    return {"images": [{"bytes": text} for text in texts]}
+
+
+def _tsv_choice(table: SetTable, index: int, turn: int) -> Item:
+    """A question with options; the hint comes first. In turn n every option has moved on by n letters."""
+    row = table.rows[index]
+    options = _options_of(row)
+    letters = list(options)
+    moved = {letters[(at + turn) % len(letters)]: options[letter] for at, letter in enumerate(letters)}
+    gold = letters[(letters.index(row["answer"]) + turn) % len(letters)] if letters else row["answer"]
+    question = "\n".join([row[key] for key in ("hint", "question") if key in row])
+    return Item(
+        id=f"{row['index']}" + (f" turned by {turn}" if turn else ""),
+        task=str(row.get("l2-category", row.get("category", "all"))),
+        prompt=f"{with_options(question, dict(sorted(moved.items())))}\n{_CHOOSE if options else _SHORT}",
+        gold=(str(gold),),
+        media=partial(_tsv_pictures, table, index),
+        options=moved,
+        group=str(row["index"]),
+    )
+
+
+def _tsv_open(table: SetTable, index: int, _: int) -> Item:
+    row = table.rows[index]
+    return Item(
+        id=str(row["index"]),
+        task=str(row.get("category", row.get("split", "all"))),
+        prompt=f"{row['question']}\n{_SHORT}",
+        gold=_answers(row["answer"]),
+        media=partial(_tsv_pictures, table, index),
+        facts={"category": str(row.get("category", ""))},
+    )
+
+
+def _tsv_mmmu(table: SetTable, index: int, turn: int) -> Item:
+    """Open questions come as a choice of two, in which A is the answer and B says "Other Answers"."""
+    row = table.rows[index]
+    if row.get("question_type") == "open" or row.get("B") == "Other Answers":
+        return replace(_tsv_open(table, index, turn), gold=_answers(row.get("A", row["answer"])))
+    return _tsv_choice(table, index, turn)
+
+
+def _answers(cell: Any) -> tuple[str, ...]:
+    """One answer, or a list of them as text."""
+    if isinstance(cell, list):
+        return tuple(map(str, cell))
+    text = str(cell)
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            return tuple(map(str, ast.literal_eval(text))) or ("",)
+        except (ValueError, SyntaxError):
+            pass
+    return (text,)
+
+
+# --- parquet files ----------------------------------------------------------------------------------------------------
+
+
+def _parquet_pictures(table: SetTable, index: int) -> dict[str, list[Any]]:
+    found = [table.media(index, name) for name in _PICTURES]
+    return {"images": [picture for picture in found if picture is not None]}
+
+
+def _parquet_choice(table: SetTable, index: int, _: int) -> Item:
+    """AI2D: `question`, `options`, `answer` as the option's number."""
+    row = table.rows[index]
+    options = dict(zip(_LETTERS, map(str, row["options"]), strict=False))
+    return Item(
+        id=str(index + 1),
+        task="all",
+        prompt=f"{with_options(row['question'], options)}\n{_CHOOSE}",
+        gold=(_LETTERS[int(row["answer"])],),
+        media=partial(_parquet_pictures, table, index),
+        options=options,
+    )
+
+
+def _parquet_mmmu(table: SetTable, index: int, _: int) -> Item:
+    row = table.rows[index]
+    is_choice = row["question_type"] == "multiple-choice"
+    options = dict(zip(_LETTERS, _answers(row["options"]), strict=False)) if is_choice else {}
+    return Item(
+        id=row["id"],
+        task=row["id"].removeprefix("dev_").removeprefix("validation_").rpartition("_")[0],
+        prompt=f"{with_options(row['question'], options)}\n{_CHOOSE if is_choice else _SHORT}",
+        gold=(row["answer"],) if is_choice else _answers(row["answer"]),
+        media=partial(_parquet_pictures, table, index),
+        options=options,
+    )
+
+
+def _parquet_open(table: SetTable, index: int, _: int) -> Item:
+    row = table.rows[index]
+    return Item(
+        id=str(row.get("id", index + 1)),
+        task=str(row.get("question_type", "all")),
+        prompt=f"{row['question']}",
+        gold=_answers(row["answer"]),
+        media=partial(_parquet_pictures, table, index),
+        facts={"dataset": str(row.get("dataset", ""))},
+    )
+
+
+def _parquet_world(table: SetTable, index: int, _: int) -> Item:
+    """RealWorldQA: options and the way to answer stand in the question's own text."""
+    row = table.rows[index]
+    lines = [line.strip() for line in row["question"].splitlines()]
+    options = {line[0]: line[2:].strip() for line in lines if line[:1] in _LETTERS and line[1:2] in (".", ")")}
+    return Item(
+        id=str(index + 1),
+        task="all",
+        prompt=row["question"],
+        gold=(str(row["answer"]),),
+        media=partial(_parquet_pictures, table, index),
+        options=options if str(row["answer"]) in options else {},
+    )
+
+
+def _parquet_vista(table: SetTable, index: int, _: int) -> Item:
+    row = table.rows[index]
+    options = dict(zip(_LETTERS, map(str, row.get("choices") or ()), strict=False))
+    gold = str(row["answer"])
+    letters = [letter for letter, text in options.items() if text == gold]
+    return Item(
+        id=str(row["pid"]),
+        task=str((row.get("metadata") or {}).get("task", row.get("question_type", "all"))),
+        prompt=f"{with_options(row['question'], options)}\n{_CHOOSE if options else _SHORT}",
+        gold=(letters[0] if letters else gold,),
+        media=lambda: {"images": [table.media(index, "decoded_image") or row["image"]]},
+        options=options,
+        facts={key: str(row[key]) for key in ("answer_type", "precision") if row.get(key) is not None},
+    )
+
+
+def _parquet_films(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
+    """Video-MME without subtitles: films lie as `data/<videoID>.mp4`."""
+
+    def make(table: SetTable, index: int, _: int) -> Item:
+        row = table.rows[index]
+        lines = [str(option).strip() for option in row["options"]]
+        options = {line[0]: line[2:].strip() for line in lines}
+        return Item(
+            id=str(row["question_id"]),
+            task=str(row["duration"]),
+            prompt=f"{with_options(row['question'], options)}\n{_CHOOSE}",
+            gold=(str(row["answer"]),),
+            media=lambda: {"videos": [str(folder / "data" / f"{row['videoID']}.mp4")]},
+            options=options,
+        )
+
+    return TableItems(ReaderTable(list(files), ()), make)
+
+
+# --- JSON files -------------------------------------------------------------------------------------------------------
+
+
+def _records(path: Path, key: str) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = content[key] if key else content
+        if isinstance(found, list) and all(isinstance(record, dict) for record in found):
+            return found
+        raise ValueError("it holds no list of questions")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"cannot be read: {error}", where=str(path), way_out="Take the file as it is published."
+        ) from error
+
+
+def _picture(path: Path) -> dict[str, list[Any]]:
+    return {"images": [str(path)]}
+
+
+def _json_items(path: Path, key: str, make: Callable[[int, dict[str, Any]], Item]) -> list[Item]:
+    items = []
+    for number, record in enumerate(_records(path, key), start=1):
+        try:
+            items.append(make(number, record))
+        except KeyError as error:
+            raise DataError(f"has no {error}", where=f"{path}:{number}", way_out="Take the published file.") from error
+    return items
+
+
+def _json_charts(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
+    """`test_human.json` and `test_augmented.json`, charts in `png/`."""
+
+    def make(task: str, number: int, record: dict[str, Any]) -> Item:
+        return Item(
+            id=f"{task}-{number}",
+            task=task,
+            prompt=f"{record['query']}\n{_SHORT}",
+            gold=(str(record["label"]),),
+            media=partial(_picture, folder / "png" / record["imgname"]),
+        )
+
+    items = []
+    for file in files:
+        items += _json_items(file, "", partial(make, file.stem.removeprefix("test_")))
+    return items
+
+
+def _json_documents(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
+    def make(_: int, record: dict[str, Any]) -> Item:
+        return Item(
+            id=str(record["questionId"]),
+            task="all",
+            prompt=f"{record['question']}\n{_SHORT}",
+            gold=tuple(map(str, record["answers"])),
+            media=partial(_picture, folder / record["image"]),
+        )
+
+    return _json_items(files[0], "data", make)
+
+
+def _json_scene_texts(folder: Path, files: Sequence[Path]) -> Sequence[Item]:
+    def make(_: int, record: dict[str, Any]) -> Item:
+        return Item(
+            id=str(record["question_id"]),
+            task="all",
+            prompt=f"{record['question']}\n{_SHORT}",
+            gold=tuple(map(str, record["answers"])),
+            media=partial(_picture, folder / "train_images" / f"{record['image_id']}.jpg"),
+        )
+
+    return _json_items(files[0], "data", make)
+
+
+def _circular(row: dict[str, Any]) -> int:
+    return max(1, len(_options_of(row)))
+
+
+SETS: dict[str, PublishedSet] = {
+    "ai2d_test": PublishedSet(
+        "AI2D", {"AI2D_TEST*.tsv": _tsv(_tsv_choice), "**/test-*.parquet": _parquet(_parquet_choice)}, rules.choice
+    ),
+    "mmmu_dev_val": PublishedSet(
+        "MMMU",
+        {
+            "MMMU_DEV_VAL*.tsv": _tsv(_tsv_mmmu),
+            "**/validation-*.parquet": _parquet(_parquet_mmmu),
+            "**/dev-*.parquet": _parquet(_parquet_mmmu),
+        },
+        rules.open_or_choice,
+        "An answer that names no option counts as wrong; the authors draw an option there.",
+    ),
+    "chartqa_test": PublishedSet(
+        "ChartQA", {"test_*.json": _json_charts, "ChartQA_TEST*.tsv": _tsv(_tsv_open)}, rules.relaxed
+    ),
+    "docvqa_val": PublishedSet(
+        "DocVQA", {"val*_withQT.json": _json_documents, "DocVQA_VAL*.tsv": _tsv(_tsv_open)}, rules.anls, is_graded=True
+    ),
+    "textvqa_val": PublishedSet(
+        "TextVQA",
+        {"TextVQA*_val.json": _json_scene_texts, "TextVQA_VAL*.tsv": _tsv(_tsv_open)},
+        rules.vqa,
+        is_graded=True,
+    ),
+    "mmbench_dev": PublishedSet(
+        "MMBench",
+        {"MMBench*DEV*.tsv": _tsv(_tsv_choice, _circular)},
+        rules.choice,
+        "Circular: a question counts as right when every rotation of its options is.",
+    ),
+    "mathvista_testmini": PublishedSet(
+        "MathVista",
+        {
+            "**/testmini-*.parquet": lambda _, files: TableItems(
+                ReaderTable(list(files), ["decoded_image"]), _parquet_vista
+            )
+        },
+        rules.typed,
+        "By rules alone: the authors let a language model find the answer in the text, which gives higher figures.",
+    ),
+    "ocrbench": PublishedSet(
+        "OCRBench", {"OCRBench*.tsv": _tsv(_tsv_open), "**/test-*.parquet": _parquet(_parquet_open)}, rules.contains
+    ),
+    "realworldqa": PublishedSet(
+        "RealWorldQA",
+        {"RealWorldQA*.tsv": _tsv(_tsv_choice), "**/test-*.parquet": _parquet(_parquet_world)},
+        rules.exact_or_choice,
+    ),
+    "videomme": PublishedSet("Video-MME", {"**/test-*.parquet": _parquet_films}, rules.choice, "Without subtitles."),
+}
+"""By the name that upstream's evaluation, or the set's own files, use."""
