@@ -46,8 +46,8 @@ QUESTIONS_AT_A_TIME, MAX_NEW_TOKENS = 64, 512
 @click.option(
     "--benchmark",
     type=click.Choice(BENCHMARKS),
-    help="A published set. --data then names its folder, or its file, as its authors give it out, and their rule scores "
-    "the answers.",
+    help="A published set. --data then names its folder or file, as its authors give it out; their rule scores the "
+    "answers.",
 )
 @click.option(
     "--against",
