@@ -6,7 +6,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, fi
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.tasks.answer.answering import answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
-from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.generation import Answer, load_generator
 from mindspeed_mm.tasks.answer.questions import Question
 from mindspeed_mm.tasks.evaluate.evaluate import RESULTS, SAMPLES
 from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare
@@ -30,8 +30,9 @@ _FACTS = ("benchmark", "title", "note", "model", "data", "max_new_tokens", "cut_
 _is_samples = first_line_has(*_SAMPLE_KEYS)
 
 
-def _is_results_of(kind: type) -> IsOurs:
-    return is_object_of(("tasks", "overall", *_FACTS), ("lora", "against"), "overall", kind.__dataclass_fields__)
+def _is_results_of(kind: type[Score | GradedScore]) -> IsOurs:
+    parts = [field.name for field in fields(kind)]
+    return is_object_of(("tasks", "overall", *_FACTS), ("lora", "against"), "overall", parts)
 
 
 _is_results = any_of(*map(_is_results_of, (Score, GradedScore)))
@@ -108,7 +109,7 @@ def run(request: PublishedRequest) -> PublishedResult:
     generator = load_generator(source.folder, source.lora, rows_view(source, request.config))
     media = generator.encoder.media(folder, [folder])
     limits = {"max_new_tokens": request.max_new_tokens, "batch_size": request.batch_size}
-    answers = {}
+    answers: dict[int, Answer] = {}
     for batch in answer_all(generator, Questions(items), media, **limits):
         answers |= {question.row: answer for question, answer in batch}
     facts = {
