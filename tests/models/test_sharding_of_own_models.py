@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from mindspeed_mm.fsdp.ops.forward_stack import describe_forwards
 from mindspeed_mm.fsdp.train.hooks.step_record import StepRecorder
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
 from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
-from mindspeed_mm.models.transformers.base_model import get_submodules_by_path
+from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, get_submodules_by_path
 from tests.fsdp.train.provider.user_run import (
     MICRO_BATCHES,
     ROWS,
@@ -26,11 +27,14 @@ from tests.fsdp.train.provider.user_run import (
     configuration,
     data_provider,
     forward_step,
+    loss_func,
 )
 from tests.helpers.distributed import run_ranks
+from tests.helpers.packed_more_families import MORE
 from tests.models.document_002 import CustomModel, YourModel, build, units
 
 RECOMPUTE = {"features": {"recompute": True, "recompute_plan": {"apply_modules": ["blocks.{*}"]}}}
+LLAVA = MORE["llava"]
 PREFETCH = {"num_to_forward_prefetch": 1, "num_to_backward_prefetch": 1}
 
 
@@ -87,6 +91,98 @@ def test_functions_without_a_model_at_hand() -> None:
     assert [type(m) for m in get_submodules_by_path(CustomModel({}), ["blocks.{0}"])] == [nn.Linear]
     with pytest.raises(ConfigError, match="no model is being sharded"):
         get_submodules_by_path(None, ["blocks.{*}"])
+
+
+class PicturesAndWords(torch.utils.data.Dataset[Any]):
+    """Rows of 16 tokens that stand for a picture, and some of text."""
+
+    def __len__(self) -> int:
+        return MICRO_BATCHES * ROWS * 2
+
+    def __getitem__(self, index: int) -> Any:
+        draw = torch.Generator().manual_seed(index)
+        marks, tensors = LLAVA.media["image"](draw)
+        words = torch.randint(20, 200, (9,), generator=draw)
+        return {"input_ids": torch.cat([torch.tensor(marks), words]), "pixel_values": tensors["pixel_values"][0]}
+
+
+def next_word(data_iterator: Any, model: nn.Module) -> Any:
+    batch = next(data_iterator)
+    logits = model(**batch).logits[:, :-1]
+    words = batch["input_ids"][:, 1:]
+    return logits, lambda given: nn.functional.cross_entropy(given.flatten(0, 1), words.flatten())
+
+
+def library_model(own_strategy: bool) -> nn.Module:
+    """A class of transformers whose tower is asked for the output of every layer."""
+    from transformers import LlavaForConditionalGeneration
+
+    sharding = {"_fully_shard": YourModel._fully_shard} if own_strategy else {}
+    model_class = type("Seeing", (LlavaForConditionalGeneration, FSDP2Mixin), sharding)
+    torch.manual_seed(0)
+    model: nn.Module = model_class._from_config(LLAVA.config(), dtype=torch.float64)  # type: ignore[attr-defined]
+    return model
+
+
+def train_seeing() -> list[dict[str, Any]]:
+    wrapped = ["model.vision_tower", "model.language_model.layers.{*}"]
+    found = []
+    for own_strategy in (False, True):
+        recorder = StepRecorder()
+        plan = {"fsdp_plan": {"apply_modules": wrapped}}
+        config = configuration(parallel=plan, data={"dataloader_param": {"num_workers": 0}})
+        callbacks = Callbacks(partial(library_model, own_strategy), PicturesAndWords, next_word)
+        engine = ProviderTrainer(config, callbacks, hooks=[recorder]).train()
+        assert engine is not None and "model.vision_tower" in units(engine.model)
+        found.append({"loss": recorder.steps[0]["loss"], **recorder.steps[0]["gradients"]})
+    return found
+
+
+class Told(CustomModel):
+    """Returns an object that torch's pytree does not look into."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(values=super().forward(x), name="told")
+
+
+class ToldAndSharded(Told, YourModel):
+    """The same, with a strategy of its own."""
+
+
+def by_attribute(data_iterator: Any, model: nn.Module) -> Any:
+    x, y, mask = next(data_iterator)
+    told = model(x)
+    assert told.name == "told"
+    return told.values, partial(loss_func, "loss", y, mask)
+
+
+def train_told() -> list[dict[str, Any]]:
+    found = []
+    for model_class in (Told, ToldAndSharded):
+        recorder = StepRecorder()
+        provider = partial(data_provider, MICRO_BATCHES * ROWS * 2)
+        callbacks = Callbacks(partial(build, model_class), provider, by_attribute)
+        ProviderTrainer(configuration(), callbacks, hooks=[recorder]).train()
+        found.append({"loss": recorder.steps[0]["loss"], **recorder.steps[0]["gradients"]})
+    return found
+
+
+def test_an_output_stays_what_it_is() -> None:
+    expected = by_formula("loss", 2)
+    for found in run_ranks(2, train_told, timeout_s=120):
+        for step in found:
+            assert max(float((expected[name] - value).abs().max()) for name, value in step.items()) < 1e-14
+
+
+def test_a_library_s_tower_gives_its_hidden_states() -> None:
+    for by_engine, by_itself in run_ranks(2, train_seeing, timeout_s=120):
+        assert by_engine.keys() == by_itself.keys()
+        assert any(
+            "vision_tower" in name and value is not None and bool(value.any()) for name, value in by_itself.items()
+        )
+        for name, value in by_engine.items():  # the tower's last norm is not trained on
+            other = by_itself[name]
+            assert value is other is None or float((value - other).abs().max()) < 1e-14, name
 
 
 class Mixed(CustomModel):

@@ -23,6 +23,7 @@ from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
     replicate_modules,
     set_gradient_sync,
     set_prefetch,
+    settle_sharded,
     shard_units,
     sum_gradients,
 )
@@ -127,7 +128,9 @@ class ParallelApplier:
             raise unsummed_towers(f"{type(model).__name__} shards itself")
         roots = [model] if self._pipeline is None else self._pipeline.stages
         for root in roots:
-            if not self._model_shards_itself and sharding.is_sharded:
+            if self._model_shards_itself:
+                settle_sharded(root, sharding.section)
+            elif sharding.is_sharded:
                 self._shard(root, plan, get_parallel_state())
             sum_gradients(root)
 

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.distributed.parallel_state import get_parallel_state
-from mindspeed_mm.fsdp.distributed.sharding.fully_shard import build_offload_policy, build_precision_policy
+from mindspeed_mm.fsdp.distributed.sharding.fully_shard import root_options, unit_options
+from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import RootOutput, check_outputs
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
 from mindspeed_mm.fsdp.ops.forward_stack import ForwardKind, forwards_of
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
@@ -62,25 +63,21 @@ class FSDP2Mixin:
         model = cast(nn.Module, self)
         self._pre_fully_shard(process_group, fsdp2_config_path, **kwargs)
         assert self.fsdp2_kwargs is not None
+        output = RootOutput(model)
         with _at_hand(self):
             self._fully_shard(self.fsdp2_kwargs, self.fsdp2_config)
         if not isinstance(model, FSDPModule):  # what no module below it holds is gathered by the root
-            fully_shard(model, **self.fsdp2_kwargs)
+            fully_shard(model, **root_options(self.fsdp2_kwargs, _plan_of(process_group)))
+        output.give_back()
         self._post_fully_shard()
         return True
 
     def _pre_fully_shard(self, process_group: Any, fsdp2_config_path: Any, **kwargs: Any) -> None:
         """Set `fsdp2_kwargs` and `fsdp2_config`."""
-        plan = process_group if isinstance(process_group, FsdpPlan) else _live_plan()
-        state = get_parallel_state()
+        plan, state = _plan_of(process_group), get_parallel_state()
         several = state.axis_size("dp_replicate") > 1
-        self.fsdp2_kwargs = {
-            "mesh": state.get_hsdp_device_mesh() if several else state.axis_mesh("fsdp"),
-            "reshard_after_forward": plan.reshard_after_forward,
-            "mp_policy": build_precision_policy(plan, is_root=False),
-            "offload_policy": build_offload_policy(plan),
-            **kwargs,
-        }
+        mesh = state.get_hsdp_device_mesh() if several else state.axis_mesh("fsdp")
+        self.fsdp2_kwargs = {**unit_options(plan, mesh), **kwargs}
         self.fsdp2_config = _as_config(plan, state.axis_size("fsdp"))
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Any = None) -> None:
@@ -165,11 +162,15 @@ def set_fullyshard_modules_to_wrap(module: Any = None, config: Any = None, **fsd
     parameters = {p for name in ignored for p in model.get_submodule(name).parameters()}
     if parameters:
         options["ignored_params"] = parameters | set(options.get("ignored_params") or ())
-    for each in sorted(get_submodules_by_path(model, config), key=lambda each: -_depth(model, each)):
-        if not isinstance(each, FSDPModule):
-            fully_shard(each, **options)
-    if parameters and not isinstance(model, FSDPModule):  # the root must leave them alone, too
-        fully_shard(cast(nn.Module, model), **options)
+        root = _SHARDED.get()
+        if root is not None and root.fsdp2_kwargs is not None:  # the root must leave them alone, too
+            root.fsdp2_kwargs["ignored_params"] = options["ignored_params"]
+    names = _matching(model, getattr(config, "sub_modules_to_wrap", None) or (), "sub_modules_to_wrap")
+    modules = {name: model.get_submodule(name) for name in sorted(names, key=lambda name: -name.count("."))}
+    waiting = {name: module for name, module in modules.items() if not isinstance(module, FSDPModule)}
+    check_outputs(waiting.items())
+    for module in waiting.values():
+        fully_shard(module, **options)
 
 
 def set_modules_to_prefetch(*given: Any, n_forward: int | None = None, n_backward: int | None = None) -> None:
@@ -232,15 +233,14 @@ def _matching(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
     return [name for name in names if name in chosen]
 
 
-def _depth(model: nn.Module, module: nn.Module) -> int:
-    return next(name.count(".") for name, each in model.named_modules() if each is module)
-
-
 def _is_recomputed(model: nn.Module, name: str) -> bool:
     return any(each.kind is ForwardKind.RECOMPUTE for each in forwards_of(model.get_submodule(name)))
 
 
-def _live_plan() -> FsdpPlan:
+def _plan_of(given: Any) -> FsdpPlan:
+    """The engine's plan: what it handed over, or else that of the run."""
+    if isinstance(given, FsdpPlan):
+        return given
     return LIVE.trainer.arguments.parallel.fsdp_plan if LIVE.trainer is not None else FsdpPlan()
 
 

@@ -18,13 +18,14 @@ from mindspeed_mm.fsdp.distributed.sharding import fully_shard as fully_shard_pa
 from mindspeed_mm.fsdp.distributed.sharding.fully_shard import (
     Unit,
     build_offload_policy,
-    build_precision_policy,
     check_dtypes,
     check_reshard,
     fsdp_modules,
     plan_units,
+    root_options,
     set_gradient_sync,
     set_prefetch,
+    unit_options,
 )
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
@@ -108,10 +109,11 @@ def test_units_leave_out_what_is_ignored():
     ],
 )
 def test_precision(plan, expected):
-    root = build_precision_policy(FsdpPlan.model_validate(plan), is_root=True)
-    inner = build_precision_policy(FsdpPlan.model_validate(plan), is_root=False)
+    section = FsdpPlan.model_validate(plan)
+    inner = unit_options(section, mesh=None)
+    root = root_options(inner, section)["mp_policy"]
     assert (root.param_dtype, root.reduce_dtype, root.output_dtype) == expected
-    assert inner == MixedPrecisionPolicy(*expected[:2], output_dtype=None)
+    assert inner["mp_policy"] == MixedPrecisionPolicy(*expected[:2], output_dtype=None)
 
 
 @pytest.mark.edge("D3")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.patterns import is_inside
-from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import show_outputs
+from mindspeed_mm.fsdp.distributed.sharding.visible_outputs import RootOutput, check_outputs
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan
 from mindspeed_mm.fsdp.utils.device import get_device_type
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
@@ -86,33 +86,49 @@ def shard_units(
         cut_dims: Parameters that are cut along another dimension than the first.
         tower_mesh: Of units that are marked `of_tower`.
     """
-    show_outputs(model, [(name, model.get_submodule(name)) for unit in units for name in unit.names])
-    offload = build_offload_policy(plan)
-    inner = build_precision_policy(plan, is_root=False)
-    placement = _placement_of(cut_dims or {})
+    output = RootOutput(model)
+    check_outputs((name, model.get_submodule(name)) for unit in units for name in unit.names)
+    options = unit_options(plan, mesh) | {
+        "ignored_params": ignored_params,
+        "shard_placement_fn": _placement_of(cut_dims or {}),
+    }
     for unit in sorted(units, key=lambda unit: -unit.depth):
         modules = [model.get_submodule(name) for name in unit.names]
         # A tied head needs its weight again at once in backward, and the embedding holds the group open anyway.
-        reshard = False if len(modules) > 1 else plan.reshard_after_forward
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=tower_mesh if unit.of_tower else mesh,
-            reshard_after_forward=reshard,
-            mp_policy=inner,
-            offload_policy=offload,
-            ignored_params=ignored_params,
-            shard_placement_fn=placement,
-        )
-    fully_shard(
-        model,
-        mesh=mesh,
-        # None is torch's own choice for a root: its parameters stay, as backward starts with them.
-        reshard_after_forward=None if plan.reshard_after_forward is True else plan.reshard_after_forward,
-        mp_policy=build_precision_policy(plan, is_root=True),
-        offload_policy=offload,
-        ignored_params=ignored_params,
-        shard_placement_fn=placement,
-    )
+        own: dict[str, Any] = {"reshard_after_forward": False} if len(modules) > 1 else {}
+        own |= {"mesh": tower_mesh} if unit.of_tower else {}
+        fully_shard(modules if len(modules) > 1 else modules[0], **options | own)
+    fully_shard(model, **root_options(options, plan))
+    output.give_back()
+    settle_sharded(model, plan, units)
+
+
+def unit_options(plan: FsdpPlan, mesh: DeviceMesh) -> dict[str, Any]:
+    """What `fully_shard` is told of a unit below the root."""
+    return {
+        "mesh": mesh,
+        "reshard_after_forward": plan.reshard_after_forward,
+        "mp_policy": build_precision_policy(plan),
+        "offload_policy": build_offload_policy(plan),
+    }
+
+
+def root_options(options: Mapping[str, Any], plan: FsdpPlan) -> dict[str, Any]:
+    """What `fully_shard` is told of the root, where units are told `options`."""
+    # None is torch's own choice for a root: its parameters stay, as backward starts with them.
+    reshard = None if options["reshard_after_forward"] is True else options["reshard_after_forward"]
+    precision = replace(options["mp_policy"], output_dtype=torch_dtype(plan.output_dtype))
+    return {**options, "reshard_after_forward": reshard, "mp_policy": precision}
+
+
+def settle_sharded(model: nn.Module, plan: FsdpPlan, units: Sequence[Unit] = ()) -> None:
+    """What a sharded model needs afterwards, whoever has wrapped it: `shard_units`, or its own `fully_shard`.
+
+    Args:
+        model: Its root is wrapped.
+        plan: As it was told.
+        units: Where `shard_units` wrapped it.
+    """
     _keeps_parameters.update(_kept_whole(model, units, plan))
     _expect_logits_to_be_a_view(model)
     _keep_recording(model)
@@ -129,7 +145,7 @@ def _keep_recording(model: nn.Module) -> None:
 
 
 def _kept_whole(model: nn.Module, units: Sequence[Unit], plan: FsdpPlan) -> Iterator[FSDPModule]:
-    """What is not cut between the forward and the backward pass, by the choices that `shard_units` makes."""
+    """What is not cut between the forward and the backward pass, by the choices made above."""
     if plan.reshard_after_forward is False:
         kept: Iterable[nn.Module] = fsdp_modules(model)
     else:
@@ -241,14 +257,13 @@ def gathered_before(model: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
-def build_precision_policy(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPolicy:
+def build_precision_policy(plan: FsdpPlan) -> MixedPrecisionPolicy:
     """Precision of a unit: gradients are summed in fp32 when parameters compute in less. The output dtype is the
-    root's alone, since a block that returned another dtype than it takes would break the next one."""
+    root's alone (`root_options`), since a block that returned another dtype than it takes would break the next one."""
     reduce_dtype = plan.reduce_dtype or ("fp64" if plan.param_dtype == "fp64" else plan.param_dtype and "fp32")
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(plan.param_dtype),
         reduce_dtype=torch_dtype(reduce_dtype),
-        output_dtype=torch_dtype(plan.output_dtype) if is_root else None,
         cast_forward_inputs=plan.cast_forward_inputs,
     )
 
@@ -256,7 +271,7 @@ def build_precision_policy(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPo
 def build_expert_options(plan: FsdpPlan) -> dict[str, Any]:
     """What `fully_shard` is told of expert modules, which lie inside the blocks: their inputs come in the right types,
     and the router's weights may be wider than the rest."""
-    precision = replace(build_precision_policy(plan, is_root=False), cast_forward_inputs=False)
+    precision = replace(build_precision_policy(plan), cast_forward_inputs=False)
     return {
         "reshard_after_forward": plan.reshard_after_forward is not False,
         "mp_policy": precision,

@@ -7,6 +7,7 @@ and parameters gathered, without a word.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,21 +18,46 @@ from torch.utils._pytree import tree_leaves
 from mindspeed_mm.core.errors import ConfigError
 
 
-def show_outputs(root: nn.Module, inner: Iterable[tuple[str, nn.Module]]) -> None:
-    """Register the hooks; call it before `fully_shard`, whose own hooks must see what these return.
+class RootOutput:
+    """What a root returns: where it hides tensors, a dict of its attributes while the hooks of sharding look at it, and
+    the object itself for the caller.
+
+    Make it before `fully_shard`, whose own hooks must see the dict, and call `give_back` afterwards.
 
     Args:
-        root: Its output is turned into a dict of its attributes when it hides tensors.
-        inner: Modules wrapped below the root, by name; one that hides tensors is a `ConfigError` in its first forward
-            pass, since whoever calls it expects the type that it returns.
+        root: The module that is wrapped last.
     """
-    root.register_forward_hook(_as_dict_when_hidden)
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._hidden: Any = None
+        root.register_forward_hook(self._show)
+
+    def give_back(self) -> None:
+        """From now on the caller gets the object again, with the tensors that sharding has seen."""
+        self._root.register_forward_hook(self._restore)
+
+    def _show(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        self._hidden = output if hides_tensors(output) else None
+        return None if self._hidden is None else dict(vars(output))
+
+    def _restore(self, _module: nn.Module, _inputs: Any, shown: Any) -> Any:
+        if self._hidden is None:
+            return None
+        output, self._hidden = copy.copy(self._hidden), None
+        vars(output).update(shown)
+        return output
+
+
+def check_outputs(inner: Iterable[tuple[str, nn.Module]]) -> None:
+    """Have modules below the root checked: one that hides tensors is a `ConfigError` in its first forward pass, since
+    whoever calls it expects the type that it returns.
+
+    Args:
+        inner: Modules that are wrapped, by name.
+    """
     for name, module in inner:
         _check_first_output(name, module)
-
-
-def _as_dict_when_hidden(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    return dict(vars(output)) if hides_tensors(output) else None
 
 
 def _check_first_output(name: str, module: nn.Module) -> None:
