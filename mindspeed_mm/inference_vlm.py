@@ -23,6 +23,8 @@ def infer() -> None:
         ConfigError: There is no model, or no prompt.
     """
     args = parse_args()
+    if args.rank:
+        return  # one rank answers
     translated = translate(args, for_training=False)
     section = JsonSection(translated.model_json)
     model = translated.arguments.training.load or translated.arguments.model.model_name_or_path

@@ -29,9 +29,7 @@ from tests.helpers.tiny_generators import make_tiny_flux
 from tests.helpers.tiny_models import make_tiny_qwen3_vl
 from tests.helpers.tiny_run import make_rows, make_tiny_run
 
-ROOT = Path(__file__).parents[1]
 FLAGS = "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-3 --log-interval 1 --eval-iters 0 --save"
-ENTRIES = sorted(path.stem for path in (ROOT / "mindspeed_mm").glob("pretrain_*.py"))
 
 
 def pretrain(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, **options: Any) -> None:
@@ -119,12 +117,6 @@ def test_sections_by_attribute_and_key() -> None:
     assert section.get("e", 7) == 7 and "d" in section
     assert section.to_dict() == {"a": {"b": [1, {"c": 2}]}, "d": None}
     assert dict(**section.a) == {"b": section.a.b}
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_entries_stand_at_the_root_too(name: str) -> None:
-    assert f"from mindspeed_mm.{name} import main" in (ROOT / f"{name}.py").read_text()
-    assert len((ROOT / "mindspeed_mm" / f"{name}.py").read_text().splitlines()) <= 30
 
 
 SCRIPT = """

@@ -8,16 +8,20 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 
 _NUMBER_OF_RANKS = ("nproc_per_node", "nnodes")
+_DO_NOT_TRAIN = ("inference_", "evaluate_", "get_")
+"""How entries begin that need no learning rate and no number of steps."""
 _ASSIGNMENT = re.compile(
     r"(?:export\s+)?(\w+)=(?:\"((?:[^\"\\]|\\.)*)\"|'([^']*)'|(\$\(\(.*?\)\)|[^\s;#]*))", re.DOTALL
 )
 _LAUNCH = re.compile(
-    r"(?:\w+=\S*\s+)*(?:torchrun|accelerate\s+launch|\S*python3?(?:\s+-m\s+torch\.distributed\.\w+)?)\s+(.*\.py\b.*)",
+    r"(?:(?:exec|nohup)\s+)?(?:\w+=\S*\s+)*"
+    r"(?:torchrun|accelerate\s+launch|\S*python3?(?:\s+-m\s+torch\.distributed\.\w+)?)\s+(.*\.py\b.*)",
     re.DOTALL,
 )
 _OPENS = re.compile(r"(?:if|for|while|case|until)\b|(?:function\s+)?\w+\s*\(\)")
@@ -25,6 +29,8 @@ _CLOSES = re.compile(r"(?:.*[;\s])?(?:fi|done|esac|})\s*;?$", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 _COMMAND = re.compile(r"\$\([^)]*\)|`[^`]*`")
+_OWN_WORDS = re.compile(r"[\"']?\$[@*][\"']?")
+"""What a script is called with; here those words stand behind the script's name."""
 _UNKNOWN = re.compile("\0(.*?)\0")
 """What stands for a value that only a shell can tell, with the name of its variable."""
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -36,8 +42,27 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
+class Launch(NamedTuple):
+    """What a launch starts."""
+
+    entry: str
+    """The script's name; empty where there are flags alone."""
+    flags: list[str]
+    """Its flags, with torchrun's own that say how many ranks there are."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the entry needs what every training needs."""
+        return not self.entry.startswith(_DO_NOT_TRAIN)
+
+
 def flags_of_launch(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The flags of a launch, with torchrun's own that say how many ranks there are.
+    """The flags of a launch; see `read_launch`."""
+    return read_launch(words, environment).flags
+
+
+def read_launch(words: Sequence[str], environment: Mapping[str, str]) -> Launch:
+    """The entry and the flags of a launch.
 
     Args:
         words: Flags alone; or a whole command, with the entry's name between torchrun's flags and its own; or a script,
@@ -49,25 +74,32 @@ def flags_of_launch(words: Sequence[str], environment: Mapping[str, str]) -> lis
         ConfigError: The script cannot be read.
     """
     if words and words[0].endswith(".sh"):
-        flags = flags_of_launch(_command_of(Path(words[0]), environment), environment)
-        _check_known(flags, words[0])
-        return [*flags, *words[1:]]
+        launch = read_launch(_command_of(Path(words[0]), environment), environment)
+        _check_known(launch.flags, words[0])
+        return Launch(launch.entry, [*launch.flags, *words[1:]])
     entry = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
     if entry is None:
-        return list(words)
-    if Path(words[entry]).name.startswith("posttrain_"):
-        way_out = "Write a YAML for the supervised part."
-        raise UsageError(
-            "preferences and rewards cannot be trained with flags yet", where=words[entry], way_out=way_out
-        )
+        return Launch("", list(words))
+    name = Path(words[entry]).name
+    if name.startswith("posttrain_"):
+        refuse_posttraining(words[entry])
     launcher, own = words[:entry], list(words[entry + 1 :])
     kept: list[str] = []
     for at, word in enumerate(launcher):
-        name, sign, _ = word.removeprefix("--").replace("-", "_").partition("=")
-        if word.startswith("--") and name in _NUMBER_OF_RANKS:
+        flag, sign, _ = word.removeprefix("--").replace("-", "_").partition("=")
+        if word.startswith("--") and flag in _NUMBER_OF_RANKS:
             kept += [word] if sign else list(launcher[at : at + 2])
     file = 1 if own and own[0].endswith((".yaml", ".yml")) else 0
-    return [*own[:file], *kept, *own[file:]]
+    return Launch(name, [*own[:file], *kept, *own[file:]])
+
+
+def refuse_posttraining(entry: str) -> NoReturn:
+    """Raise `UsageError` for an entry that trains on preferences or rewards."""
+    raise UsageError(
+        "preferences and rewards cannot be trained with flags yet",
+        where=entry,
+        way_out="Write a YAML for the supervised part.",
+    )
 
 
 def _check_known(words: Sequence[str], script: str) -> None:
@@ -135,7 +167,7 @@ def _without_comment(line: str, quote: str) -> tuple[str, str]:
 
 def _launch_words(command: str, values: Mapping[str, str], environment: Mapping[str, str], path: Path) -> list[str]:
     command = re.split(r"\s(?:\d?>|\||&)", command)[0]
-    text = _expanded(command, values, environment)
+    text = _expanded(_OWN_WORDS.sub("", command), values, environment)
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig, dump_resolved, load_config, resolved_dict
-from mindspeed_mm.provider.launch import flags_of_launch
+from mindspeed_mm.provider.launch import read_launch
 from mindspeed_mm.provider.parse import parse
 from mindspeed_mm.provider.translate import Translated, translate
 
@@ -32,7 +32,8 @@ def run_flags(words: Sequence[str], environment: Mapping[str, str]) -> Translate
         UsageError: Words that cannot be read.
         ConfigError: Every problem of flags and files.
     """
-    return translate(parse(flags_of_launch(words, environment), environment))
+    launch = read_launch(words, environment)
+    return translate(parse(launch.flags, environment), for_training=launch.trains)
 
 
 def as_text(config: ResolvedConfig, only_given: bool = False) -> str:

@@ -17,7 +17,19 @@ from mindspeed_mm.provider.translate import Translated, from_flags
 from mindspeed_mm.tasks.config import as_text, run_flags
 
 GOLDEN = Path(__file__).parent / "golden"
-LAUNCHES = ("vlm.sh", "fsdp2.sh", "wan.sh", "experts.sh", "stages.sh", "dreambooth.sh", "one.yaml")
+LAUNCHES = (
+    "vlm.sh",
+    "fsdp2.sh",
+    "wan.sh",
+    "experts.sh",
+    "stages.sh",
+    "dreambooth.sh",
+    "one.yaml",
+    "features.sh",
+    "drawing.sh",
+    "one_model.sh",
+)
+"""One of each kind that MindSpeed-MM's scripts are of."""
 
 
 def written(launch: str) -> str:

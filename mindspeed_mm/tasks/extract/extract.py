@@ -39,7 +39,7 @@ _MOST_THREADS = 8
 
 
 def run(
-    config_path: Path,
+    config: Path | ResolvedConfig,
     overrides: Sequence[str] = (),
     *,
     out: Path | None = None,
@@ -49,8 +49,8 @@ def run(
     """Make the feature sets of a configuration, or what is missing of them, as one rank of a job if it is one.
 
     Args:
-        config_path: The YAML that training takes.
-        overrides: `section.key=value`.
+        config: The YAML that training takes, or what it resolves to.
+        overrides: `section.key=value`, of a YAML.
         out: Where to; None: `basic_parameters.features_dir`, and `val_features_dir` for the validation rows.
         progress_to_stderr: Leave stdout to the result.
         options: Fields of `ExtractOptions`.
@@ -62,7 +62,7 @@ def run(
         StoppedAfterSave: A signal asked for an end; run again to go on.
         MMError: Anything else that a person can act on.
     """
-    config = load_with_plugins(config_path, overrides)
+    config = config if isinstance(config, ResolvedConfig) else load_with_plugins(config, overrides)
     adapter, sets = configured_adapter(config), configured_sets(config, out)
     options = {"threads": _threads(config), **{name: value for name, value in options.items() if value is not None}}
     stream = sys.stderr if progress_to_stderr else sys.stdout

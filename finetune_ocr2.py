@@ -1,0 +1,6 @@
+"""`torchrun $DISTRIBUTED_ARGS finetune_ocr2.py $GPT_ARGS …`: see mindspeed_mm/finetune_ocr2.py."""
+
+from mindspeed_mm.finetune_ocr2 import main
+
+if __name__ == "__main__":
+    main()

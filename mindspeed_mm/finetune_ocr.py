@@ -1,0 +1,11 @@
+"""Trains DeepSeek-OCR by flags alone: `pretrain_transformers` under the name that scripts have.
+
+`torchrun $DISTRIBUTED_ARGS finetune_ocr.py --load FOLDER --data-path ROWS …`.
+"""
+
+from __future__ import annotations
+
+from mindspeed_mm.pretrain_transformers import main
+
+if __name__ == "__main__":
+    main()

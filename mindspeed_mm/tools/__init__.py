@@ -1,0 +1,1 @@
+"""Commands and files at the paths that launch scripts name."""

@@ -1,0 +1,1 @@
+"""Entries that encode media and captions once, before a generator is trained."""

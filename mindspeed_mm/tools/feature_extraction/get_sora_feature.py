@@ -1,0 +1,49 @@
+"""Encodes the media and captions of data.json by Megatron-style flags, as `mm extract` does.
+
+`torchrun $DISTRIBUTED_ARGS get_sora_feature.py $GPT_ARGS --mm-data … --mm-model … --mm-tool …`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.arguments import parse_args
+from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.fsdp.train.provider.entry import run_entry
+from mindspeed_mm.provider.translate import translate
+from mindspeed_mm.tasks.extract import extract
+
+
+def extract_features() -> None:
+    """Write the features to `sorafeature.save_path` of tools.json.
+
+    Raises:
+        ConfigError: No folder is named, or the files name no generator and no media.
+    """
+    args = parse_args()
+    translated = translate(args, for_training=False)
+    folder = (translated.tools_json.get("sorafeature") or {}).get("save_path")
+    if not folder:
+        where, way_out = str(args.mm_tool or "--mm-tool"), "Name the folder that features are written to."
+        raise ConfigError("is not given", where=where, key="sorafeature.save_path", way_out=way_out)
+    options = {"batch_size": args.micro_batch_size, "dtype": compute_type(translated.model_json)}
+    for outcome in extract.run(translated.config, out=Path(folder), **options):
+        print(outcome.sentence(), flush=True)
+
+
+def compute_type(model: dict[str, Any]) -> str | None:
+    """The type that all encoders of model.json compute in; None where they differ, or do not say."""
+    parts = [model.get("ae"), model.get("text_encoder"), model.get("image_encoder")]
+    encoders = [each for part in parts for each in (part if isinstance(part, list) else [part]) if each]
+    types = {encoder.get("dtype") for encoder in encoders}
+    return next(iter(types & {"bf16", "fp32"})) if len(types) == 1 and types & {"bf16", "fp32"} else None
+
+
+def main() -> None:
+    """Encode."""
+    run_entry(extract_features)
+
+
+if __name__ == "__main__":
+    main()
