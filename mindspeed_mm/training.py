@@ -30,6 +30,7 @@ from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.fsdp.train.trainer import TrainOptions
 from mindspeed_mm.fsdp.utils.dtypes import torch_dtype
 from mindspeed_mm.fsdp.utils.register import model_register
+from mindspeed_mm.models.configured import with_sized_folder
 from mindspeed_mm.provider.translate import Translated, translate
 
 __all__ = [
@@ -114,6 +115,12 @@ def pretrain(
         None if train_valid_test_dataset_provider in stock else train_valid_test_dataset_provider,
         None if forward_step_func in stock else forward_step_func,
     )
+    if (
+        callbacks.data_provider is None
+        and config.arguments.model.model_name_or_path is None
+        and "predictor" in translated.model_json
+    ):
+        config = with_sized_folder(config, translated.model_json, args.mm_model)  # its rows are read by the folder
     scaling = ProviderOptions(
         per_token=args.calculate_per_token_loss,
         eval_iters=args.eval_iters,

@@ -15,7 +15,7 @@ from mindspeed_mm.provider.module_names import FAMILIES, ModuleNames
 from mindspeed_mm.provider.reading import Reading
 
 _COMPONENTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "image_encoder")
-_WAN_SIZES: dict[str, tuple[str, ...]] = {
+WAN_SIZES: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_layers",),
     "num_heads": ("num_attention_heads",),
     "hidden_size": ("hidden_size",),
@@ -27,6 +27,7 @@ _WAN_SIZES: dict[str, tuple[str, ...]] = {
     "text_dim": ("text_dim",),
     "freq_dim": ("freq_dim",),
 }
+"""Key of `predictor` → keys of the transformer's config.json; `hidden_size` is heads x their width there."""
 _NOISE = "training.diffusion"
 
 
@@ -49,7 +50,7 @@ def put_generator(reading: Reading, root: Node) -> None:
             heads, width = config.get("num_attention_heads"), config.get("attention_head_dim")
             if isinstance(heads, int) and isinstance(width, int):
                 config = {**config, "hidden_size": heads * width}
-            compare(reading, predictor, _WAN_SIZES, config, "predictor", str(config_file))
+            compare(reading, predictor, WAN_SIZES, config, "predictor", str(config_file))
     _put_noise(reading, root)
     _put_samples(reading, root)
 

@@ -40,12 +40,13 @@ def put_model(reading: Reading, root: Node) -> None:
         put_generator(reading, root)
         return
     is_library_model = text_at(root, "init_from_hf_path") is not None
-    folder = text_at(root, "init_from_hf_path") or processor_folder(reading)
+    folder = text_at(root, "init_from_hf_path") or _folder_of_data(reading)
     if folder is None:
         if find(root, _DECODER) is not None:
             reading.draft.note(
-                f"{root.place.source}: neither it nor data.json names a model folder (init_from_hf_path, "
-                "preprocess_parameters.model_name_or_path); a model provider of your own builds the model."
+                f"{root.place.source}: neither it nor data.json names a folder with a config.json (init_from_hf_path, "
+                "preprocess_parameters.model_name_or_path): the model is built of the sizes, without weights, unless a "
+                "model provider of your own builds it."
             )
     else:
         entry = find(root, "init_from_hf_path")
@@ -71,6 +72,13 @@ def put_model(reading: Reading, root: Node) -> None:
     _put_frozen(reading, root, with_defaults=not is_library_model)
     _put_kernels(reading, root)
     _put_recomputation(reading, root)
+
+
+def _folder_of_data(reading: Reading) -> str | None:
+    """The folder that data.json reads conversations with, unless it holds a processor and no model."""
+    folder = processor_folder(reading)
+    holds_no_model = folder is not None and Path(folder).is_dir() and not (Path(folder) / "config.json").is_file()
+    return None if holds_no_model else folder
 
 
 def _config_of(folder: str | None) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, find, plain
 from mindspeed_mm.provider.reading import Reading
 
-_LANGUAGE: dict[str, tuple[str, ...]] = {
+LANGUAGE_SIZES: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
     "ffn_hidden_size": ("intermediate_size",),
@@ -21,6 +21,7 @@ _LANGUAGE: dict[str, tuple[str, ...]] = {
     "rope_theta": ("rope_theta",),
     "layernorm_epsilon": ("rms_norm_eps",),
 }
+"""Key of `text_decoder` → keys of config.json."""
 _VISION: dict[str, tuple[str, ...]] = {
     "num_layers": ("depth", "num_hidden_layers"),
     "hidden_size": ("embed_dim", "hidden_size"),
@@ -41,13 +42,15 @@ def layers_of(config: Mapping[str, Any]) -> int | None:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the language model."""
     inner = config.get("thinker_config", config)
-    text = inner.get("text_config") if isinstance(inner, Mapping) else None
-    return text if isinstance(text, Mapping) else inner if isinstance(inner, Mapping) else {}
+    if not isinstance(inner, Mapping):
+        return {}
+    parts = (inner.get(name) for name in ("text_config", "language_config", "llm_config"))
+    return next((part for part in parts if isinstance(part, Mapping)), inner)
 
 
 def compare_language_model(reading: Reading, entry: MappingEntry | None, config: Mapping[str, Any], where: str) -> None:
     """Sizes of `text_decoder`."""
-    compare(reading, entry, _LANGUAGE, text_config(config), "text_decoder", where)
+    compare(reading, entry, LANGUAGE_SIZES, text_config(config), "text_decoder", where)
 
 
 def compare_tower(reading: Reading, entry: MappingEntry | None, config: Mapping[str, Any], where: str) -> None:

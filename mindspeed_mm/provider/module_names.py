@@ -67,6 +67,10 @@ FAMILIES: dict[str, ModuleNames] = {
         _LLM, f"{_LLM}.layers", vision=_TOWER, vision_layers=f"{_TOWER}.transformer.layers",
         vision_parts=(_TOWER,), projector=(_PROJECTOR,),
     ),
+    "deepseek_vl_v2": ModuleNames(
+        "language.model", "language.model.layers", head=("language.lm_head",), vision="vision",
+        vision_layers="vision.blocks", vision_parts=("vision",), projector=("projector",),
+    ),
     "qwen2_5_omni": _with_audio(_qwen(_LLM, _VIS)),
     "qwen3_omni_moe": _with_audio(_qwen(_LLM, _VIS, ("pos_embed",), ("merger", "merger_list"))),
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen2", "llama"), _TEXT),
@@ -81,6 +85,7 @@ _IDS = {
     "qwen2_5_omni": "qwen2_5_omni",
     "qwen3_omni": "qwen3_omni_moe",
     "InternVL": "internvl",
+    "deepseekvl2": "deepseek_vl_v2",
     "wandit": "wan",
 }
 """`model_id` of model.json → family, where it is not its name."""

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed_mm.cli.main import run
 from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.data.dataloader.order import Deal
+from mindspeed_mm.fsdp.params.data_args import DataloaderParam
+from mindspeed_mm.fsdp.train.provider.callbacks import read_loss
+from mindspeed_mm.fsdp.train.provider.loader import ProvidedDataset, ProvidedLoader
 from mindspeed_mm.provider.translate import from_flags
 
 NEEDED = "--lr 1e-5 --train-iters 100 --micro-batch-size 1"
@@ -158,6 +163,22 @@ def test_a_tensor_size_that_the_flag_contradicts() -> None:
     write_model({"text_decoder": {"num_layers": 36, "tensor_model_parallel_size": 4}})
     (line,) = problems(f"{NEEDED} --tensor-model-parallel-size 2 --mm-model model.json --mm-data data.json")
     assert line.startswith("model.json:4:35  4, but --tensor-model-parallel-size says 2")
+
+
+def test_a_loss_that_is_no_number() -> None:
+    with pytest.raises(MMError) as raised:
+        read_loss(torch.zeros(8, 16, requires_grad=True))
+    assert str(raised.value) == "loss_func  returned shape (8, 16). Return one number."
+
+
+def test_data_that_end() -> None:
+    loader = ProvidedLoader(ProvidedDataset("mine"), Deal(1, 2, 0, 1), DataloaderParam(num_workers=0), None)
+    loader.open(iter([{"x": torch.zeros(1)}] * 75), range(100))
+    with pytest.raises(MMError) as raised:
+        list(loader)
+    assert str(raised.value).startswith(
+        "train_valid_test_datasets_provider  the data ended after 37 of 100 steps. Return a loader"
+    )
 
 
 def test_the_command_prints_lines_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.argument import Arguments
+from mindspeed_mm.provider.generator_json import WAN_SIZES
+from mindspeed_mm.provider.model_sizes import LANGUAGE_SIZES
 from mindspeed_mm.provider.parse import parse
 from mindspeed_mm.provider.translate import Translated, translate
 
@@ -168,6 +170,35 @@ def test_patches() -> None:
         "model.json:5:8: patch.x has no effect: nothing is patched here."
     ]
     assert "patch.adaptive_clip_grad_norm is not built" in problem({"patch": {"adaptive_clip_grad_norm": True}})
+
+
+@pytest.mark.parametrize("name", LANGUAGE_SIZES)
+def test_every_size_of_the_language_model_is_compared(name: str) -> None:
+    text = {"num_hidden_layers": 8, LANGUAGE_SIZES[name][-1]: 6}
+    Path("hf/config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": text}))
+    line = f"text_decoder.{name}  7, hf/config.json says 6"
+    if name in ("rope_theta", "layernorm_epsilon"):
+        assert any(line in note for note in run(vlm({name: 7})).notes)
+    else:
+        assert line in problem(vlm({name: 7}))
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("num_layers", "depth"), ("hidden_size", "hidden_size"), ("num_attention_heads", "num_heads"),
+     ("window_attn_size", "window_size")],
+)  # fmt: skip
+def test_every_size_of_the_tower_is_compared(name: str, theirs: str) -> None:
+    Path("hf/config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {theirs: 6}}))
+    assert f"{VISION}.{name}  7, hf/config.json says 6" in problem(vlm(tower={name: 7}))
+
+
+@pytest.mark.parametrize("name", [name for name in WAN_SIZES if name != "hidden_size"])
+def test_every_size_of_wan_is_compared(name: str) -> None:
+    model = wan_folder()
+    Path("wan/transformer/config.json").write_text(json.dumps({WAN_SIZES[name][0]: 6}))
+    model["predictor"] = {"model_id": "wandit", name: 7}
+    assert f"predictor.{name}  7, wan/transformer/config.json says 6" in problem(model)
 
 
 def test_values_that_files_copy_are_noted() -> None:

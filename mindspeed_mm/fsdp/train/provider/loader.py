@@ -68,13 +68,19 @@ class ProvidedLoader:
         self.batching: dict[str, Any] = {"loader": "provided"}
         self._source: Any = None
         self._drawn = 0
+        self._steps = range(0)
 
-    def open(self, source: Any) -> None:
+    def open(self, source: Any, steps: range) -> None:
         """Take what the function returned; it is called when the model has its values.
+
+        Args:
+            source: A loader, a data set or an iterator.
+            steps: Those of the run that are still to be done, for messages.
 
         Raises:
             ConfigError: All data ranks would read the same rows.
         """
+        self._steps = steps
         self._source = as_loader(source, self.deal, self._loading)
         check_sharded(self._source, self.deal.dp_size)
 
@@ -171,7 +177,7 @@ class ProvidedLoader:
         if not steps and not self._drawn:
             return DataError("yielded nothing", key=PROVIDER, way_out="Look at its length, and at drop_last.")
         return DataError(
-            f"the data ended after {steps} steps of this start",
+            f"the data ended after {self._steps.start + steps} of {self._steps.stop} steps",
             key=PROVIDER,
             way_out="Return a loader, which begins again, and not an iterator.",
         )

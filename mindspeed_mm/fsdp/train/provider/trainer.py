@@ -151,7 +151,7 @@ class ProviderTrainer(Trainer):
         validations = (total_steps // interval + 1) if interval else 0
         steps = (total_steps, validations * self.scaling.eval_iters, self.scaling.eval_iters)
         self._provided = self.callbacks.build_data([number * deal.global_batch for number in steps])
-        loader.open(self._provided.train)
+        loader.open(self._provided.train, range(engine.iteration, total_steps))
 
     def _with_megatron_saves(self, parts: RunParts, record: RunRecord) -> RunParts:
         if reason := why_not(self.arguments):

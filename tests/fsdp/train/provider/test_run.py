@@ -126,7 +126,7 @@ def _remove(folder: Path) -> None:
 
 
 def test_data_that_end() -> None:
-    with pytest.raises(DataError, match="the data ended after 3 steps"):
+    with pytest.raises(DataError, match="the data ended after 3 of 5 steps"):
         run(partial(iterator, 1))
     with pytest.raises(ConfigError, match="returned int"):
         run(lambda: 3)

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# GLM-4.5V 106B-A12B by Megatron-style flags (docs/provider.md), on 64 devices, 8 hosts:
+# sharded, the experts over the 8 devices of a host.
+# On each host, with its number:
+#   MASTER_ADDR=10.0.0.1 NODE_RANK=0 bash examples/glm4.5v/finetune_glm4.5v_106B_flags.sh
+# Further flags win over those below:
+#   bash examples/glm4.5v/finetune_glm4.5v_106B_flags.sh --lr 5e-6
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+NPROC=${NPROC:-8}
+NNODES=${NNODES:-8}
+TP=${TP:-1}
+PP=${PP:-1}
+CP=${CP:-1}
+MBS=${MBS:-1}
+GRAD_ACC_STEP=${GRAD_ACC_STEP:-1}
+DP=$((NPROC * NNODES / TP / PP / CP))
+GBS=$((MBS * GRAD_ACC_STEP * DP))
+
+DISTRIBUTED_ARGS="
+    --nproc_per_node $NPROC \
+    --nnodes $NNODES \
+    --node_rank ${NODE_RANK:-0} \
+    --master_addr ${MASTER_ADDR:-localhost} \
+    --master_port ${MASTER_PORT:-6000}
+"
+GPT_ARGS="
+    --tensor-model-parallel-size $TP \
+    --pipeline-model-parallel-size $PP \
+    --context-parallel-size $CP \
+    --micro-batch-size $MBS \
+    --global-batch-size $GBS \
+    --seq-length 4096 \
+    --num-workers 4 \
+    --seed 42 \
+    --train-iters 2000 \
+    --lr 1e-5 \
+    --lr-decay-style cosine \
+    --lr-warmup-fraction 0.03 \
+    --weight-decay 0 \
+    --bf16 \
+    --use-torch-fsdp2 \
+    --fsdp2-config-path examples/glm4.5v/fsdp2_config_106B.yaml
+"
+MM_ARGS="
+    --mm-model examples/glm4.5v/model_106B.json \
+    --mm-data examples/glm4.5v/data_106B.json \
+    --mm-tool mindspeed_mm/tools/tools.json
+"
+OUTPUT_ARGS="
+    --log-interval 1 \
+    --save-interval 500 \
+    --save runs/glm4.5v_106B_flags \
+    --ckpt-format torch_dcp
+"
+torchrun $DISTRIBUTED_ARGS pretrain_transformers.py $GPT_ARGS $MM_ARGS $OUTPUT_ARGS "$@"
