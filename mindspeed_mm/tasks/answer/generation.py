@@ -6,7 +6,7 @@ Questions of similar length share a batch; rows are padded on the left, so that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from mindspeed_mm.tasks.answer.transcription import transcripts
 
 SORTED_BATCHES = 8
 """Questions are sorted by length in windows of so many batches: the media of one window are in memory at a time."""
+GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+"""The likeliest token, always, whatever the model's generation configuration says."""
 SOUNDS = "input_features"
 """What models call the spectra of sounds."""
 
@@ -44,6 +46,25 @@ class Answer:
     text: str
     finished: bool
     """False when `max_new_tokens` cut it off."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. What is None is as the model's generation configuration says."""
+
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    """0: the likeliest token, always."""
+    top_p: float | None = None
+    seed: int | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """As transformers' `generate` takes them."""
+        if self.temperature == 0:
+            return {"max_new_tokens": self.max_new_tokens, **GREEDY}
+        asked = {"temperature": self.temperature, "top_p": self.top_p}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {"max_new_tokens": self.max_new_tokens, **given, **({"do_sample": True} if given else {})}
 
 
 class Generator:
@@ -90,17 +111,25 @@ class Generator:
         if is_whisper(self.encoder.processor):
             found = transcripts(self.model, inputs, max_new_tokens=max_new_tokens)
             return [Answer(ids, self._text_of(ids), finished) for ids, finished in found]
+        return self._generate(inputs, max_new_tokens=max_new_tokens, **GREEDY)
+
+    def answer_streamed(self, question: EncodedQuestion, tell: Callable[[str], None], sampling: Sampling) -> Answer:
+        """The answer to one question, told piece by piece while it is made."""
+        if is_whisper(self.encoder.processor):
+            (answer,) = self.answer_batch([question], sampling.max_new_tokens)
+            tell(answer.text)
+            return answer
+        inputs = in_dtype_of(self.model, move_to(self.encoder.collate([question]), self.model.device))
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        streamer = _Streamer(self._text_of, tell)
+        (answer,) = self._generate(inputs, streamer=streamer, **sampling.settings())
+        return answer
+
+    def _generate(self, inputs: dict[str, Any], **settings: Any) -> list[Answer]:
+        ends = {"eos_token_id": self._end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
         with torch.inference_mode():
-            output_BL = self.model.generate(
-                **inputs,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                eos_token_id=self._end_ids or None,
-                pad_token_id=self.tokenizer.pad_token_id,
-            )
+            output_BL = self.model.generate(**inputs, **ends, **settings)
         prompt_tokens = inputs["input_ids"].shape[1]
         return [self._read_answer(row) for row in output_BL[:, prompt_tokens:].tolist()]
 
@@ -111,6 +140,33 @@ class Generator:
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+
+
+class _Streamer:
+    """What transformers' `generate` hands tokens to while it makes them; the first are those of the prompt."""
+
+    def __init__(self, text_of: Callable[[Sequence[int]], str], tell: Callable[[str], None]) -> None:
+        self._text_of, self._tell = text_of, tell
+        self._is_prompt = True
+        self._token_ids: list[int] = []
+        self._told = ""
+
+    def put(self, token_ids: torch.Tensor) -> None:
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._token_ids += token_ids.reshape(-1).tolist()
+        # The bytes of one character may be spread over tokens: until they are all there, it reads as this.
+        self._catch_up(unless_ends_with="\ufffd")
+
+    def end(self) -> None:
+        self._catch_up()
+
+    def _catch_up(self, unless_ends_with: str = "\0") -> None:
+        text = self._text_of(self._token_ids)
+        if text.startswith(self._told) and not text.endswith(unless_ends_with):
+            self._tell(text[len(self._told) :])
+            self._told = text
 
 
 def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""`mm chat`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mindspeed_mm.core.errors import MMError, UsageError
+from mindspeed_mm.core.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from mindspeed_mm.tasks.answer.conversation import Conversation
+
+EXAMPLES = """
+\b
+Examples:
+  mm chat models/Qwen3-VL-2B-Instruct
+  mm chat runs/mine --lora runs/lora/export --temperature 0
+  mm chat runs/digits/run --image three.png --system "Answer in one word."
+"""
+COMMANDS = """/image FILE, /video FILE, /audio FILE   show a file with what you say next
+/system TEXT   set the system prompt, and begin anew
+/reset         begin anew
+/save FILE     add the conversation to a file, as a row that training takes
+/exit          leave, as does the end of the input
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path), help="Picture to begin with.")
+@click.option("--video", "videos", multiple=True, type=click.Path(path_type=Path), help="Video to begin with.")
+@click.option("--audio", "audios", multiple=True, type=click.Path(path_type=Path), help="Sound to begin with.")
+@click.option("--system", default="", help="System prompt; default: what the model's chat template puts there.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    help="Randomness of the answers; 0 always takes the likeliest token. Default: the model's generation_config.json.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    help="Only the likeliest tokens that make up this share of the probability; default: generation_config.json.",
+)
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of each answer; default: another one each time.")
+@click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML that says how rows are shown; default: the run's."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON, once it is complete.")
+def command(
+    model: Path,
+    images: tuple[Path, ...],
+    videos: tuple[Path, ...],
+    audios: tuple[Path, ...],
+    system: str,
+    max_new_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int | None,
+    lora: Path | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Talk to MODEL, a Hugging Face folder or a run, in the terminal.
+
+    Answers appear while they are made; Ctrl-C stops one. /help lists what else can be typed.
+    """
+    if temperature == 0 and top_p is not None:
+        raise UsageError("does nothing with --temperature 0", key="--top-p", way_out="Leave one of them out.")
+    from mindspeed_mm.core.model_kinds import GENERATOR
+    from mindspeed_mm.tasks.model_kind import kind_of_path
+
+    if kind_of_path(model) is GENERATOR:
+        raise UsageError("makes pictures or clips and does not talk", where=str(model), way_out="See mm infer --help.")
+    from mindspeed_mm.tasks.answer import conversation  # torch: the help does without
+    from mindspeed_mm.tasks.answer.generation import Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    chat = conversation.begin(model, sampling, system=system, lora=lora, config=config)
+    for path in images:
+        chat.show("image", path)
+    for path in videos:
+        chat.show("video", path)
+    for path in audios:
+        chat.show("audio", path)
+    if sys.stdin.isatty():
+        click.echo("Say something, or /help.")
+    for line in said():
+        if not reply(chat, line, as_json):
+            return
+
+
+def said() -> Iterator[str]:
+    """What is typed, line by line; in a terminal with a prompt, and editing where Python has it."""
+    while True:
+        try:
+            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return
+        if not line and not sys.stdin.isatty():
+            return
+        yield line.strip()
+
+
+def reply(chat: Conversation, line: str, as_json: bool = False) -> bool:
+    """Answer a line, or do what it says; whether the conversation goes on."""
+    if line == "/exit":
+        return False
+    try:
+        if line.startswith("/"):
+            click.echo(obey(chat, line))
+        elif line or chat.waiting:
+            answer = chat.say(line, lambda piece: None if as_json else click.echo(piece, nl=False))
+            click.echo(json.dumps(asdict(answer), ensure_ascii=False) if as_json else "")
+            if not answer.finished:
+                click.echo(f"(cut off at {chat.sampling.max_new_tokens} tokens: --max-new-tokens)", err=True)
+    except MMError as error:
+        click.echo(str(error), err=True)
+    except KeyboardInterrupt:
+        click.echo("\n(stopped; what you said and this answer are forgotten)", err=True)
+    return True
+
+
+def obey(chat: Conversation, line: str) -> str:
+    """Carry out a command; what to print.
+
+    Raises:
+        MMError: It is unknown, or its file is.
+    """
+    name, _, rest = line.partition(" ")
+    actions: dict[str, Callable[[str], str]] = {
+        "/image": lambda file: show(chat, "image", file),
+        "/video": lambda file: show(chat, "video", file),
+        "/audio": lambda file: show(chat, "audio", file),
+        "/system": lambda text: begin_anew(chat, text),
+        "/reset": lambda _: begin_anew(chat, chat.system),
+        "/save": lambda file: save(chat, file),
+        "/help": lambda _: COMMANDS.rstrip(),
+    }
+    if name not in actions:
+        raise UsageError(f"unknown command '{name}'", way_out=did_you_mean(name, actions) or "/help lists them.")
+    return actions[name](rest.strip())
+
+
+def show(chat: Conversation, kind: str, words: str) -> str:
+    """Take a file for the next turn."""
+    chat.show(kind, named_file(words))  # type: ignore[arg-type]
+    return f"shown with what you say next: {len(chat.waiting)} file{'s' if len(chat.waiting) > 1 else ''}"
+
+
+def begin_anew(chat: Conversation, system: str) -> str:
+    """Forget the turns."""
+    chat.system = system
+    chat.reset()
+    return "a new conversation"
+
+
+def save(chat: Conversation, words: str) -> str:
+    """Add the conversation to a file."""
+    if not chat.turns:
+        raise UsageError("nothing was said yet", key="/save")
+    path = named_file(words)
+    chat.save(path)
+    return f"added to {path}"
+
+
+def named_file(words: str) -> Path:
+    """The file that follows a command; quotes and backslashes are as in a shell, blanks need neither.
+
+    Raises:
+        UsageError: None is named.
+    """
+    try:
+        parts = shlex.split(words)
+    except ValueError:
+        parts = [words]
+    if not words:
+        raise UsageError("no file is named")
+    return Path(parts[0] if len(parts) == 1 else words).expanduser()

@@ -1,0 +1,125 @@
+"""`mm chat`: a conversation of several turns, shown to the model as training shows its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed_mm.core.artifacts import append_jsonl, make_writable_folder
+from mindspeed_mm.core.errors import DataError
+from mindspeed_mm.core.file_writing import check_output_file, first_line_has
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, MediaKind, RowLocation, Sample
+from mindspeed_mm.tasks.answer.asking import rows_view
+from mindspeed_mm.tasks.answer.generation import Answer, Generator, Sampling, load_generator
+from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
+
+_COLUMNS = {"image": "images", "video": "videos", "audio": "audios"}
+_is_saved = first_line_has("messages", *_COLUMNS.values())
+
+
+@dataclass
+class Conversation:
+    """What was said so far.
+
+    Args:
+        generator: Answers.
+        sampling: How it chooses tokens.
+        system: Stands before all turns; empty: what the model's template puts there.
+    """
+
+    generator: Generator
+    sampling: Sampling
+    system: str = ""
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    """As chat templates take them."""
+    media: list[MediaItem] = field(default_factory=list)
+    """Of all turns, in order."""
+    waiting: list[MediaItem] = field(default_factory=list)
+    """They go with what the user says next."""
+
+    def show(self, kind: MediaKind, path: Path) -> None:
+        """Put a file before what the user says next.
+
+        Raises:
+            DataError: It is not there.
+        """
+        if not path.is_file():
+            raise DataError("there is no such file", where=str(path))
+        self.waiting.append(MediaItem(kind, str(path.absolute())))
+
+    def say(self, text: str, tell: Callable[[str], None]) -> Answer:
+        """Say something and have it answered. When that fails, or is interrupted, nothing was said.
+
+        Args:
+            text: What the user says.
+            tell: Is given the answer piece by piece.
+
+        Raises:
+            DataError: A medium cannot be read, or the model takes none of its kind.
+        """
+        parts = [*({"type": item.kind} for item in self.waiting), *([{"type": "text", "text": text}] if text else [])]
+        turn = {"role": "user", "content": parts if self.waiting else text}
+        media = [*self.media, *self.waiting]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, *self.turns, turn]
+        sample = Sample(RowLocation("chat", len(self.turns) // 2 + 1), messages, [0.0] * len(messages), media)
+        question = self.generator.encoder.encode(sample, self._loader(media))
+        answer = self.generator.answer_streamed(question, tell, self.sampling)
+        self.turns += [turn, {"role": "assistant", "content": answer.text}]
+        self.media, self.waiting = media, []
+        return answer
+
+    def reset(self) -> None:
+        """Forget all turns; the system prompt stays."""
+        self.turns, self.media, self.waiting = [], [], []
+
+    def row(self) -> dict[str, Any]:
+        """The conversation as a row that training takes."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [{**turn, "content": _with_marks(turn["content"])} for turn in [*system, *self.turns]]
+        columns = {
+            column: [item.source for item in self.media if item.kind == kind] for kind, column in _COLUMNS.items()
+        }
+        return {"messages": messages, **columns}
+
+    def save(self, path: Path) -> None:
+        """Add the conversation to a file of such rows.
+
+        Raises:
+            UsageError: The file holds something else.
+            MachineError: It cannot be written.
+        """
+        target = check_output_file(path, _is_saved)
+        make_writable_folder(target.parent)
+        append_jsonl(target, self.row())
+
+    def _loader(self, media: list[MediaItem]) -> MediaLoader:
+        return self.generator.encoder.media(Path.cwd(), [Path(item.source).parent for item in media])
+
+
+def begin(
+    model: Path, sampling: Sampling, *, system: str = "", lora: Path | None = None, config: Path | None = None
+) -> Conversation:
+    """Load a model to talk to.
+
+    Args:
+        model: A Hugging Face folder or a run.
+        sampling: How it chooses tokens.
+        system: Stands before all turns.
+        lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
+        config: Says how rows are shown, instead of the run's own.
+
+    Raises:
+        MMError: The folder is not a model.
+    """
+    source = with_adapters(resolve_model(model), lora)
+    return Conversation(load_generator(source.folder, source.lora, rows_view(source, config)), sampling, system)
+
+
+def _with_marks(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)

@@ -1,0 +1,150 @@
+"""`mm chat`: turns as plain transformers would answer them, what a slash does, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from mindspeed_mm.cli.chat import COMMANDS, command, obey
+from mindspeed_mm.core.errors import UsageError
+from mindspeed_mm.tasks.answer.conversation import begin
+from mindspeed_mm.tasks.answer.generation import Sampling
+from mindspeed_mm.tasks.answer.questions import read_questions
+from tests.helpers.tiny_models import make_tiny_qwen3_vl
+
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_vl(tmp_path_factory.mktemp("model"), tie=False, initializer_range=0.4)
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "a three.png"
+    Image.new("RGB", (32, 48), (200, 40, 9)).save(path)
+    return path
+
+
+def chatted(folder: Path, *lines: str, options: tuple[str, ...] = ("--temperature", "0")) -> Result:
+    words = [str(folder), "--max-new-tokens", str(TOKENS), *options]
+    result = CliRunner().invoke(command, words, input="".join(f"{line}\n" for line in lines), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result
+
+
+def by_transformers(folder: Path, turns: list[dict[str, Any]], pictures: list[Any]) -> str:
+    from transformers import AutoModelForImageTextToText, AutoProcessor  # after torchvision is made importable
+
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    inputs = processor(text=[text], images=pictures or None, return_tensors="pt")
+    with torch.inference_mode():
+        ids = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    said: str = processor.tokenizer.decode(ids, skip_special_tokens=True)
+    return said.strip()
+
+
+def test_three_turns_with_a_picture_in_the_second(folder: Path, picture: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "out/chats.jsonl"
+    lines = (
+        "hello",
+        f"/image {picture}",
+        "what is this?",
+        "and why?",
+        f"/save {saved}",
+        f"/save '{saved}'",
+        "/exit",
+        "x",
+    )
+    output = chatted(folder, *lines).output.splitlines()
+    row = json.loads(saved.read_text().splitlines()[0])
+    said = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
+    assert len(said) == 3 and any(said) and len(saved.read_text().splitlines()) == 2
+    shown = Image.open(picture)
+    asked = [{"type": "image"}, {"type": "text", "text": "what is this?"}]
+    turns: list[dict[str, Any]] = []
+    for content, pictures, answer in (
+        ("hello", [], said[0]),
+        (asked, [shown], said[1]),
+        ("and why?", [shown], said[2]),
+    ):
+        turns.append({"role": "user", "content": content})
+        assert by_transformers(folder, turns, pictures) == answer
+        turns.append({"role": "assistant", "content": answer})
+        assert answer in "\n".join(output)
+    assert row["images"] == [str(picture)] and row["messages"][2]["content"] == "<image>what is this?"
+    (question, _) = read_questions(saved, needs_answers=True)
+    assert (question.text, question.expected, question.images) == ("and why?", said[2], [str(picture)])
+
+
+def test_pieces_are_told_while_they_are_made(folder: Path) -> None:
+    chat, pieces = begin(folder, Sampling(TOKENS, temperature=0)), []
+    answer = chat.say("hello", pieces.append)
+    assert "".join(pieces) == answer.text and len([piece for piece in pieces if piece]) > 1
+
+
+def test_sampling_is_what_is_asked_for(folder: Path) -> None:
+    def said(**settings: Any) -> str:
+        return begin(folder, Sampling(12, **settings)).say("hello", lambda _: None).text
+
+    greedy = said(temperature=0)
+    assert said(temperature=0, seed=3) == greedy
+    warm = {said(temperature=2.0, seed=seed) for seed in range(4)}
+    assert len(warm) > 1 and said(temperature=2.0, seed=1) == said(temperature=2.0, seed=1)
+    assert said(temperature=2.0, top_p=1e-6, seed=5) == greedy
+
+
+def test_the_system_prompt_and_new_beginnings(folder: Path) -> None:
+    chat = begin(folder, Sampling(TOKENS, temperature=0), system="Be brief.")
+    first = chat.say("hello", lambda _: None).text
+    assert chat.row()["messages"][0] == {"role": "system", "content": "Be brief."}
+    chat.say("more", lambda _: None)
+    assert obey(chat, "/reset") == "a new conversation" and chat.turns == []
+    assert chat.say("hello", lambda _: None).text == first
+    obey(chat, "/system Be long, very long.")
+    assert (chat.system, chat.turns) == ("Be long, very long.", [])
+
+
+def test_mistakes_are_told_and_the_conversation_goes_on(folder: Path, picture: Path, tmp_path: Path) -> None:
+    torn, other = tmp_path / "torn.png", tmp_path / "notes.txt"
+    torn.write_bytes(picture.read_bytes()[:40])
+    other.write_text("mine\n")
+    lines = ("/imge x", "/image", "/image nowhere.png", "/save x.jsonl", f"/image {torn}", "what?", "/reset")
+    result = chatted(folder, *lines, "hello", f"/save {other}", "/help")
+    for message in (
+        "unknown command '/imge'", "Did you mean '/image'?", "no file is named", "there is no such file",
+        "nothing was said yet", "torn.png", "holds something that this command did not write",
+    ):  # fmt: skip
+        assert message in result.stderr, message
+    assert COMMANDS.splitlines()[0] in result.output and other.read_text() == "mine\n"
+    assert "Traceback" not in result.stderr
+
+
+def test_a_turn_that_fails_was_not_said(folder: Path, picture: Path) -> None:
+    chat = begin(folder, Sampling(TOKENS, temperature=0))
+    chat.show("image", picture)
+    picture.unlink()
+    result = CliRunner()
+    with result.isolation(), pytest.raises(Exception, match=r"a three\.png"):
+        chat.say("what?", lambda _: None)
+    assert (chat.turns, chat.media) == ([], [])
+
+
+def test_answers_for_programs(folder: Path) -> None:
+    lines = chatted(folder, "hello", "more", options=("--temperature", "0", "--json")).stdout.splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [answer.keys() for answer in answers] == [{"token_ids", "text", "finished"}] * 2
+
+
+def test_options_that_contradict(folder: Path) -> None:
+    with pytest.raises(UsageError, match="does nothing with --temperature 0"):
+        chatted(folder, options=("--temperature", "0", "--top-p", "0.5"))
