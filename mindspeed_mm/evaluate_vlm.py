@@ -1,4 +1,4 @@
-"""Scores answers to the rows that model.json names: `python evaluate_vlm.py --mm-model evaluate.json --load RUN`."""
+"""Scores answers to rows, or to a published set: `python evaluate_vlm.py --mm-model evaluate.json --load RUN`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from pathlib import Path
 
 from mindspeed_mm.arguments import parse_args
 from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.train.provider.entry import run_entry
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.provider.translate import translate
 from mindspeed_mm.tasks.evaluate import evaluate
+from mindspeed_mm.tasks.evaluate.evaluate import Evaluation
+from mindspeed_mm.tasks.evaluate.published import evaluate as published
+from mindspeed_mm.tasks.evaluate.published.evaluate import PublishedRequest, PublishedResult
+from mindspeed_mm.tasks.evaluate.published.sets import SETS
 
 
 def evaluate_rows() -> None:
@@ -26,18 +31,27 @@ def evaluate_rows() -> None:
     model = translated.arguments.training.load or translated.arguments.model.model_name_or_path
     if model is None:
         raise ConfigError("no model is named", key="--load", way_out="Give a model folder or a run.")
-    rows = section.get("dataset_path")
+    where, rows = str(args.mm_model or "--mm-model"), section.get("dataset_path")
     if not rows:
         way_out = "Name a file of rows with answers: JSON, JSONL, CSV or parquet."
-        raise ConfigError("is not given", where=str(args.mm_model or "--mm-model"), key="dataset_path", way_out=way_out)
-    if Path(rows).suffix == ".tsv":
-        way_out = "Write its rows as conversations (docs/data.md), the answer as the assistant's turn."
+        raise ConfigError("is not given", where=where, key="dataset_path", way_out=way_out)
+    name = section.get("evaluation_dataset")
+    if name is not None and name not in SETS:
+        known = f"{did_you_mean(name, SETS)}There are {', '.join(SETS)}; leave it out for rows of your own."
         raise ConfigError(
-            f"{rows} is a benchmark's table", where=str(args.mm_model), key="dataset_path", way_out=way_out
+            f"no set '{name}' is known", where=str(args.mm_model), key="evaluation_dataset", way_out=known
         )
-    out = section.get("result_output_path")
+    if name is None and Path(rows).suffix == ".tsv":
+        way_out = f"Name its set as evaluation_dataset: {', '.join(SETS)}."
+        raise ConfigError(
+            f"{rows} is the table of a set", where=str(args.mm_model), key="dataset_path", way_out=way_out
+        )
+    out = Path(found) if (found := section.get("result_output_path")) else None
     longest = section.get("generation_config", JsonSection()).get("max_new_tokens", 512)
-    scores = evaluate.run(Path(model), Path(rows), out=Path(out) if out else None, max_new_tokens=longest)
+    if name is None:
+        scores: Evaluation | PublishedResult = evaluate.run(Path(model), Path(rows), out=out, max_new_tokens=longest)
+    else:
+        scores = published.run(PublishedRequest(Path(model), name, Path(rows), out, max_new_tokens=longest))
     print("\n".join(scores.lines()), flush=True)
 
 

@@ -85,11 +85,28 @@ def test_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().out == ""
 
 
+def test_scores_of_a_published_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny_qwen3_vl(tmp_path / "model")
+    (tmp_path / "AI2D_TEST.tsv").write_text("index\tquestion\tA\tB\tanswer\n1\twhat?\tone\ttwo\tB\n")
+    settings = {"dataset_path": str(tmp_path / "AI2D_TEST.tsv"), "evaluation_dataset": "ai2d_test"}
+    settings |= {"result_output_path": str(tmp_path / "scores"), "generation_config": {"max_new_tokens": 2}}
+    model = write_json(tmp_path, "evaluate", settings)
+    assert run(monkeypatch, evaluate_vlm, "--mm-model", model, "--load", str(folder)) == 0
+    assert capsys.readouterr().out.startswith("AI2D: 0.0 % (n=1, ")
+    assert json.loads((tmp_path / "scores" / evaluate.RESULTS).read_text())["benchmark"] == "ai2d_test"
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         ({}, "evaluate.json  dataset_path  is not given"),
-        ({"dataset_path": "AI2D_TEST.tsv"}, "AI2D_TEST.tsv is a benchmark's table. Write its rows as conversations"),
+        ({"dataset_path": "AI2D_TEST.tsv"}, "AI2D_TEST.tsv is the table of a set. Name its set as evaluation_dataset"),
+        (
+            {"dataset_path": "AI2D_TEST.tsv", "evaluation_dataset": "ai2d_tst"},
+            "no set 'ai2d_tst' is known. Did you mean 'ai2d_test'?",
+        ),
     ],
 )
 def test_rows_that_cannot_be_scored(
