@@ -31,7 +31,7 @@ Examples:
 LANGUAGE_ONLY = ("data", "max_new_tokens", "videos", "audios")
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
-    "num_samples", "nproc",
+    "num_samples",
 )  # fmt: skip
 SETTINGS = (
     "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
@@ -107,7 +107,7 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
 @click.option("--num-samples", type=POSITIVE, help="Generators: number of samples per prompt.")
 @click.option("--lora", type=PATH, help="Folder of adapters to apply to the weights.")
 @click.option("--plugin", "plugins", multiple=True, help="Package to import first that registers the model's family.")
-@click.option("--nproc", type=POSITIVE, default=1, help="Generators: number of ranks on this host.")
+@click.option("--nproc", type=POSITIVE, default=1, help="Number of processes on this host; they share rows or prompts.")
 @click.pass_context
 def command(context: click.Context, /, model: Path, **options: Any) -> int:
     """Let MODEL answer a prompt about pictures, videos or sounds, or every row of a file; or, if it is a generator,
@@ -158,9 +158,10 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
     from mindspeed_mm.fsdp.train.run.launched import starts_ranks
     from mindspeed_mm.tasks import train  # torch: the help does without
     from mindspeed_mm.tasks.draw import generate  # torch: the help does without
+    from mindspeed_mm.tasks.launch.launcher import launch
 
     if starts_ranks(options["nproc"]):
-        return generate.run_ranks(options["nproc"], ["infer", *words_of(context)])
+        return launch(options["nproc"], ["infer", *words_of(context)], None)
     request = generate.GenerateRequest(
         prompts=options["prompts"],
         prompts_file=options["prompts_file"],
@@ -213,7 +214,7 @@ def words_of(context: click.Context) -> list[str]:
 # --- language --------------------------------------------------------------------------------------------------------
 
 
-def answer(_context: click.Context, model: Path, options: dict[str, Any]) -> int:
+def answer(context: click.Context, model: Path, options: dict[str, Any]) -> int:
     """Answer one prompt, or every row of a file."""
     prompts, data, out = options["prompts"], options["data"], options["out"]
     media: list[tuple[Literal["image", "video", "audio"], Path]] = []
@@ -228,9 +229,16 @@ def answer(_context: click.Context, model: Path, options: dict[str, Any]) -> int
         raise UsageError("a language model answers one --prompt", key="--prompt", way_out="Put the rows into --data.")
     if data is not None and out is None:
         raise UsageError("--data needs --out", key="--out", way_out="Name the file for the answers.")
+    if data is None and options["nproc"] > 1:
+        raise UsageError("one question is answered by one process", key="--nproc", way_out="Leave it out.")
     from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+    from mindspeed_mm.fsdp.train.run.launched import starts_ranks
+    from mindspeed_mm.tasks import train
     from mindspeed_mm.tasks.answer import infer  # torch: the help does without
+    from mindspeed_mm.tasks.launch.launcher import launch
 
+    if data is not None and starts_ranks(options["nproc"]):
+        return launch(options["nproc"], ["infer", *words_of(context)], None)
     longest = options["max_new_tokens"]
     if data is None:
         answer = infer.answer_prompt(
@@ -243,17 +251,24 @@ def answer(_context: click.Context, model: Path, options: dict[str, Any]) -> int
         )
         click.echo(json.dumps(asdict(answer), ensure_ascii=False) if options["as_json"] else answer.text)
         return 0
-    outcome = infer.run(
-        model,
-        data,
-        out,
-        batch_size=options["batch_size"] or QUESTIONS_AT_A_TIME,
-        max_new_tokens=longest,
-        media_dir=options["media_dir"],
-        overwrite=options["overwrite"],
-        lora=options["lora"],
-        config=options["config"],
-    )
+    try:
+        outcome = infer.run(
+            model,
+            data,
+            out,
+            batch_size=options["batch_size"] or QUESTIONS_AT_A_TIME,
+            max_new_tokens=longest,
+            media_dir=options["media_dir"],
+            overwrite=options["overwrite"],
+            lora=options["lora"],
+            config=options["config"],
+        )
+    except Exception as error:
+        if train.tell_launcher(error) and isinstance(error, MMError):
+            return int(error.exit_code)  # the launcher prints it, once for all ranks
+        raise
+    if outcome is None:
+        return 0
     if options["as_json"]:
         click.echo(json.dumps(asdict(outcome), default=str))
         return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,3 +279,21 @@ def test_the_command_answers_a_prompt(folder: Path, rows: Path) -> None:
 def test_the_command_refuses_what_does_not_go_together(arguments: list[str]) -> None:
     with pytest.raises(UsageError):
         CliRunner().invoke(command, ["model", *arguments], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_processes_share_the_rows_and_go_on_where_others_stopped(folder: Path, rows: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    words = [str(folder), "--data", str(rows), "--max-new-tokens", str(TOKENS), "--batch-size", "2"]
+    mm = [sys.executable, "-m", "mindspeed_mm.cli.main", "infer", *words]
+    assert CliRunner().invoke(command, [*words, "--out", str(one)], catch_exceptions=False).exit_code == 0
+    for held in (0, 3):  # answers that are there already
+        two.write_text("".join(one.read_text().splitlines(keepends=True)[:held]))
+        done = subprocess.run([*mm, "--out", str(two), "--nproc", "2"], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        kept = f", {held} were already there" if held else ""
+        assert f"two.jsonl: {7 - held} answered{kept}" in done.stdout
+        assert two.read_text() == one.read_text()
+    two.write_text(one.read_text().replace("what is this?", "and this?"))
+    done = subprocess.run([*mm, "--out", str(two), "--nproc", "2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 4 and done.stderr.count("cannot be continued") == 1

@@ -99,12 +99,14 @@ def answer_all(
     *,
     max_new_tokens: int,
     batch_size: int,
+    is_shown: bool = True,
 ) -> Iterator[list[tuple[Question, Answer]]]:
-    """`Generator.answer`, with progress on stderr."""
+    """`Generator.answer`, with progress on stderr; of ranks that share questions one shows its own."""
     progress = AnswerProgress(len(questions))
     for answered in generator.answer(questions, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
         yield answered
-        progress.advance(len(answered))
+        if is_shown:
+            progress.advance(len(answered))
     progress.close()
 
 

@@ -10,12 +10,15 @@ from mindspeed_mm.core.errors import UsageError
 from mindspeed_mm.core.file_writing import check_output_file, check_output_place, first_line_has
 from mindspeed_mm.core.folder_writing import resolve_output
 from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
+from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
 from mindspeed_mm.tasks.answer.generation import Answer, load_generator
-from mindspeed_mm.tasks.answer.questions import ask, read_questions
+from mindspeed_mm.tasks.answer.questions import Question, ask, read_questions
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 
+_WAIT_S = 7 * 24 * 3600.0
+"""Ranks wait for one another at the end, and one may have much more to do."""
 is_answers = first_line_has("row", "id", "question", "images", "answer", "finished", "model")
 """Whether a file begins like one that this command wrote."""
 
@@ -64,8 +67,10 @@ def run(
     overwrite: bool = False,
     lora: Path | None = None,
     config: Path | None = None,
-) -> InferOutcome:
+) -> InferOutcome | None:
     """Answer every row of `data` into the JSON lines of `out`; run again, it continues where it stopped.
+
+    As ranks of one job, processes share the rows.
 
     Args:
         model: A Hugging Face folder or a run.
@@ -78,6 +83,9 @@ def run(
         lora: Adapters to put beside the weights; None: the run's `inference.adapter`.
         config: Says how rows are laid out and shown, instead of the run's own.
 
+    Returns:
+        How it went; None on ranks above 0.
+
     Raises:
         MMError: The folder is not a model, rows are bad, or `out` holds answers of another model or input.
     """
@@ -89,15 +97,37 @@ def run(
     source = with_adapters(resolve_model(model), lora)
     view = rows_view(source, config)
     questions = read_questions(data, needs_answers=False, media_dir=media_dir, row_format=view.row_format(data))
+    fingerprint = f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}"
+    with joined_ranks(_WAIT_S) as ranks:
+        there = ranks.first("reading the answers", lambda: _answered(out, fingerprint, questions, overwrite=overwrite))
+        missing = [question for question in questions if question.row not in there]
+        if share := missing[ranks.rank :: ranks.world_size]:
+            answers = AnswerFile(out, fingerprint)
+            generator = load_generator(source.folder, source.lora, view)
+            media = generator.encoder.media(media_dir or data.parent, [data.parent])
+            batches = answer_all(
+                generator,
+                share,
+                media,
+                max_new_tokens=max_new_tokens,
+                batch_size=batch_size,
+                is_shown=ranks.is_first,
+            )
+            for batch in batches:
+                answers.append(batch)
+        ranks.gather(None)  # all have written what they had to
+        if not ranks.is_first:
+            return None
+        answers = AnswerFile(out, fingerprint)
+        answers.sort()
+    cut_off = sum(not record["finished"] for record in answers.records.values())
+    return InferOutcome(out, len(missing), len(there), cut_off)
+
+
+def _answered(out: Path, fingerprint: str, questions: Sequence[Question], *, overwrite: bool) -> set[int]:
+    """The rows that the file holds answers to."""
     if overwrite:
         out.unlink(missing_ok=True)
-    answers = AnswerFile(out, f"{source.fingerprint()}-{max_new_tokens}{view.mark if config else ''}")
-    missing = answers.missing(questions)
-    kept = len(questions) - len(missing)
-    if missing:
-        generator = load_generator(source.folder, source.lora, view)
-        media = generator.encoder.media(media_dir or data.parent, [data.parent])
-        for batch in answer_all(generator, missing, media, max_new_tokens=max_new_tokens, batch_size=batch_size):
-            answers.append(batch)
-    answers.sort()
-    return InferOutcome(out, len(missing), kept, sum(not record["finished"] for record in answers.records.values()))
+    answers = AnswerFile(out, fingerprint)
+    answers.missing(questions)  # raises where they answer other questions
+    return set(answers.records)

@@ -37,7 +37,6 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 from mindspeed_mm.fsdp.utils.work_progress import WorkProgress
 from mindspeed_mm.tasks.draw.loading import load_sampler
 from mindspeed_mm.tasks.draw.sample_folder import Key, SampleFolder
-from mindspeed_mm.tasks.launch.launcher import launch
 from mindspeed_mm.tasks.model_source import ModelSource, resolve_model, with_adapters
 
 _WAIT_S = 7 * 24 * 3600.0
@@ -148,19 +147,6 @@ class _Work:
                     self.folder.write(order, frames, self.ranks.rank)
             progress.advance(len(missing))
         progress.end()
-
-
-def run_ranks(nproc: int, words: Sequence[str]) -> int:
-    """Sample in `nproc` processes on this host and return their exit code.
-
-    Args:
-        nproc: Number of ranks on this host.
-        words: The command line behind `mm`, for each rank.
-
-    Raises:
-        MMError: The ranks could not be started.
-    """
-    return launch(nproc, words, None)
 
 
 def resolve_source(model: Path, lora: Path | None) -> ModelSource:

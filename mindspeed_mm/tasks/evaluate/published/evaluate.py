@@ -108,9 +108,9 @@ def run(request: PublishedRequest) -> PublishedResult:
     folder = request.data if request.data.is_dir() else request.data.parent
     generator = load_generator(source.folder, source.lora, rows_view(source, request.config))
     media = generator.encoder.media(folder, [folder])
-    limits = {"max_new_tokens": request.max_new_tokens, "batch_size": request.batch_size}
+    questions, longest = Questions(items), request.max_new_tokens
     answers: dict[int, Answer] = {}
-    for batch in answer_all(generator, Questions(items), media, **limits):
+    for batch in answer_all(generator, questions, media, max_new_tokens=longest, batch_size=request.batch_size):
         answers |= {question.row: answer for question, answer in batch}
     facts = {
         "benchmark": request.benchmark,
