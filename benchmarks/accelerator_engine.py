@@ -11,7 +11,7 @@ from mindspeed_mm.fsdp.data.dataloader.order import DataPosition
 from mindspeed_mm.fsdp.distributed.job.launch import initialize_distributed, shutdown_distributed
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import set_gradient_sync
-from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.loss.objectives import Objective, build_objective
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.optimizer.build import build_optimizer
@@ -64,7 +64,7 @@ def objective_of(assembled: Assembled, arguments: Arguments) -> Objective:
         return build_objective(None, assembled.model, assembled.applied.head)
     dtype = torch_dtype(arguments.parallel.fsdp_plan.param_dtype) or torch.float32
     diffusion, seed = arguments.training.diffusion, arguments.training.seed
-    return FlowMatching(adapter, diffusion, seed=seed, compute_dtype=dtype)
+    return DenoisingObjective(adapter, diffusion, seed=seed, compute_dtype=dtype)
 
 
 def leave() -> None:

@@ -36,6 +36,8 @@ class MediaGeometry:
     """Latents have a time axis, (C, T, H, W), even for a single frame."""
     spatial_step: int = 0
     """Height and width are multiples of it; 0: `spatial_ratio × patch`. Some pipelines ask for more."""
+    leading_frames: int = 0
+    """Latent frames that are put before those of a video, to fill a patch (CogVideoX 1.5)."""
 
     @property
     def side_step(self) -> int:
@@ -76,7 +78,11 @@ class MediaGeometry:
         sides = (size.height // self.spatial_ratio, size.width // self.spatial_ratio)
         if not self.is_video:
             return (self.latent_channels, *sides)
-        return (self.latent_channels, (size.frames - 1) // self.temporal_ratio + 1, *sides)
+        return (self.latent_channels, self.leading_frames + (size.frames - 1) // self.temporal_ratio + 1, *sides)
+
+    def frames(self, latent_shape: tuple[int, ...]) -> int:
+        """Frames of a video with latents of this shape, (C, T, H, W)."""
+        return (latent_shape[-3] - self.leading_frames - 1) * self.temporal_ratio + 1
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Tokens of latents of this shape."""

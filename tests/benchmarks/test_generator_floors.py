@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from benchmarks import generators, raw_media
 from benchmarks.diffusion_step import with_samples
 from benchmarks.extraction import UnequalWorkError, check_means
-from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.models.diffusion.components import load_encoders
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
@@ -37,7 +37,7 @@ def test_the_bare_loop_has_our_loss(tmp_path: Path, family: str) -> None:
     generators.write_model(TRAINED[family], tmp_path)
     adapter = find_adapter(tmp_path)
     assert adapter.text_tokens == generators.TEXT_TOKENS
-    objective = FlowMatching(adapter, DiffusionArguments(), seed=1)
+    objective = DenoisingObjective(adapter, DiffusionArguments(), seed=1)
     batch = {"sample_ids": ["a", "b"], "epochs": [0, 0], "latents": torch.randn(LATENTS[family])}
     batch |= {"prompt_embeds": torch.randn(2, 8, 32), "pooled_prompt_embeds": torch.randn(2, 24)}
     prepared = objective.prepare(batch)

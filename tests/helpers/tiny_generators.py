@@ -47,7 +47,7 @@ TEXT_WIDTH = 32
 CLIP_WIDTH = 24
 IMAGE_WIDTH = 20
 
-_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'-"
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'-"
 
 
 def make_tiny_flux(folder: Path, *, identity_vae: bool = False, seed: int = 0, **transformer: Any) -> Path:
@@ -69,7 +69,7 @@ def make_tiny_flux(folder: Path, *, identity_vae: bool = False, seed: int = 0, *
         vae=vae,
         text_encoder=seeded(lambda: CLIPTextModel(clip_text_config(tokenizer)), seed + 1),
         tokenizer=tokenizer,
-        text_encoder_2=seeded(lambda: T5EncoderModel(T5Config(**_t5(tokenizer_2))), seed + 2),
+        text_encoder_2=seeded(lambda: T5EncoderModel(t5_config(tokenizer_2)), seed + 2),
         tokenizer_2=tokenizer_2,
         transformer=seeded(lambda: FluxTransformer2DModel(**sizes), seed + 3),
     ).save_pretrained(folder)
@@ -91,7 +91,7 @@ def make_tiny_wan(
         transformer: Settings of the transformer to change, e.g. `num_layers=3`.
     """
     tokenizer = t5_tokenizer()
-    vae: Any = seeded(lambda: IdentityVAE(video=True) if identity_vae else AutoencoderKLWan(**_WAN_VAE), seed)
+    vae: Any = seeded(lambda: IdentityVAE(video=True) if identity_vae else AutoencoderKLWan(**WAN_VAE), seed)
     parts: dict[str, Any] = {
         "vae": vae,
         "scheduler": UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
@@ -112,14 +112,14 @@ def make_tiny_wan(
 
 def clip_tokenizer() -> CLIPTokenizer:
     """CLIP's byte-pair encoding without a merge: one token a character."""
-    tokens = [*_CHARACTERS, *(f"{each}</w>" for each in _CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
+    tokens = [*CHARACTERS, *(f"{each}</w>" for each in CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=77)
 
 
 def t5_tokenizer() -> T5Tokenizer:
     """T5's unigram model over single characters."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    vocab = [*special, ("▁", -2.0), *((each, -3.0) for each in _CHARACTERS)]
+    vocab = [*special, ("▁", -2.0), *((each, -3.0) for each in CHARACTERS)]
     return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=TEXT_TOKENS)
 
 
@@ -157,7 +157,7 @@ _WAN: dict[str, Any] = {
     "rope_max_seq_len": 32,
 }
 
-_WAN_VAE: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
+WAN_VAE: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
 
 _CLIP_VISION: dict[str, Any] = {
     "hidden_size": IMAGE_WIDTH,
@@ -175,6 +175,11 @@ def clip_text_config(tokenizer: CLIPTokenizer, **changes: Any) -> CLIPTextConfig
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     sizes = {"hidden_size": CLIP_WIDTH, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return CLIPTextConfig(**{"vocab_size": len(tokenizer), "max_position_embeddings": 77, **sizes, **ids, **changes})
+
+
+def t5_config(tokenizer: T5Tokenizer) -> T5Config:
+    """Of a tiny T5 encoder for this tokenizer."""
+    return T5Config(**_t5(tokenizer))
 
 
 def _t5(tokenizer: T5Tokenizer) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tests.fsdp.train import (
 )
 from tests.helpers.released_rows import ROWS as RELEASED
 from tests.helpers.runs import mm
+from tests.helpers.tiny_generator_families import FAMILIES as GENERATORS
 from tests.tasks.test_same_view import CASES
 from tests.test_readme import parse
 
@@ -38,6 +39,7 @@ TESTED = {
     "plans": {family for matrix in MATRICES for family in matrix.FAMILIES},
     "infer": {name for name, _ in CASES},
     "convert": set(CONVERTED),
+    "generate": set(GENERATORS),
 }
 """Proof → the cases that its test has."""
 BY_NAME = {card.name: card for card in families()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,25 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from mindspeed_mm.fsdp.data.feature_store import open_features
+from mindspeed_mm.fsdp.models.diffusion import find
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.params.cards import transformer_ids
 from mindspeed_mm.fsdp.utils.register import model_register
 from tests.helpers.runs import lines, losses, mm, train
 from tests.helpers.sd3_plugin import T5_TOKENS, make_tiny_sd3
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 
 PLUGIN = "tests.helpers.sd3_plugin"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_sd3_of_our_own() -> Iterator[None]:
+    """As if the family were one that is not built in."""
+    own = {name: key for name, key in transformer_ids().items() if name != "SD3Transformer2DModel"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find, "transformer_ids", lambda: own)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from mindspeed_mm.fsdp.models.diffusion.noise_paths import Density
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 
 _BELL_FLOOR = math.exp(-0.5)
@@ -13,13 +14,12 @@ _BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - _BELL_FLOOR
 """Mean of exp(−2 (σ − ½)²) − exp(−½) over 0..1."""
 
 
-def draw_sigma(arguments: DiffusionArguments, random: np.random.Generator) -> float:
-    """One noise level before the shift, by `timestep_density`.
+def draw_level(density: Density, arguments: DiffusionArguments, random: np.random.Generator) -> float:
+    """A number in 0..1 by a density: one noise level before the shift.
 
     Densities: Esser et al. 2024 (arXiv 2403.03206), section 3.1: logit-normal, and mode with scale s,
     σ = 1 − u − s (cos²(πu/2) − 1 + u); Black et al. 2024 (arXiv 2410.24164), section IV: Beta.
     """
-    density = arguments.timestep_density
     if density == "logit_normal":
         return 1.0 / (1.0 + math.exp(-random.normal(arguments.logit_mean, arguments.logit_std)))
     if density == "beta":

@@ -285,11 +285,11 @@ def check_generator_loss(loss: LossConfig) -> None:
             raise ConfigError(
                 f"{value:g} is for language models, and the model is a generator",
                 key=f"features.loss_cfg.{name}",
-                way_out="Leave it out: generators learn by flow matching alone.",
+                way_out="Leave it out: generators learn by denoising alone.",
             )
     if loss.loss_type not in (None, "default", "per_sample_loss"):
         raise ConfigError(
             f"'{loss.loss_type}' is a loss of language models, and the model is a generator",
             key="features.loss_cfg.loss_type",
-            way_out="Leave it out: generators learn by flow matching, see training.diffusion.",
+            way_out="Leave it out: generators learn by denoising, see training.diffusion.",
         )

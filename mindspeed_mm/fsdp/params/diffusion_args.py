@@ -30,11 +30,24 @@ def _shift(value: Any) -> Any:
     raise fault(f"{show(value)} is not null, resolution or a number above 0")
 
 
-class DiffusionArguments(Section):
-    """Flow matching: how noise levels are drawn and weighted. x_σ = (1 − σ) x + σ ε, the model learns ε − x."""
+def _range(value: Any) -> Any:
+    if value is None:
+        return value
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    if is_pair and all(isinstance(each, int | float) and not isinstance(each, bool) for each in value):
+        low, high = map(float, value)
+        if 0 <= low < high <= 1:
+            return low, high
+    raise fault(f"{show(value)} is not null or two numbers, the smaller one first, between 0 and 1")
 
-    timestep_density: Literal["uniform", "logit_normal", "mode", "beta"] = "logit_normal"
-    """Density of the noise level before the shift (Esser et al. 2024, section 3.1; beta: Black et al. 2024)."""
+
+class DiffusionArguments(Section):
+    """How noise levels, or steps, are drawn and weighted. Flow matching: x_σ = (1 − σ) x + σ ε, the model learns ε − x.
+    Models that were released with another objective (CogVideoX) are trained with theirs."""
+
+    timestep_density: Literal["uniform", "logit_normal", "mode", "beta"] | None = None
+    """Density of the noise level before the shift (Esser et al. 2024, section 3.1; beta: Black et al. 2024). null:
+    logit_normal for flow matching, uniform for models that count steps."""
     logit_mean: Number = 0.0
     """Mean of the logit of the noise level (`timestep_density: logit_normal`)."""
     logit_std: Above0 = 1.0
@@ -48,6 +61,8 @@ class DiffusionArguments(Section):
     shift: Annotated[float | Literal["resolution"] | None, BeforeValidator(_shift)] = None
     """Shift s of the noise level: σ ← s σ / (1 + (s − 1) σ). A number; `resolution`: s grows with the number of tokens
     of a sample, as the folder's scheduler says; null: what the folder's scheduler does when it generates."""
+    sigma_range: Annotated[tuple[float, float] | None, BeforeValidator(_range)] = None
+    """Smallest and largest noise level that is trained, after the shift, e.g. [0.875, 1]; null: all of them."""
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "bell"] = "none"
     """Weight of a sample in the loss by its noise level. sigma_sqrt: 1/σ²; cosmap: Esser et al. 2024; bell: a Gaussian
     around the middle with mean 1."""

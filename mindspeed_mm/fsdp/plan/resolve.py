@@ -27,8 +27,10 @@ from mindspeed_mm.fsdp.distributed.sharding.own import check_own_sharding
 from mindspeed_mm.fsdp.distributed.tensor.plan import CUT_DIMS
 from mindspeed_mm.fsdp.features.feature_plan import FeaturePlan, resolve_features
 from mindspeed_mm.fsdp.loss.build_head_loss import HeadPlan, resolve_head
+from mindspeed_mm.fsdp.loss.denoising import check_path_settings
 from mindspeed_mm.fsdp.loss.objectives import check_generator_loss, check_loss_type
 from mindspeed_mm.fsdp.loss.router_aux import check_routers
+from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.optimizer.groups import resolve_groups
 from mindspeed_mm.fsdp.optimizer.state_formats import check_packages, check_rows
 from mindspeed_mm.fsdp.params.argument import Arguments
@@ -115,11 +117,14 @@ def _check_token_loss(outline: Outline, arguments: Arguments, errors: CollectedE
         errors.attempt(_refuse_raw_loss, model)
 
 
-def _check_flow_loss(_: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
+def _check_denoising(outline: Outline, arguments: Arguments, errors: CollectedErrors) -> None:
     errors.attempt(check_generator_loss, arguments.features.loss_cfg)
+    adapter = facts_of(outline.model).adapter
+    assert adapter is not None
+    errors.attempt(check_path_settings, adapter.noise_path, arguments.training.diffusion)
 
 
-LOSS_CHECKS = {LANGUAGE: _check_token_loss, GENERATOR: _check_flow_loss}
+LOSS_CHECKS = {LANGUAGE: _check_token_loss, GENERATOR: _check_denoising}
 """Kind of model → what compares the configured loss with the model."""
 
 

@@ -30,7 +30,7 @@ from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
-_POSITIONS_AND_TIMES = ("timestep", "guidance", "_ids", "sigma")
+_POSITIONS_AND_TIMES = ("timestep", "guidance", "_ids", "sigma", "rotary")
 """Inputs of transformers whose names hold one of these keep their precision."""
 
 
@@ -168,6 +168,9 @@ class DiffusionSampler:
         if first.image is not None:
             # In the size of the video, scaled and cut as training data are.
             arguments["image"] = Image.fromarray(cover(load_picture(first), size.height, size.width))
+        # Schedulers that add noise at every step, and decoders that do, draw it for each sample by itself.
+        arguments["generator"] = [_step_noise(order, sampling.seed) for order in batch]
+        self.adapter.prepare_pipeline(self.pipeline, sampling)
         with evaluating(self._transformer), self._computing(), quiet("diffusers", "transformers"):
             media = self.pipeline(**{**arguments, "prompt": texts, "output_type": "np", "return_dict": False})[0]
         return _as_frames(np.asarray(media), batch)
@@ -229,7 +232,8 @@ def check_request(
     geometry, pipeline = adapter.geometry, diffusers_class(adapter.pipelines[adapter.task])
     if sampling.height and sampling.width:
         geometry.check(MediaSize(sampling.num_frames or 1, sampling.height, sampling.width), key=key)
-    takes_picture = "image" in inspect.signature(pipeline.__call__).parameters
+    # Some pipelines from text alone also edit.
+    takes_picture = "image" in inspect.signature(pipeline.__call__).parameters and not adapter.task.startswith("t2")
     for prompt in prompts:
         _check_picture(prompt, pipeline.__name__, takes_picture)
     some_latents = torch.zeros(1, *geometry.latent_shape(geometry.nearest(MediaSize(1, 1, 1))))
@@ -267,12 +271,15 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     gathered, of another type; so its inputs are cast here, times and positions excepted. Outputs are fp32 at least:
     steps of the scheduler are not to be rounded."""
 
+    names = list(inspect.signature(model.forward).parameters)
+
     def cast(_module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {name: _cast(name, value, dtype) for name, value in inputs.items()}
+        named = tuple(_cast(name, value, dtype) for name, value in zip(names, args, strict=False))
+        return named, {name: _cast(name, value, dtype) for name, value in inputs.items()}
 
     def cast_back(_module: nn.Module, _args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
         exact = torch.promote_types(dtype, torch.float32)
-        return tuple(item.to(exact) if isinstance(item, torch.Tensor) else item for item in output)
+        return tuple(_as_type(item, exact) for item in output)
 
     # In front of the hooks that gather parameters, so that theirs see what the model will see.
     handles = (
@@ -287,9 +294,20 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _cast(name: str, value: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    return value if any(part in name for part in _POSITIONS_AND_TIMES) else value.to(dtype)
+    is_exact = name == "t" or any(part in name for part in _POSITIONS_AND_TIMES)
+    return value if is_exact else _as_type(value, dtype)
+
+
+def _as_type(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in a type, those in a list too."""
+    if isinstance(value, list):
+        return [_as_type(item, dtype) for item in value]
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _step_noise(order: SampleOrder, seed: int) -> torch.Generator:
+    """Not the generator of the starting noise: its numbers would come again."""
+    return torch.Generator().manual_seed(derive_seed(order.noise_seed(seed), "steps") % 2**63)
 
 
 def _with_negative(sampling: SamplingArguments, negative: str | None) -> SamplingArguments:

@@ -16,7 +16,7 @@ from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind
 from mindspeed_mm.fsdp.checkpoint.diffusers_folder import save_transformer
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import MMDataset
-from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.objectives import Objective
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
@@ -151,10 +151,10 @@ class GeneratorFamily(Family):
         return torch_dtype(self.arguments.parallel.fsdp_plan.param_dtype) or torch.float32
 
     def build_objective(self, assembled: Assembled, job: Job, data: RunData) -> Objective:
-        """Flow matching, on features or on raw media."""
-        return self.flow_matching(data.train, data.validation)
+        """Denoising, on features or on raw media."""
+        return self.denoising(data.train, data.validation)
 
-    def flow_matching(self, *datasets: MMDataset | None) -> FlowMatching:
+    def denoising(self, *datasets: MMDataset | None) -> DenoisingObjective:
         """The objective for data sets of features, or of raw media; None among them is passed over.
 
         Raises:
@@ -164,7 +164,7 @@ class GeneratorFamily(Family):
         for dataset in sets:
             self.adapter.note_components(dataset.noted_components)
         self._encodes = any(dataset.is_raw for dataset in sets)
-        return FlowMatching(
+        return DenoisingObjective(
             self.adapter,
             self.arguments.training.diffusion,
             seed=self.arguments.training.seed,
@@ -174,10 +174,12 @@ class GeneratorFamily(Family):
         )
 
     def build_simulated_objective(self, outline: Outline, head: HeadLoss | None, plan: ModelPlan) -> Objective:
-        """Flow matching on features that are there, each with its caption."""
+        """Denoising on features that are there, each with its caption."""
         training = self.arguments.training
         diffusion = training.diffusion.model_copy(update={"caption_dropout": 0.0})
-        return FlowMatching(self.adapter, diffusion, seed=training.seed, compute_dtype=plan.precision.compute_dtype)
+        return DenoisingObjective(
+            self.adapter, diffusion, seed=training.seed, compute_dtype=plan.precision.compute_dtype
+        )
 
     def save_model(self, model: nn.Module, save: WholeSave) -> None:
         """The transformer alone, as diffusers loads it: the other components are not trained."""

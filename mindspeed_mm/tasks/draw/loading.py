@@ -82,7 +82,11 @@ def load_lora(pipeline: Any, folder: Path) -> None:
     _check_layers(pipeline.transformer, path)
     try:
         with quiet("diffusers"):
-            pipeline.load_lora_weights(str(folder), weight_name=DIFFUSERS_WEIGHTS, local_files_only=True)
+            files = {"weight_name": DIFFUSERS_WEIGHTS, "local_files_only": True}
+            if hasattr(pipeline, "load_lora_weights"):
+                pipeline.load_lora_weights(str(folder), **files)
+            else:  # some pipelines have no such door, their transformers do
+                pipeline.transformer.load_lora_adapter(str(folder), prefix="transformer", **files)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelFolderError(
             f"the adapters do not belong to this model: {_first_line(error)}", where=str(path), key="--lora"

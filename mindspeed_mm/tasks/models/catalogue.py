@@ -48,6 +48,10 @@ PROOFS = {
         "infer and evaluate show the model what training showed it",
         "tests/tasks/test_same_view.py::test_training_inference_and_plain_transformers_see_the_same",
     ),
+    "generate": Proof(
+        "features, loss, samples, exports and adapters equal those of diffusers' own pipeline",
+        "tests/families/test_generators.py::test_a_family_equals_its_pipeline",
+    ),
     "convert": Proof(
         "through Megatron-style layouts and back without loss",
         "tests/checkpoint/megatron/test_family_round_trips.py"

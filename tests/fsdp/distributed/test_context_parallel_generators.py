@@ -20,7 +20,7 @@ from mindspeed_mm.fsdp.distributed.context.generators import SpreadSample, apply
 from mindspeed_mm.fsdp.distributed.parallel_state import destroy_parallel_state, init_parallel_state
 from mindspeed_mm.fsdp.distributed.torch_parallelize import ParallelApplier
 from mindspeed_mm.fsdp.features.memory.recompute import recompute_modules
-from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
@@ -66,12 +66,12 @@ LATENTS = {"flux": (4, 10, 14), "t2v": (16, 3, 6, 10), "i2v": (16, 3, 6, 10)}
 """35 tokens of an image and 45 of a video: nothing divides."""
 
 
-def load(folder: str) -> tuple[nn.Module, FlowMatching]:
+def load(folder: str) -> tuple[nn.Module, DenoisingObjective]:
     adapter = find_adapter(Path(folder))
     model = diffusers_class(adapter.transformer_class).from_pretrained(folder, subfolder="transformer").double().train()
     set_attention_backend(model, None)
     facts_of(model).adapter = adapter
-    return model, FlowMatching(adapter, DiffusionArguments(), seed=1, compute_dtype=torch.float64)
+    return model, DenoisingObjective(adapter, DiffusionArguments(), seed=1, compute_dtype=torch.float64)
 
 
 def make_batches(family: str) -> list[dict[str, Any]]:

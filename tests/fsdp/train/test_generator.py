@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.loss.flow_matching import noise_of
+from mindspeed_mm.fsdp.loss.denoising import noise_of
 from tests.helpers.runs import differing, lines, losses, mm, newest, tensors, train, watched_steps
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_run import make_tiny_run
@@ -199,7 +199,7 @@ def test_adapters_in_pieces_equal_the_whole(yamls: dict[str, Path], features: di
 def test_losses_of_language_models_are_refused(yamls: dict[str, Path]) -> None:
     said = mm("train", yamls["flux"], "features.loss_cfg.loss_type=raw")
     assert said.code == 2
-    assert "generators learn by flow matching" in said.err
+    assert "generators learn by denoising" in said.err
 
 
 def test_features_of_other_weights_are_refused(

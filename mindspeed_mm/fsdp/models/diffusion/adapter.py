@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ModelFolderError, Problem
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
@@ -232,20 +233,36 @@ class DiffusionAdapter(ABC):
 
     # --- training ---------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def noise_path(self) -> NoisePath:
+        """How noise is put on latents, and what is learned. Here: flow matching."""
+        return FlowPath()
+
+    def given_latents(self, batch: Batch) -> torch.Tensor | None:
+        """Which latents the model is given without noise, and learns nothing of: bool, broadcastable to the latents.
+        None: it is given none.
+
+        Args:
+            batch: Latents, text features and conditions; also what `inputs` is called with.
+        """
+        return None
+
     @abstractmethod
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
         """Arguments of the transformer's forward.
 
         Args:
             noisy: Latents with noise, in the shape of `batch["latents"]`.
-            sigma: (B,) noise levels in 0..1, fp32 or fp64. What is made of them for the timestep keeps that precision.
+            sigma: (B,) noise levels in 0..1, or numbers of steps (`noise_path`), fp32 or fp64. What is made of them for
+                the timestep keeps that precision.
             batch: Text features and conditions, in the dtype that the transformer computes in.
             guidance: `training.diffusion.guidance`, for transformers that take it as an input.
         """
 
     @abstractmethod
     def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """The transformer's output (called with `return_dict=False`) as a prediction of ε − x in the shape of latents.
+        """The transformer's output (called with `return_dict=False`) as a prediction of what `noise_path` asks for (in
+        flow matching ε − x), in the shape of latents.
 
         Args:
             output: What forward returned.
@@ -274,6 +291,10 @@ class DiffusionAdapter(ABC):
             return self.resolution_shift(tokens)
         return float(scheduler.get("flow_shift", scheduler.get("shift", 1.0)))
 
+    def released_end(self) -> float:
+        """The noise level that the folder's scheduler stretches its last step to (`shift_terminal`), else 0."""
+        return float(self.component_config("scheduler").get("shift_terminal") or 0.0)
+
     def resolution_shift(self, tokens: int) -> float:
         """exp(μ), μ linear in the tokens through the scheduler's (base_image_seq_len, base_shift) and
         (max_image_seq_len, max_shift); the defaults are FLUX.1's (Esser et al. 2024, section 5.3.2)."""
@@ -283,6 +304,39 @@ class DiffusionAdapter(ABC):
         return math.exp(low + (high - low) / (many - few) * (tokens - few))
 
     # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def guided(self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor) -> dict[str, Any]:
+        """The arguments that most pipelines take: size, steps, noise, and classifier-free guidance away from the
+        negative prompt. Arguments as of `pipeline_arguments`."""
+        geometry = self.geometry
+        size = {
+            "height": latents.shape[-2] * geometry.spatial_ratio,
+            "width": latents.shape[-1] * geometry.spatial_ratio,
+        }
+        if geometry.is_video:
+            size["num_frames"] = geometry.frames(tuple(latents.shape[1:]))
+        return {
+            **size,
+            "num_inference_steps": sampling.num_inference_steps,
+            "guidance_scale": sampling.guidance_scale,
+            "negative_prompt": [sampling.negative_prompt] * len(prompts),
+            "latents": latents,
+            "max_sequence_length": self.text_tokens,
+            "output_type": "np",
+        }
+
+    def refuse_negative_prompt(self, sampling: SamplingArguments, reason: str) -> None:
+        """Raise `ConfigError` when there is a negative prompt, which would have no effect."""
+        if sampling.negative_prompt:
+            raise ConfigError(
+                f"'{sampling.negative_prompt}' has no effect: {reason}",
+                key="sampling.negative_prompt",
+                way_out="Leave it out.",
+            )
+
+    def prepare_pipeline(self, pipeline: Any, sampling: SamplingArguments) -> None:
+        """Set what a pipeline takes otherwise than by arguments, before each batch. Most take all by arguments."""
+        return
 
     @abstractmethod
     def pipeline_arguments(

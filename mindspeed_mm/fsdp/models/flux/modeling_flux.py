@@ -9,16 +9,13 @@ from typing import Any
 import torch
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
-
-PATCH = 2
-"""Latent positions along a side of a token; not in any configuration."""
 
 
 @model_register.register("flux")
@@ -95,11 +92,7 @@ class FluxAdapter(DiffusionAdapter):
     @torch.no_grad()
     def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(z − shift_factor) · scaling_factor."""
-        vae = pipeline.vae
-        images = model_range(pixels[:, :, 0]).to(vae.device, vae.dtype)
-        latents = vae.encode(images).latent_dist.mode()
-        shifted = (latents.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
-        return shifted.to(latents.dtype)
+        return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0]))
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -132,39 +125,12 @@ class FluxAdapter(DiffusionAdapter):
         Raises:
             ConfigError: There is a negative prompt, which would have no effect.
         """
-        height, width = (side * self.geometry.spatial_ratio for side in latents.shape[-2:])
-        arguments = {
-            "height": height,
-            "width": width,
-            "num_inference_steps": sampling.num_inference_steps,
-            "latents": pack(latents),
-            "max_sequence_length": self.text_tokens,
-            "output_type": "np",
-        }
+        arguments = self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
         if self.transformer_config.get("guidance_embeds"):
-            if sampling.negative_prompt:
-                raise ConfigError(
-                    f"'{sampling.negative_prompt}' has no effect: this transformer takes guidance as an input",
-                    key="sampling.negative_prompt",
-                    way_out="Leave it out.",
-                )
-            return arguments | {"guidance_scale": sampling.guidance_scale}
-        negative = [sampling.negative_prompt] * len(prompts)
-        return arguments | {"true_cfg_scale": sampling.guidance_scale, "negative_prompt": negative}
-
-
-def pack(latents_BCHW: torch.Tensor) -> torch.Tensor:
-    """(B, C, H, W) → (B, H/2 · W/2, 4C): a token holds 2 × 2 positions, channels outermost."""
-    B, C, H, W = latents_BCHW.shape
-    patches = latents_BCHW.reshape(B, C, H // PATCH, PATCH, W // PATCH, PATCH)
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(B, (H // PATCH) * (W // PATCH), C * PATCH**2)
-
-
-def unpack(tokens_BNC: torch.Tensor, latent_shape: tuple[int, ...]) -> torch.Tensor:
-    """(B, H/2 · W/2, 4C) → (B, C, H, W)."""
-    B, C, H, W = latent_shape
-    patches = tokens_BNC.reshape(B, H // PATCH, W // PATCH, C, PATCH, PATCH)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
+            self.refuse_negative_prompt(sampling, "this transformer takes guidance as an input")
+            del arguments["negative_prompt"]
+            return arguments
+        return arguments | {"true_cfg_scale": arguments.pop("guidance_scale")}
 
 
 def position_ids(height: int, width: int, device: torch.device) -> torch.Tensor:

@@ -15,6 +15,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
@@ -199,18 +200,7 @@ class WanAdapter(DiffusionAdapter):
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
         """Classifier-free guidance; sizes follow from the latents."""
-        ratio = self.geometry.spatial_ratio
-        return {
-            "height": latents.shape[-2] * ratio,
-            "width": latents.shape[-1] * ratio,
-            "num_frames": self._asked_frames(latents.shape[-3]),
-            "num_inference_steps": sampling.num_inference_steps,
-            "guidance_scale": sampling.guidance_scale,
-            "negative_prompt": [sampling.negative_prompt] * len(prompts),
-            "latents": latents,
-            "max_sequence_length": self.text_tokens,
-            "output_type": "np",
-        }
+        return self.guided(sampling, prompts, latents) | {"num_frames": self._asked_frames(latents.shape[-3])}
 
     def _asked_frames(self, latent_frames: int) -> int:
         """The pipelines round to a multiple of the temporal ratio plus one, and with ratio 1 add one to any number."""
@@ -220,11 +210,7 @@ class WanAdapter(DiffusionAdapter):
 
 def _normalised_latents(vae: Any, video: torch.Tensor) -> torch.Tensor:
     latents = vae.encode(video.to(vae.device, vae.dtype)).latent_dist.mode()
-    mean, std = (
-        torch.tensor(numbers, device=latents.device).view(1, -1, 1, 1, 1)
-        for numbers in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return ((latents.float() - mean) / std).to(latents.dtype)
+    return standardised(latents, vae.config.latents_mean, vae.config.latents_std)
 
 
 def _used_rows(embeds_LD: torch.Tensor) -> int:

@@ -1,8 +1,8 @@
-"""Flow matching: the objective of image and video generators.
+"""The objective of image and video generators: noise is put on latents as the family's `NoisePath` says, and the
+model learns what the path asks for.
 
-x_σ = (1 − σ) x + σ ε; the model predicts ε − x (Lipman et al. 2022, arXiv 2210.02747; Liu et al. 2022, 2209.03003).
-Which caption is dropped, σ and ε of a sample are functions of (seed, epoch, sample id): the same for every batch size,
-number of ranks, order and resume.
+Which caption is dropped, time and ε of a sample are functions of (seed, epoch, sample id): the same for every batch
+size, number of ranks, order and resume.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ConfigError
+from mindspeed_mm.core.errors import ConfigError, Problem
 from mindspeed_mm.core.seeds import derive_seed
-from mindspeed_mm.fsdp.loss.noise_levels import draw_sigma, loss_weight, shift_sigma
+from mindspeed_mm.fsdp.loss.noise_levels import draw_level, loss_weight, shift_sigma
 from mindspeed_mm.fsdp.loss.objectives import BatchTokens, Terms
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 
 if TYPE_CHECKING:
     from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+    from mindspeed_mm.fsdp.models.diffusion.noise_paths import NoisePath
 
+_MOST_DRAWS = 10_000
 VALIDATION = "validation"
 """Stands for the epoch when a sample is validated: its noise is always the same."""
 
@@ -36,12 +38,13 @@ class Draw:
 
     seed: int
     drops_caption: bool
-    sigma: float
-    """Before the shift."""
+    random: np.random.Generator
+    """What draws its time."""
 
 
-class FlowMatching:
-    """Mean squared error of the predicted velocity: mean over a sample's latents, weighted mean over samples.
+class DenoisingObjective:
+    """Mean squared error of the prediction: mean over a sample's latents, but for those that the model is given without
+    noise; weighted mean over samples.
 
     Args:
         adapter: The family's conventions.
@@ -52,7 +55,8 @@ class FlowMatching:
         encode: Batch with `pixels` and `captions` → latents and features by batch key; for training on raw media.
 
     Raises:
-        ConfigError: Captions are dropped, and there are features for none.
+        ConfigError: Captions are dropped, and there are features for none; a setting has no meaning on the family's
+            path.
     """
 
     term = "loss"
@@ -69,26 +73,27 @@ class FlowMatching:
     ) -> None:
         if arguments.caption_dropout > 0 and null_text is None and encode is None:
             raise _no_empty_caption(arguments)
+        check_path_settings(adapter.noise_path, arguments)
         self._adapter, self._arguments, self._seed = adapter, arguments, seed
+        self._path = adapter.noise_path
         self._compute_dtype = compute_dtype
         self._exact_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
         self._null_text, self._encode = null_text, encode
 
     def prepare(self, batch: Batch, *, training: bool = True) -> Batch:
-        """Draw what chance decides, drop captions, encode raw media; adds `_noise`, `_sigma` (B,), `_weights` (B,)."""
+        """Draw what chance decides, drop captions, encode raw media; adds `_noise`, `_time` (B,), `_weights` (B,)."""
         draws = []
         for sample, epoch in zip(batch["sample_ids"], batch["epochs"], strict=True):
             draws.append(self.draw(sample, epoch if training else VALIDATION))
         dropped = [draw.drops_caption and training for draw in draws]
         batch = self._encoded(batch, dropped) if "pixels" in batch else self._without_captions(batch, dropped)
         latents = batch["latents"]
-        shift = self.shift(latents.shape[1:])
-        sigmas = [shift_sigma(draw.sigma, shift) for draw in draws]
-        weights = [loss_weight(self._arguments.loss_weighting, sigma) for sigma in sigmas]
+        times = [self._time(draw.random, latents.shape[1:]) for draw in draws]
+        weights = [loss_weight(self._arguments.loss_weighting, time) for time in times]
         blanks = batch.get("blank_rows", 0)
         return batch | {
             "_noise": torch.stack([noise_of(draw.seed, latents.shape[1:]) for draw in draws]),
-            "_sigma": self._exact(sigmas),
+            "_time": self._exact(times),
             "_weights": self._exact(weights[: len(weights) - blanks] + [0.0] * blanks),
         }
 
@@ -104,19 +109,22 @@ class FlowMatching:
 
     def describe(self) -> str:
         """For the log."""
-        return "flow matching"
+        return self._path.describe()
 
     def terms(self, model: nn.Module, batch: Batch) -> Terms:
         """Sum over samples of the weighted mean squared error."""
         exact, latents = self._exact_dtype, batch["latents"].to(self._exact_dtype)
-        noise, sigma = batch["_noise"].to(exact), batch["_sigma"]
-        level = sigma.reshape(-1, *[1] * (latents.dim() - 1))
-        noisy = (1 - level) * latents + level * noise
-        inputs = self._adapter.inputs(noisy.to(self._compute_dtype), sigma, self._cast(batch), self._arguments.guidance)
+        noise, time = batch["_noise"].to(exact), batch["_time"]
+        at = time.reshape(-1, *[1] * (latents.dim() - 1))
+        noisy, target = self._path.mix(latents, noise, at), self._path.target(latents, noise, at)
+        given = self._adapter.given_latents(batch)
+        if given is not None:
+            noisy = torch.where(given, latents, noisy)
+        inputs = self._adapter.inputs(noisy.to(self._compute_dtype), time, self._cast(batch), self._arguments.guidance)
         if CONTEXT_KEY in batch:
             inputs[CONTEXT_KEY] = batch[CONTEXT_KEY]
         predicted = self._adapter.prediction(model(**inputs, return_dict=False), tuple(latents.shape))
-        errors = (predicted.to(exact) - (noise - latents)).square().flatten(1).mean(dim=1)
+        errors = _mean_of_samples((predicted.to(exact) - target).square(), given)
         return {self.term: (errors * batch["_weights"]).sum()}
 
     def draw(self, sample_id: str, epoch: int | str) -> Draw:
@@ -124,7 +132,34 @@ class FlowMatching:
         seed = derive_seed(self._seed, epoch, sample_id)
         random = np.random.Generator(np.random.Philox(key=seed))
         drops_caption = bool(random.random() < self._arguments.caption_dropout)
-        return Draw(seed, drops_caption, draw_sigma(self._arguments, random))
+        return Draw(seed, drops_caption, random)
+
+    def _time(self, random: np.random.Generator, latent_shape: tuple[int, ...]) -> float:
+        """A time for latents of this shape, in the range that is trained.
+
+        Raises:
+            ConfigError: None of many falls into the range.
+        """
+        density = self._arguments.timestep_density or self._path.density
+        if not self._path.is_flow:
+            return self._path.time(draw_level(density, self._arguments, random))
+        shift, least = self.shift(latent_shape), self._least_sigma
+        low, high = self._arguments.sigma_range or (0.0, 1.0)
+        for _ in range(_MOST_DRAWS):
+            shifted = shift_sigma(draw_level(density, self._arguments, random), shift)
+            sigma = least + (1 - least) * shifted
+            if low <= sigma <= high:
+                return self._path.time(sigma)
+        raise ConfigError(
+            f"none of {_MOST_DRAWS} noise levels of this density lies between {low:g} and {high:g}",
+            key="training.diffusion.sigma_range",
+            way_out="Widen the range, or move the density there by timestep_density and shift.",
+        )
+
+    @property
+    def _least_sigma(self) -> float:
+        """What σ = 0 is stretched to: where the shift is the folder's scheduler's, its end is, too."""
+        return self._adapter.released_end() if self._arguments.shift is None else 0.0
 
     def shift(self, latent_shape: tuple[int, ...]) -> float:
         """The shift for latents of this shape, (C, H, W) or (C, T, H, W)."""
@@ -158,8 +193,9 @@ class FlowMatching:
             raise _no_empty_caption(self._arguments)
         changed = {}
         for key, empty in self._null_text.items():
-            changed[key] = batch[key].clone()
-            changed[key][rows] = empty.to(changed[key].dtype)
+            longest = max(batch[key].shape[1], len(empty)) if empty.dim() else 0
+            changed[key] = _lengthened(batch[key], 1, longest).clone()
+            changed[key][rows] = _lengthened(empty, 0, longest).to(changed[key].dtype)
         return batch | changed
 
     def _cast(self, batch: Batch) -> Batch:
@@ -171,6 +207,44 @@ class FlowMatching:
             is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
             cast[key] = value.to(self._compute_dtype) if is_float else value
         return cast
+
+
+def check_path_settings(path: NoisePath, arguments: DiffusionArguments) -> None:
+    """Raise `ConfigError` for settings of `training.diffusion` that mean something for noise levels alone, where times
+    are numbers of steps."""
+    given = {
+        "shift": arguments.shift is not None,
+        "loss_weighting": arguments.loss_weighting != "none",
+        "sigma_range": arguments.sigma_range is not None,
+    }
+    problems = [
+        Problem(
+            f"{getattr(arguments, name)}, but this model learns by {path.describe()}, which has no noise levels",
+            key=f"training.diffusion.{name}",
+            way_out="Leave it out.",
+        )
+        for name, is_given in given.items()
+        if is_given and not path.is_flow
+    ]
+    if problems:
+        raise ConfigError("settings of flow matching for a model of another objective", problems=problems)
+
+
+def _mean_of_samples(errors: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """(B, …) → (B,): mean over what is not given."""
+    if given is None:
+        return errors.flatten(1).mean(dim=1)
+    learned = (~given).expand_as(errors).flatten(1)
+    return (errors.flatten(1) * learned).sum(dim=1) / learned.sum(dim=1).clamp(min=1)
+
+
+def _lengthened(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """With zeros behind, as `pad_text` pads."""
+    missing = length - tensor.shape[dim] if tensor.dim() > dim else 0
+    if missing <= 0:
+        return tensor
+    shape = [*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
 
 
 def _no_empty_caption(arguments: DiffusionArguments) -> ConfigError:

@@ -13,8 +13,9 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaGeometry
-from mindspeed_mm.fsdp.loss.flow_matching import FlowMatching, noise_of
-from mindspeed_mm.fsdp.loss.noise_levels import draw_sigma, loss_weight, shift_sigma
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective, noise_of
+from mindspeed_mm.fsdp.loss.noise_levels import draw_level, loss_weight, shift_sigma
+from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, FlowPath, NoisePath
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments
 
 SHAPE = (2, 4, 6)
@@ -34,6 +35,10 @@ class Denoiser(nn.Module):
 
 class Adapter:
     geometry = MediaGeometry(1, 1, (1, 2, 2), 2, is_video=False)
+    noise_path: NoisePath = FlowPath()
+
+    def given_latents(self, batch: Any) -> torch.Tensor | None:
+        return None
 
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Any, guidance: float) -> dict[str, Any]:
         return {"x": noisy, "time": 1000 * sigma, "text": batch["prompt_embeds"]}
@@ -44,6 +49,9 @@ class Adapter:
 
     def released_shift(self, tokens: int) -> float:
         return 3.0
+
+    def released_end(self) -> float:
+        return 0.0
 
     def resolution_shift(self, tokens: int) -> float:
         return 1.0 + tokens / 6
@@ -59,10 +67,12 @@ def batch(*names: str, epochs: list[int] | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def objective(seed: int = 11, dtype: torch.dtype = torch.float64, **arguments: Any) -> FlowMatching:
+def objective(
+    seed: int = 11, dtype: torch.dtype = torch.float64, adapter: Any = None, **arguments: Any
+) -> DenoisingObjective:
     null_text = {"prompt_embeds": torch.zeros(3, 5)}
-    return FlowMatching(
-        Adapter(),
+    return DenoisingObjective(
+        adapter or Adapter(),
         DiffusionArguments(**arguments),
         seed=seed,
         compute_dtype=dtype,
@@ -76,7 +86,7 @@ def by_hand(model: Denoiser, given: dict[str, Any], made: dict[str, Any], weight
     for row in range(len(given["sample_ids"])):
         x = given["latents"][row].double().numpy()
         noise = made["_noise"][row].double().numpy()
-        sigma = float(made["_sigma"][row])
+        sigma = float(made["_time"][row])
         noisy = (1 - sigma) * x + sigma * noise
         output = model.scale.item() * noisy + 1000 * sigma * given["prompt_embeds"][row].double().numpy().mean()
         total += weight(sigma) * ((output - (noise - x)) ** 2).mean()
@@ -120,8 +130,7 @@ MOMENTS = {
 @pytest.mark.parametrize("density", MOMENTS)
 def test_densities_have_their_moments(density: str) -> None:
     random = np.random.default_rng(5)
-    arguments = DiffusionArguments(timestep_density=density)  # type: ignore[arg-type]
-    drawn = np.array([draw_sigma(arguments, random) for _ in range(20_000)])
+    drawn = np.array([draw_level(density, DiffusionArguments(), random) for _ in range(20_000)])  # type: ignore[arg-type]
     mean, variance = MOMENTS[density]
     if density in ("logit_normal", "mode"):
         grid = (np.arange(200_000) + 0.5) / 200_000
@@ -139,11 +148,11 @@ def test_densities_have_their_moments(density: str) -> None:
 def test_a_samples_noise_depends_on_seed_epoch_and_id_alone() -> None:
     loss = objective(caption_dropout=0.5)
     together, apart = loss.prepare(batch("a", "b", "c")), loss.prepare(batch("c"))
-    for key in ("_noise", "_sigma", "prompt_embeds"):
+    for key in ("_noise", "_time", "prompt_embeds"):
         assert torch.equal(together[key][2:], apart[key])
     for other in (objective(seed=12, caption_dropout=0.5).prepare(batch("c")), loss.prepare(batch("c", epochs=[1]))):
         assert not torch.equal(other["_noise"], apart["_noise"])
-        assert other["_sigma"] != apart["_sigma"]
+        assert other["_time"] != apart["_time"]
 
 
 def test_validation_repeats_itself_and_keeps_captions() -> None:
@@ -151,7 +160,7 @@ def test_validation_repeats_itself_and_keeps_captions() -> None:
     first = loss.prepare(batch("a", "b", epochs=[0, 0]), training=False)
     later = loss.prepare(batch("a", "b", epochs=[7, 9]), training=False)
     assert torch.equal(first["_noise"], later["_noise"])
-    assert torch.equal(first["_sigma"], later["_sigma"])
+    assert torch.equal(first["_time"], later["_time"])
     assert torch.equal(first["prompt_embeds"], batch("a", "b")["prompt_embeds"])
 
 
@@ -167,14 +176,14 @@ def test_captions_are_dropped_at_the_rate_asked_for() -> None:
 
 def test_dropout_does_not_move_noise_levels() -> None:
     plain, dropping = objective().prepare(batch("a", "b")), objective(caption_dropout=0.9).prepare(batch("a", "b"))
-    assert torch.equal(plain["_sigma"], dropping["_sigma"])
+    assert torch.equal(plain["_time"], dropping["_time"])
     assert torch.equal(plain["_noise"], dropping["_noise"])
 
 
 def test_dropout_without_an_empty_caption_is_refused() -> None:
     with pytest.raises(ConfigError, match="no empty caption"):
-        FlowMatching(Adapter(), DiffusionArguments(caption_dropout=0.1), seed=0)  # type: ignore[arg-type]
-    validates_on_raw = FlowMatching(
+        DenoisingObjective(Adapter(), DiffusionArguments(caption_dropout=0.1), seed=0)  # type: ignore[arg-type]
+    validates_on_raw = DenoisingObjective(
         Adapter(),  # type: ignore[arg-type]
         DiffusionArguments(caption_dropout=1.0),
         seed=0,
@@ -205,7 +214,7 @@ def test_raw_media_are_encoded_with_the_captions_that_were_kept() -> None:
         seen.extend(raw["captions"])
         return {key: batch("a", "b")[key] for key in ("latents", "prompt_embeds")}
 
-    loss = FlowMatching(
+    loss = DenoisingObjective(
         Adapter(),
         DiffusionArguments(caption_dropout=0.5),
         seed=11,
@@ -228,7 +237,7 @@ def test_timesteps_stay_exact_while_the_model_computes_in_bf16() -> None:
             seen.noisy, seen.sigma, seen.text = noisy.dtype, sigma.dtype, batch["prompt_embeds"].dtype
             return super().inputs(noisy, sigma, batch, guidance)
 
-    loss = FlowMatching(Watching(), DiffusionArguments(), seed=0, compute_dtype=torch.bfloat16)  # type: ignore[arg-type]
+    loss = DenoisingObjective(Watching(), DiffusionArguments(), seed=0, compute_dtype=torch.bfloat16)  # type: ignore[arg-type]
     value = loss.terms(Denoiser(), loss.prepare(batch("a")))["loss"]
     assert (seen.noisy, seen.sigma, seen.text) == (torch.bfloat16, torch.float32, torch.bfloat16)
     assert value.dtype == torch.float32
@@ -238,3 +247,137 @@ def test_noise_is_standard_normal_and_repeats_itself() -> None:
     noise = noise_of(123, (50_000,))
     assert abs(float(noise.mean())) < 0.02 and float(noise.std()) == pytest.approx(1.0, abs=0.02)
     assert torch.equal(noise, noise_of(123, (50_000,))) and not torch.equal(noise, noise_of(124, (50_000,)))
+
+
+class Stepping(Adapter):
+    """A model of whole steps, with the schedule that CogVideoX was released with."""
+
+    def __init__(self, prediction: str = "v_prediction", **changes: Any) -> None:
+        from diffusers import CogVideoXDDIMScheduler
+
+        settings = {"prediction_type": prediction, "rescale_betas_zero_snr": True, "snr_shift_scale": 3.0, **changes}
+        self.scheduler = CogVideoXDDIMScheduler(**settings)
+        self.noise_path = DiscretePath(self.scheduler.alphas_cumprod, prediction)  # type: ignore[arg-type]
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Any, guidance: float) -> dict[str, Any]:
+        return {"x": noisy, "time": sigma, "text": batch["prompt_embeds"]}
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_steps_are_those_of_the_librarys_scheduler(prediction: str) -> None:
+    """x_t and the target come from `add_noise` and `get_velocity` of diffusers."""
+    from diffusers import DDPMScheduler
+
+    adapter = Stepping(prediction)
+    library = DDPMScheduler(prediction_type=prediction)
+    library.alphas_cumprod = adapter.scheduler.alphas_cumprod.double()
+    loss, given, model = objective(adapter=adapter), batch("a", "b", "c"), Denoiser()
+    made = loss.prepare(given)
+    x, noise, steps = given["latents"].double(), made["_noise"].double(), made["_time"].long()
+    noisy = library.add_noise(x, noise, steps)
+    target = noise if prediction == "epsilon" else library.get_velocity(x, noise, steps)
+    predicted = model(noisy, made["_time"], given["prompt_embeds"].double(), return_dict=False)[0]
+    expected = (predicted - target).square().mean(dim=(1, 2, 3)).sum()
+    assert loss.terms(model, made)["loss"].item() == pytest.approx(expected.item(), rel=1e-12)
+    assert loss.describe() == f"denoising in 1000 steps, learning {'ε' if prediction == 'epsilon' else 'v'}"
+
+
+def test_every_step_is_drawn_alike_often_and_the_last_is_all_noise() -> None:
+    adapter = Stepping(num_train_timesteps=10)
+    loss = objective(adapter=adapter)
+    times = torch.cat([loss.prepare(batch(f"{n}"))["_time"] for n in range(1000)])
+    counts = torch.bincount(times.long(), minlength=10)
+    assert len(counts) == 10 and counts.min() > 60 and counts.max() < 140
+    x, noise = torch.randn(1, *SHAPE).double(), torch.randn(1, *SHAPE).double()
+    last = torch.tensor(9.0).reshape(1, 1, 1, 1)
+    torch.testing.assert_close(adapter.noise_path.mix(x, noise, last), noise)
+    torch.testing.assert_close(adapter.noise_path.target(x, noise, last), -x)
+
+
+@pytest.mark.parametrize(("name", "value"), [("shift", 3.0), ("loss_weighting", "bell"), ("sigma_range", (0.1, 0.5))])
+def test_settings_of_noise_levels_are_refused_where_steps_are_counted(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="which has no noise levels") as caught:
+        objective(adapter=Stepping(), **{name: value})
+    assert caught.value.problems[0].key == f"training.diffusion.{name}"
+
+
+class Given(Adapter):
+    """The first row of every picture is given."""
+
+    def given_latents(self, batch: Any) -> torch.Tensor:
+        mask = torch.zeros(1, 1, SHAPE[1], 1, dtype=torch.bool)
+        mask[:, :, 0] = True
+        return mask
+
+
+def test_given_latents_have_no_noise_and_no_loss() -> None:
+    seen = {}
+
+    class Watching(Given):
+        def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Any, guidance: float) -> dict[str, Any]:
+            seen["noisy"] = noisy
+            return super().inputs(noisy, sigma, batch, guidance)
+
+    loss, given, model = objective(adapter=Watching(), shift=1.0), batch("a", "b"), Denoiser()
+    made = loss.prepare(given)
+    x, noise, sigma = given["latents"].double(), made["_noise"].double(), made["_time"].reshape(-1, 1, 1, 1)
+    noisy = (1 - sigma) * x + sigma * noise
+    noisy[:, :, 0] = x[:, :, 0]
+    predicted = model(noisy, 1000 * made["_time"], given["prompt_embeds"].double(), return_dict=False)[0]
+    expected = (predicted - (noise - x)).square()[:, :, 1:].mean(dim=(1, 2, 3)).sum()
+    assert loss.terms(model, made)["loss"].item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.equal(seen["noisy"][:, :, 0], x[:, :, 0]) and not torch.equal(seen["noisy"][:, :, 1], x[:, :, 1])
+
+
+def test_a_range_keeps_the_density_inside_and_nothing_outside() -> None:
+    """Of the levels that the whole density has in the range, the share below any level is the same."""
+    names = [f"sample {n}" for n in range(3000)]
+    whole, cut = objective(shift=5.0), objective(shift=5.0, sigma_range=[0.875, 1])
+    levels = np.array([whole.prepare(batch(name))["_time"].item() for name in names])
+    inside = np.array([cut.prepare(batch(name))["_time"].item() for name in names])
+    assert inside.min() >= 0.875 and inside.max() <= 1
+    kept = levels[levels >= 0.875]
+    assert 0.2 < len(kept) / len(names) < 0.6
+    for level in (0.9, 0.95):
+        assert np.mean(inside < level) == pytest.approx(np.mean(kept < level), abs=0.04)
+    assert set(kept) <= set(inside)  # a level that lies inside at once is drawn
+
+
+def test_a_range_that_nothing_falls_into_is_refused() -> None:
+    with pytest.raises(ConfigError, match="none of 10000 noise levels") as caught:
+        objective(shift=1.0, logit_mean=20.0, sigma_range=[0.1, 0.2]).prepare(batch("a"))
+    assert caught.value.problems[0].key == "training.diffusion.sigma_range"
+
+
+def test_levels_end_where_the_folders_scheduler_ends() -> None:
+    """The same stretch as `stretch_shift_to_terminal` of diffusers does to a schedule that ends at 0."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    class Ending(Adapter):
+        def released_end(self) -> float:
+            return 0.1
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift_terminal=0.1)
+    ending, plain = objective(adapter=Ending()), objective(adapter=Ending(), shift=3.0)
+    for name in ("a", "b", "c"):
+        (level,) = plain.prepare(batch(name))["_time"]
+        expected = scheduler.stretch_shift_to_terminal(torch.tensor([1.0, level, 0.0], dtype=torch.float64))[1]
+        assert ending.prepare(batch(name))["_time"].item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_an_empty_caption_may_be_longer_or_shorter_than_those_of_the_batch() -> None:
+    for length in (2, 5):
+        loss = DenoisingObjective(
+            Adapter(),  # type: ignore[arg-type]
+            DiffusionArguments(caption_dropout=0.5),
+            seed=11,
+            null_text={"prompt_embeds": torch.full((length, 5), 7.0)},
+        )
+        names = [f"sample {n}" for n in range(8)]
+        given = batch(*names)
+        made = loss.prepare(given)["prompt_embeds"]
+        dropped = [loss.draw(name, 0).drops_caption for name in names]
+        assert made.shape[1] == max(3, length) and 0 < sum(dropped) < 8
+        for row, drops in enumerate(dropped):
+            real = torch.full((length, 5), 7.0) if drops else given["prompt_embeds"][row]
+            assert torch.equal(made[row, : len(real)], real) and not made[row, len(real) :].any()

@@ -1,0 +1,135 @@
+"""CogVideoX 1.0 and 1.5 (text to video) as diffusers has them: learned in 1000 steps with v prediction, frames before
+channels, text without a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.components import load_component
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.register import model_register
+
+
+@model_register.register("cogvideox")
+class CogVideoXAdapter(DiffusionAdapter):
+    """CogVideoX 2B, 5B and 1.5 5B."""
+
+    transformer_class = "CogVideoXTransformer3DModel"
+    pipelines = {"t2v": "CogVideoXPipeline"}
+    blocks = ("transformer_blocks.{*}",)
+    lora_targets = tuple(f"*.attn1.to_{name}" for name in ("q", "k", "v", "out.0"))
+    tokenizer = "tokenizer"
+    encoders = ("vae", "text_encoder", "tokenizer")
+
+    @property
+    def most_text_tokens(self) -> int:  # type: ignore[override]
+        """What the transformer's positions are made for."""
+        return int(self.transformer_config.get("max_text_seq_length", 226))
+
+    @property
+    def text_tokens(self) -> int:
+        """Always all of them: the transformer's positions of the video stand behind."""
+        return self.most_text_tokens
+
+    @cached_property
+    def geometry(self) -> MediaGeometry:
+        """1.5 has patches of two latent frames, and puts one frame before the 2k + 1 of a video."""
+        vae, transformer = self.component_config("vae"), self.transformer_config
+        patch, patch_t = int(transformer.get("patch_size", 2)), transformer.get("patch_size_t")
+        return MediaGeometry(
+            spatial_ratio=2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1),
+            temporal_ratio=int(vae.get("temporal_compression_ratio", 4)),
+            patch=(int(patch_t or 1), patch, patch),
+            latent_channels=int(transformer.get("in_channels", 16)),
+            is_video=True,
+            leading_frames=int(patch_t or 1) - 1,
+        )
+
+    def requirements(self) -> list[Requirement]:
+        """Channels of the VAE, width of the text encoder."""
+        return [
+            Requirement("in_channels", self.component_config("vae").get("latent_channels"), "vae: latent_channels"),
+            Requirement("text_embed_dim", self.component_config("text_encoder").get("d_model"), "text_encoder"),
+        ]
+
+    @cached_property
+    def noise_path(self) -> NoisePath:
+        """The released scheduler's: signal-to-noise ratios shifted, the last step all noise."""
+        scheduler = load_component(self, "scheduler")
+        return DiscretePath(scheduler.alphas_cumprod, scheduler.config.prediction_type)
+
+    @torch.no_grad()
+    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+        """`prompt_embeds` (L, D) by T5, padding included, since the model attends to it."""
+        embeds, _ = pipeline.encode_prompt(
+            list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+        )
+        return [{"prompt_embeds": each} for each in embeds]
+
+    @torch.no_grad()
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """z · scaling_factor; where a patch takes more frames than there are, the first one is repeated before them."""
+        latents = scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
+        first = latents[:, :, :1].expand(-1, -1, self.geometry.leading_frames, -1, -1)
+        return torch.cat([first, latents], dim=2)
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """(B, T, C, H, W), the number of the step, and rotary tables where the transformer takes them."""
+        inputs = {
+            "hidden_states": noisy.transpose(1, 2),
+            "timestep": sigma.long(),
+            "encoder_hidden_states": batch["prompt_embeds"],
+        }
+        if self.transformer_config.get("use_rotary_positional_embeddings"):
+            inputs["image_rotary_emb"] = self.rotary_tables(tuple(noisy.shape[-3:]), noisy.device)
+        return inputs
+
+    def rotary_tables(self, latent_size: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, (tokens, head width) each, in fp32. 1.0 scales the positions of a picture so that it
+        covers the one that the model was trained on; 1.5 counts from its corner.
+
+        Args:
+            latent_size: Frames, height and width of the latents.
+            device: Of the tables.
+        """
+        from diffusers.models.embeddings import get_3d_rotary_pos_embed  # an extra, and seconds to import
+
+        config, (frames, height, width) = self.transformer_config, latent_size
+        patch, patch_t = config.get("patch_size", 2), config.get("patch_size_t")
+        grid = (height // patch, width // patch)
+        trained = (config.get("sample_height", 60) // patch, config.get("sample_width", 90) // patch)
+        if patch_t is None:
+            kind = {"crops_coords": _covered(grid, trained), "temporal_size": frames}
+        else:
+            in_time = -(-frames // patch_t)
+            kind = {"crops_coords": None, "grid_type": "slice", "max_size": trained, "temporal_size": in_time}
+        return get_3d_rotary_pos_embed(
+            embed_dim=config.get("attention_head_dim", 64), grid_size=grid, device=device, **kind
+        )
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """Channels before frames."""
+        return output[0].transpose(1, 2)
+
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """Classifier-free guidance."""
+        return self.guided(sampling, prompts, latents) | {"latents": latents.transpose(1, 2)}
+
+
+def _covered(grid: tuple[int, int], trained: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Top left and bottom right of a grid (rows, columns) that is scaled into the trained one, in its middle."""
+    scale = min(trained[0] / grid[0], trained[1] / grid[1])
+    sides = [round(scale * side) for side in grid]
+    corner = [round((whole - side) / 2.0) for whole, side in zip(trained, sides, strict=True)]
+    return (corner[0], corner[1]), (corner[0] + sides[0], corner[1] + sides[1])

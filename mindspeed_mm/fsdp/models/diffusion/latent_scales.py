@@ -1,0 +1,43 @@
+"""How VAEs' latents are brought to mean 0 and variance 1: by one number, or channel by channel.
+
+Computed in fp32 at least, given back in the type of the latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+
+
+def posterior_mode(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """The mode of a VAE's posterior for uint8 pixels: (B, 3, T, H, W), or (B, 3, H, W) for VAEs of images."""
+    return vae.encode(model_range(pixels).to(vae.device, vae.dtype)).latent_dist.mode()
+
+
+def scaled(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """(z − shift_factor) · scaling_factor, from the VAE's configuration; no shift where it has none."""
+    shift = vae.config.get("shift_factor") or 0.0
+    return ((_exact(latents) - shift) * vae.config.scaling_factor).to(latents.dtype)
+
+
+def standardised(
+    latents: torch.Tensor, mean: Sequence[float] | torch.Tensor, std: Sequence[float] | torch.Tensor
+) -> torch.Tensor:
+    """(z − mean) / std by channel, the second axis.
+
+    Args:
+        latents: (B, C, …).
+        mean: (C,).
+        std: (C,).
+    """
+    exact, shape = _exact(latents), (1, -1, *[1] * (latents.dim() - 2))
+    of_channel = [torch.as_tensor(each, device=exact.device, dtype=exact.dtype).view(shape) for each in (mean, std)]
+    return ((exact - of_channel[0]) / of_channel[1]).to(latents.dtype)
+
+
+def _exact(latents: torch.Tensor) -> torch.Tensor:
+    return latents.to(torch.promote_types(latents.dtype, torch.float32))

@@ -1,0 +1,114 @@
+"""How a family puts noise on latents, and what its transformer learns from them: an adapter names one path.
+
+A sample's *time* on a path is one number: the noise level σ of flow matching, the number of the step of DDPM.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+
+Density = Literal["uniform", "logit_normal", "mode", "beta"]
+Prediction = Literal["epsilon", "v_prediction"]
+
+
+class NoisePath(ABC):
+    """From latents x to noise ε."""
+
+    density: ClassVar[Density]
+    """What draws times when the configuration names nothing."""
+    is_flow: ClassVar[bool] = False
+    """Whether times are noise levels in 0..1, which settings shift, cut and weight."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """For the log."""
+
+    @abstractmethod
+    def time(self, drawn: float) -> float:
+        """The time of a number drawn from 0..1; 1 is all noise."""
+
+    @abstractmethod
+    def mix(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """Latents with noise.
+
+        Args:
+            latents: (B, …).
+            noise: Of the same shape.
+            time: Broadcastable to it.
+        """
+
+    @abstractmethod
+    def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """What is predicted, in the shape of the latents. Arguments as of `mix`."""
+
+
+class FlowPath(NoisePath):
+    """x_σ = (1 − σ) x + σ ε, and the model learns ε − x (Lipman et al. 2022, arXiv 2210.02747; Liu et al. 2022,
+    2209.03003)."""
+
+    density = "logit_normal"
+    is_flow = True
+
+    def describe(self) -> str:
+        """Its name."""
+        return "flow matching"
+
+    def time(self, drawn: float) -> float:
+        """As drawn."""
+        return drawn
+
+    def mix(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """A straight line."""
+        return (1 - time) * latents + time * noise
+
+    def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """Its direction."""
+        return noise - latents
+
+
+class DiscretePath(NoisePath):
+    """x_t = √ᾱ_t x + √(1 − ᾱ_t) ε for whole t (Ho et al. 2020, arXiv 2006.11239, equation 4). The model learns ε, or
+    v = √ᾱ_t ε − √(1 − ᾱ_t) x (Salimans and Ho 2022, arXiv 2202.00512, appendix D).
+
+    Args:
+        alphas_cumprod: (T,) ᾱ_t, which the folder's scheduler has: shifted, and with zero terminal signal where it says
+            so (Lin et al. 2023, arXiv 2305.08891).
+        prediction: What is learned: `prediction_type` of the scheduler.
+    """
+
+    density = "uniform"
+
+    def __init__(self, alphas_cumprod: torch.Tensor, prediction: Prediction) -> None:
+        self._signal = alphas_cumprod.double().sqrt()
+        self._noise = (1 - alphas_cumprod.double()).sqrt()
+        self._prediction = prediction
+
+    def describe(self) -> str:
+        """Steps, and what is learned."""
+        return f"denoising in {len(self._signal)} steps, learning {'ε' if self._prediction == 'epsilon' else 'v'}"
+
+    def time(self, drawn: float) -> float:
+        """The number of the step, 0 … T − 1."""
+        return float(min(int(drawn * len(self._signal)), len(self._signal) - 1))
+
+    def mix(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """Signal and noise of variance 1 together."""
+        signal, level = self._shares(time, latents)
+        return signal * latents + level * noise
+
+    def target(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """ε or v."""
+        if self._prediction == "epsilon":
+            return noise
+        signal, level = self._shares(time, latents)
+        return signal * noise - level * latents
+
+    def _shares(self, time: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """√ᾱ_t and √(1 − ᾱ_t) in the type and on the device of `like`."""
+        if self._signal.device != time.device:
+            self._signal, self._noise = self._signal.to(time.device), self._noise.to(time.device)
+        step = time.long()
+        return self._signal[step].to(like.dtype), self._noise[step].to(like.dtype)

@@ -1,0 +1,123 @@
+"""LTX-Video (text to video) as diffusers has it: tokens of a VAE of 8 × 32 × 32, positions in seconds and pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_table
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.register import model_register
+
+_PIPELINE_STEP = 32
+"""The pipeline refuses other heights and widths than its multiples."""
+_FRAMES_PER_SECOND = 25
+"""What positions in time are counted by, in training and sampling: the pipeline's default."""
+
+
+@model_register.register("ltx_video")
+class LTXVideoAdapter(DiffusionAdapter):
+    """LTX-Video 0.9 2B and 13B."""
+
+    transformer_class = "LTXVideoTransformer3DModel"
+    pipelines = {"t2v": "LTXPipeline"}
+    blocks = ("transformer_blocks.{*}",)
+    lora_targets = tuple(f"*.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
+    tokenizer = "tokenizer"
+    encoders = ("vae", "text_encoder", "tokenizer")
+    most_text_tokens = 128
+
+    @cached_property
+    def geometry(self) -> MediaGeometry:
+        """The VAE's ratios: its own patch, doubled by each block that scales."""
+        vae, transformer = self.component_config("vae"), self.transformer_config
+        doubled = 2 ** sum(vae.get("spatio_temporal_scaling", (True, True, True, False)))
+        patch = int(transformer.get("patch_size", 1))
+        ratio = int(vae.get("spatial_compression_ratio") or vae.get("patch_size", 4) * doubled)
+        return MediaGeometry(
+            spatial_ratio=ratio,
+            temporal_ratio=int(vae.get("temporal_compression_ratio") or vae.get("patch_size_t", 1) * doubled),
+            patch=(int(transformer.get("patch_size_t", 1)), patch, patch),
+            latent_channels=int(vae.get("latent_channels", 128)),
+            is_video=True,
+            spatial_step=math.lcm(_PIPELINE_STEP, ratio * patch),
+        )
+
+    def requirements(self) -> list[Requirement]:
+        """Channels of the VAE, width of the text encoder."""
+        channels, (t, h, w) = self.component_config("vae").get("latent_channels"), self.geometry.patch
+        return [
+            Requirement("in_channels", channels and channels * t * h * w, "vae: latent_channels"),
+            Requirement("caption_channels", self.component_config("text_encoder").get("d_model"), "text_encoder"),
+        ]
+
+    @torch.no_grad()
+    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+        """`prompt_embeds` (L, D): a caption's own tokens by T5, which has seen the padding."""
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+        )
+        return [{"prompt_embeds": rows} for rows in own_rows(embeds, mask)]
+
+    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
+        """With a mask."""
+        return pad_rows(features)
+
+    @torch.no_grad()
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(z − mean) / (std / scaling_factor) by channel, from the VAE's buffers."""
+        vae = pipeline.vae
+        return standardised(posterior_mode(vae, pixels), vae.latents_mean, vae.latents_std / vae.config.scaling_factor)
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Tokens; time is 1000 σ; the size in tokens, and what a token covers: seconds and pixels."""
+        geometry = self.geometry
+        frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], geometry.patch, strict=True))
+        seconds = geometry.temporal_ratio / _FRAMES_PER_SECOND
+        return {
+            "hidden_states": self._pack(noisy),
+            "timestep": 1000 * sigma,
+            "encoder_hidden_states": batch["prompt_embeds"],
+            "encoder_attention_mask": batch["prompt_mask"],
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "rope_interpolation_scale": (seconds, geometry.spatial_ratio, geometry.spatial_ratio),
+        }
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """(B, tokens, D) → (B, C, T, H, W)."""
+        B, C, T, H, W = latent_shape
+        t, h, w = self.geometry.patch
+        patches = output[0].reshape(B, T // t, H // h, W // w, C, t, h, w)
+        return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(latent_shape)
+
+    def _pack(self, latents: torch.Tensor) -> torch.Tensor:
+        """(B, C, T, H, W) → (B, tokens, D), channels outermost in a token."""
+        B, C, T, H, W = latents.shape
+        t, h, w = self.geometry.patch
+        patches = latents.reshape(B, C, T // t, t, H // h, h, W // w, w)
+        return patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)
+
+    def init_weights(self, module: nn.Module) -> None:
+        """Modulation tables."""
+        init_scale_shift_table(module)
+
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """Classifier-free guidance."""
+        return self.guided(sampling, prompts, latents) | {
+            "latents": self._pack(latents),
+            "frame_rate": _FRAMES_PER_SECOND,
+        }

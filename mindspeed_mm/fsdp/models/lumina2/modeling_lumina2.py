@@ -1,0 +1,100 @@
+"""Lumina-Image 2 (text to image) as diffusers has it: time runs from noise to data, captions behind a system prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.register import model_register
+
+_PIPELINE_STEP = 16
+"""The pipeline refuses other heights and widths than its multiples."""
+
+
+@model_register.register("lumina2")
+class Lumina2Adapter(DiffusionAdapter):
+    """Lumina-Image 2.0."""
+
+    transformer_class = "Lumina2Transformer2DModel"
+    pipelines = {"t2i": "Lumina2Pipeline"}
+    blocks = ("context_refiner.{*}", "noise_refiner.{*}", "layers.{*}")
+    lora_targets = tuple(f"layers.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0"))
+    tokenizer = "tokenizer"
+    encoders = ("vae", "text_encoder", "tokenizer")
+    most_text_tokens = 256
+
+    @cached_property
+    def geometry(self) -> MediaGeometry:
+        """As the VAE's blocks say, and the pipeline's own rule for sides."""
+        ratio = 2 ** (len(self.component_config("vae").get("block_out_channels", (0,) * 4)) - 1)
+        patch = int(self.transformer_config.get("patch_size", 2))
+        channels = int(self.transformer_config.get("in_channels", 16))
+        return MediaGeometry(
+            ratio, 1, (1, patch, patch), channels, is_video=False, spatial_step=math.lcm(_PIPELINE_STEP, ratio * patch)
+        )
+
+    def requirements(self) -> list[Requirement]:
+        """Channels of the VAE, width of the text encoder."""
+        return [
+            Requirement("in_channels", self.component_config("vae").get("latent_channels"), "vae: latent_channels"),
+            Requirement("cap_feat_dim", self.component_config("text_encoder").get("hidden_size"), "text_encoder"),
+        ]
+
+    def released_shift(self, tokens: int) -> float:
+        """Where the scheduler shifts dynamically, the pipeline hands it the latents' channels for tokens."""
+        return super().released_shift(self.geometry.latent_channels)
+
+    @torch.no_grad()
+    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+        """`prompt_embeds` (L, D): the last layer but one of Gemma 2, behind the pipeline's system prompt. The empty
+        caption has none, as the pipeline's negative prompt."""
+        device, found = pipeline._execution_device, []
+        for caption in captions:
+            if caption:
+                embeds, mask, _, _ = pipeline.encode_prompt(
+                    caption, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+                )
+            else:
+                embeds, mask = pipeline._get_gemma_prompt_embeds(
+                    prompt=[caption], device=device, max_sequence_length=self.text_tokens
+                )
+            found.append({"prompt_embeds": own_rows(embeds, mask)[0]})
+        return found
+
+    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
+        """With a mask."""
+        return pad_rows(features)
+
+    @torch.no_grad()
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(z − shift_factor) · scaling_factor."""
+        return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0]))
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Time is 1 − σ."""
+        return {
+            "hidden_states": noisy,
+            "timestep": 1 - sigma,
+            "encoder_hidden_states": batch["prompt_embeds"],
+            "encoder_attention_mask": batch["prompt_mask"].bool(),
+        }
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """The model says x − ε."""
+        return -output[0]
+
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """Classifier-free guidance."""
+        return self.guided(sampling, prompts, latents)

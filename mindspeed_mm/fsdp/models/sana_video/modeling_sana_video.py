@@ -1,0 +1,66 @@
+"""SANA-Video (text to video) as diffusers has it: SANA's blocks with time, over Wan's VAE or that of LTX-2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.adapter import Requirement
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.models.sana.modeling_sana import PIPELINE_STEP, SanaAdapter
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.register import model_register
+
+
+@model_register.register("sana_video")
+class SanaVideoAdapter(SanaAdapter):
+    """SANA-Video 2B."""
+
+    transformer_class = "SanaVideoTransformer3DModel"
+    pipelines = {"t2v": "SanaVideoPipeline"}
+
+    @cached_property
+    def geometry(self) -> MediaGeometry:
+        """The VAE's ratios and the transformer's patches. Wan's VAE names them otherwise than LTX-2's."""
+        vae, (t, h, w) = self.component_config("vae"), self.transformer_config.get("patch_size", (1, 2, 2))
+        ratio = int(vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio") or 8)
+        return MediaGeometry(
+            spatial_ratio=ratio,
+            temporal_ratio=int(vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 4),
+            patch=(t, h, w),
+            latent_channels=int(self.transformer_config.get("in_channels", 16)),
+            is_video=True,
+            spatial_step=math.lcm(PIPELINE_STEP, ratio * h, ratio * w),
+        )
+
+    def requirements(self) -> list[Requirement]:
+        """Channels of the VAE, width of the text encoder."""
+        vae = self.component_config("vae")
+        return [
+            Requirement("in_channels", vae.get("z_dim", vae.get("latent_channels")), "vae: z_dim"),
+            Requirement("caption_channels", self.component_config("text_encoder").get("hidden_size"), "text_encoder"),
+        ]
+
+    @torch.no_grad()
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(z − mean) / std by channel: of the configuration (Wan's VAE), or of buffers (LTX-2's)."""
+        vae = pipeline.vae
+        mean, std = (getattr(vae.config, name, None) or getattr(vae, name) for name in ("latents_mean", "latents_std"))
+        return standardised(posterior_mode(vae, pixels), mean, std)
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Time is 1000 σ."""
+        return super().inputs(noisy, sigma, batch, guidance) | {"timestep": 1000 * sigma}
+
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """The pipeline calls the number of frames `frames`."""
+        arguments = super().pipeline_arguments(sampling, prompts, latents)
+        return arguments | {"frames": arguments.pop("num_frames")}

@@ -1,0 +1,95 @@
+"""Stable Diffusion 3 and 3.5 (text to image) as diffusers has them: three text encoders, of which T5 may be absent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.register import model_register
+
+
+@model_register.register("sd3")
+class StableDiffusion3Adapter(DiffusionAdapter):
+    """Stable Diffusion 3 medium, 3.5 medium and 3.5 large."""
+
+    transformer_class = "SD3Transformer2DModel"
+    pipelines = {"t2i": "StableDiffusion3Pipeline"}
+    blocks = ("transformer_blocks.{*}",)
+    lora_targets = (
+        *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
+        *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    )
+    streams = {
+        "time_text_embed*": "samples",
+        "*.norm*linear": "samples",
+        "norm_out.linear": "samples",
+        "context_embedder": "caption",
+        "transformer_blocks.{*}.attn.*add_*": "caption",
+        "transformer_blocks.{*}.ff_context*": "caption",
+    }
+    memory_streams = ("samples",)
+    tokenizer = "tokenizer_3"
+    encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    most_text_tokens = 256
+
+    @cached_property
+    def geometry(self) -> MediaGeometry:
+        """As the pipeline reads it off the VAE's blocks."""
+        ratio = 2 ** (len(self.component_config("vae").get("block_out_channels", (0,) * 4)) - 1)
+        patch = int(self.transformer_config.get("patch_size", 2))
+        channels = int(self.transformer_config.get("in_channels", 16))
+        return MediaGeometry(ratio, 1, (1, patch, patch), channels, is_video=False)
+
+    def requirements(self) -> list[Requirement]:
+        """Channels of the VAE, widths of the text encoders."""
+        widths = [self.component_config(name).get("projection_dim") for name in ("text_encoder", "text_encoder_2")]
+        t5 = self.component_config("text_encoder_3").get("d_model") if self.has_component("text_encoder_3") else None
+        return [
+            Requirement("in_channels", self.component_config("vae").get("latent_channels"), "vae: latent_channels"),
+            Requirement("joint_attention_dim", t5, "text_encoder_3"),
+            Requirement("pooled_projection_dim", sum(widths) if all(widths) else None, "text_encoder_2"),
+        ]
+
+    @torch.no_grad()
+    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+        """`prompt_embeds` (L, D): both CLIP encoders side by side, then T5, padding included, since the model attends
+        to it; `pooled_prompt_embeds` (D,) by both CLIP encoders."""
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            list(captions), None, None, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+        )
+        return [
+            {"prompt_embeds": each, "pooled_prompt_embeds": pooled_each}
+            for each, pooled_each in zip(embeds, pooled, strict=True)
+        ]
+
+    @torch.no_grad()
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(z − shift_factor) · scaling_factor."""
+        return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0]))
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Time is 1000 σ."""
+        return {
+            "hidden_states": noisy,
+            "timestep": 1000 * sigma,
+            "encoder_hidden_states": batch["prompt_embeds"],
+            "pooled_projections": batch["pooled_prompt_embeds"],
+        }
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """As it is."""
+        return output[0]
+
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """Classifier-free guidance."""
+        return self.guided(sampling, prompts, latents)

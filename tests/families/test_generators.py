@@ -1,0 +1,216 @@
+"""Every family of generators against diffusers' own pipeline: features, loss, samples, exports, adapters, and two ranks
+against one process.
+
+The loss is the papers' formula: a pipeline that loads the same folder by itself is given the noisy latents of a sample
+as if it were in the middle of sampling, and what it hands to its scheduler is compared with what is to be learned.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from ruamel.yaml import YAML
+from safetensors.torch import load_file
+
+from mindspeed_mm.core.media_geometry import MediaSize
+from mindspeed_mm.core.seeds import derive_seed
+from mindspeed_mm.fsdp.loss.denoising import noise_of
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.sampling.prompts import Prompt
+from mindspeed_mm.fsdp.sampling.sampler import SampleOrder
+from mindspeed_mm.tasks.draw.loading import load_lora, load_sampler
+from mindspeed_mm.tasks.model_source import ModelSource
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.distributed import run_ranks
+from tests.helpers.parity import compare_steps
+from tests.helpers.pipeline_probe import Probed, drawn_time, encoded, in_layout_of, plain_pipeline
+from tests.helpers.planned_steps import train_steps
+from tests.helpers.runs import losses, mm, tensors, train, watched_steps
+from tests.helpers.tiny_generator_families import FAMILIES
+from tests.helpers.tiny_generator_run import generator_config
+
+BY_DEFAULT = ("sd3", "lumina2", "cogvideox")
+CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in FAMILIES]
+FEATURES = "data.dataset_param.basic_parameters.features_dir="
+CAPTIONS = ("a red box", "two blue lines", 'a "seven" moving left', "grain, large and round")
+SEED = 7
+
+
+def make_run(name: str, folder: Path) -> Path:
+    """Model, four captioned pictures or clips, and the YAML."""
+    family = FAMILIES[name]
+    family.make(folder / "model")
+    (folder / "media").mkdir()
+    bytes_of, rows = random.Random(3), []
+    for index, caption in enumerate(CAPTIONS):
+        shape = (family.frames, family.side, family.side, 3)
+        pixels = np.frombuffer(bytes_of.randbytes(int(np.prod(shape))), dtype=np.uint8).reshape(shape)
+        path = f"media/{index}.{'png' if family.frames == 1 else 'gif'}"
+        first, *others = [Image.fromarray(frame if family.frames == 1 else frame[:, :, 0]) for frame in pixels]
+        options = {"save_all": True, "append_images": others, "duration": 125, "loop": 0} if others else {}
+        first.save(folder / path, **options)
+        rows.append({"path": path, "cap": caption})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"height": family.side, "width": family.side}
+    sizes |= {"num_frames": family.frames} if family.frames > 1 else {}
+    average = {"enable": True, "decay": 0.5, "warmup": False}
+    config = generator_config(folder, sizes, training={"train_iters": 2, "seed": SEED, "ema": average, "diffusion": {}})
+    with (folder / "run.yaml").open("w") as file:
+        YAML().dump(config, file)
+    return folder / "run.yaml"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_equals_its_pipeline(name: str, tmp_path: Path) -> None:
+    yaml, raw, seen = make_run(name, tmp_path), [], []
+    said = mm("extract", yaml, "--out", tmp_path / "features")
+    assert said.code == 0, said.err
+    with watched_steps(lambda _, batches: raw.extend(batches)):
+        train(yaml, tmp_path / "raw", "training.train_iters=1")
+    with watched_steps(lambda _, batches: seen.extend(batches)):
+        train(yaml, tmp_path / "run", FEATURES + str(tmp_path / "features"))
+    values = losses(tmp_path / "run")
+    assert len(values) == 2 and values[1] == pytest.approx(losses(tmp_path / "raw")[1], rel=2e-5)
+    expected = losses_by_hand(name, tmp_path / "model", raw[0], seen[0])
+    assert values[1] == pytest.approx(float(np.mean(expected)), rel=5e-5), expected
+    check_export(name, tmp_path)
+    check_adapters(name, yaml, tmp_path)
+
+
+@torch.no_grad()
+def losses_by_hand(name: str, model: Path, raw: dict[str, Any], features: dict[str, Any]) -> list[float]:
+    """Of each sample, by the plain pipeline; also compares latents and text features with it."""
+    pipeline, adapter = plain_pipeline(model), find_adapter(model)
+    sampling = SamplingArguments(guidance_scale=FAMILIES[name].guidance, num_inference_steps=50)
+    adapter.prepare_pipeline(pipeline, sampling)
+    found = []
+    for row, sample in enumerate(raw["sample_ids"]):
+        caption, x = raw["captions"][row], features["latents"][row : row + 1]
+        assert features["sample_ids"][row] == sample
+
+        def call(latents: torch.Tensor, caption: str = caption) -> dict[str, Any]:
+            arguments = adapter.pipeline_arguments(sampling, [caption], latents)
+            return {**arguments, "prompt": [caption], "output_type": "np", "return_dict": False}
+
+        packed = call(x)["latents"]
+        first = Probed(pipeline, call(x), torch.tensor(500), packed)
+        theirs = encoded(pipeline.vae, raw["pixels"][row : row + 1])
+        torch.testing.assert_close(first.decoded.reshape(theirs.shape), theirs, rtol=1e-4, atol=1e-5)
+        text = features["prompt_embeds"][row]
+        mask = features.get("prompt_mask")
+        assert first.has_text(text if mask is None else text[mask[row].bool()])
+
+        chance = np.random.Generator(np.random.Philox(key=derive_seed(SEED, raw["epochs"][row], sample)))
+        chance.random()  # whether the caption is dropped
+        time = drawn_time(chance, pipeline.scheduler, first.mu)
+        noise = noise_of(derive_seed(SEED, raw["epochs"][row], sample), x.shape[1:])[None]
+        noisy, target = mixed(pipeline.scheduler, x.double(), noise.double(), time)
+        is_step = hasattr(pipeline.scheduler, "alphas_cumprod") and time > 1
+        asked = torch.tensor(int(time)) if is_step else torch.tensor(1000 * time, dtype=torch.float32)
+        second = Probed(pipeline, call(noisy.float()), asked, packed)
+        difference = second.said - in_layout_of(call(target)["latents"], second.said)
+        found.append(float(difference.square().mean()))
+    return found
+
+
+def mixed(scheduler: Any, x: torch.Tensor, noise: torch.Tensor, time: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x_t and what is learned from it: of flow matching, or of diffusers' own `add_noise` and `get_velocity`."""
+    from diffusers import DDPMScheduler
+
+    if time <= 1:
+        return (1 - time) * x + time * noise, noise - x
+    steps = DDPMScheduler(prediction_type="v_prediction")
+    steps.alphas_cumprod = scheduler.alphas_cumprod.double()
+    at = torch.tensor([int(time)])
+    return steps.add_noise(x, noise, at), steps.get_velocity(x, noise, at)
+
+
+def check_export(name: str, folder: Path) -> None:
+    """The averaged weights are exported, load in diffusers, and draw what our sampler draws."""
+    said = mm("export", folder / "run", folder / "exported")
+    assert said.code == 0, said.err
+    weights, trained = load_file(next((folder / "exported/transformer").glob("*.safetensors"))), tensors(folder / "run")
+    averages = {key.removeprefix("ema."): value for key, value in trained.items() if key.startswith("ema.")}
+    assert averages and averages.keys() <= weights.keys()  # buffers are exported, too
+    for key, value in averages.items():
+        assert torch.equal(weights[key], value)
+    assert any(not torch.equal(value, trained[f"model.{key}"]) for key, value in averages.items())
+
+    family, adapter = FAMILIES[name], find_adapter(folder / "exported")
+    sampler = load_sampler(adapter, ModelSource(folder / "exported"), torch.device("cpu"))
+    sampling = SamplingArguments(
+        num_inference_steps=3, guidance_scale=3.0, height=family.side, width=family.side, num_frames=family.frames,
+        batch_size=2,
+    )  # fmt: skip
+    prompts = [Prompt(number, text, "here") for number, text in enumerate(CAPTIONS[:2])]
+    (ours,) = sampler.sample(prompts, sampling)
+    pipeline = plain_pipeline(folder / "exported")
+    adapter.prepare_pipeline(pipeline, sampling)
+    for prompt, made in zip(prompts, ours, strict=True):
+        noise = sampler.noise(
+            SampleOrder(prompt, 0), sampling.seed, MediaSize(family.frames, family.side, family.side)
+        )[None]
+        arguments = adapter.pipeline_arguments(sampling, [prompt.text], noise)
+        drawn = pipeline(**{**arguments, "prompt": [prompt.text], "output_type": "np", "return_dict": False})[0]
+        theirs = (np.asarray(drawn[0]) * 255).round().reshape(made.shape)
+        assert np.abs(theirs - made).max() <= 1
+    assert np.abs(ours[0].astype(int) - ours[1]).max() > 1
+
+
+def check_adapters(name: str, yaml: Path, folder: Path) -> None:
+    """Trained adapters load beside the weights in diffusers, and say there what the merged folder says."""
+    words = ("training.lora.enable=true", "training.lr=0.05", FEATURES + str(folder / "features"))
+    train(yaml, folder / "adapters", *words, "training.ema.enable=false")
+    for option, out in ((), "lora"), (("--merge",), "merged"):
+        said = mm("export", folder / "adapters", folder / out, *option)
+        assert said.code == 0, said.err
+    beside, merged, base = (plain_pipeline(folder / each) for each in ("model", "merged", "model"))
+    load_lora(beside, folder / "lora")
+    adapter = find_adapter(folder / "model")
+    sampling = SamplingArguments(guidance_scale=FAMILIES[name].guidance)
+    family = FAMILIES[name]
+    size = adapter.geometry.latent_shape(MediaSize(family.frames, family.side, family.side))
+    latents = torch.randn(1, *size, generator=torch.Generator().manual_seed(1))
+    arguments = adapter.pipeline_arguments(sampling, [CAPTIONS[0]], latents)
+    said_by = []
+    for pipeline in (beside, merged, base):
+        adapter.prepare_pipeline(pipeline, sampling)
+        call = {**arguments, "prompt": [CAPTIONS[0]], "return_dict": False}  # a list of its own: some write into it
+        said_by.append(Probed(pipeline, call, torch.tensor(500), arguments["latents"]).said)
+    torch.testing.assert_close(said_by[0], said_by[1], rtol=1e-3, atol=1e-4)
+    assert (said_by[0] - said_by[2]).abs().max() > 1e-3
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+FP64 = ("parallel.fsdp_plan.param_dtype=fp64", "training.adam_fused=false", "training.ema.enable=false")
+
+
+@pytest.mark.parametrize("names", [BY_DEFAULT, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=len)
+def test_two_ranks_equal_one_process(names: Sequence[str], tmp_path: Path) -> None:
+    """Loss, gradients and weights of two steps, in fp64."""
+    yamls = {}
+    for name in names:
+        (tmp_path / name).mkdir()
+        yamls[name] = str(make_run(name, tmp_path / name))
+    expected = steps_of(yamls, 2)
+    for measured in run_ranks(2, steps_of, yamls, 1, timeout_s=400.0):
+        for name in names:
+            print(name, end=": ")
+            compare_steps(expected[name], measured[name], 1e-6)
+
+
+def steps_of(yamls: dict[str, str], micro_batch_size: int) -> dict[str, Any]:
+    """Name → its recorded steps, on this rank."""
+    words = [*FP64, f"training.micro_batch_size={micro_batch_size}"]
+    with keeping_double():
+        return {name: train_steps(yaml, words) for name, yaml in yamls.items()}
