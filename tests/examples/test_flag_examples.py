@@ -1,4 +1,5 @@
-"""Examples of Megatron-style launches: sizes are those of the releases, plans those of the devices that they name."""
+"""Examples of Megatron-style launches: sizes are those of the releases, plans those of the devices that they name, and
+each starts a run on a small folder of its family, with paths and sizes replaced."""
 
 from __future__ import annotations
 
@@ -6,37 +7,76 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mindspeed_mm.fsdp.params.sizes.parallel import resolve_parallel_sizes
 from mindspeed_mm.provider.launch import read_launch
+from mindspeed_mm.provider.model_sizes import LANGUAGE_SIZES, text_config
 from mindspeed_mm.tasks.config import run_flags
+from mindspeed_mm.tools.feature_extraction import get_wan_feature
 from tests.helpers.released_examples import as_trained
 from tests.helpers.released_layouts import release
+from tests.helpers.released_rows import ROWS, write_rows
+from tests.helpers.runs import losses
+from tests.helpers.tiny_deepseek_ocr import make_tiny_deepseek_ocr
+from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
+from tests.helpers.tiny_generator_run import make_clips
+from tests.helpers.tiny_generators import make_tiny_wan
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     path.parent.name: path for path in sorted((ROOT / "examples").glob("*/*_flags.sh")) if "extract" not in path.name
 }
+SEES = ("image",)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an example trains.
+
+    Args:
+        size: Of `tests/released`; empty where nothing is recorded.
+        devices: That its first lines name.
+        make: Writes a small folder.
+        kinds: Media in its rows.
+    """
+
+    size: str
+    devices: int
+    make: Callable[[Path], object]
+    kinds: tuple[str, ...] = SEES
+
+
+def _row(name: str, devices: int, size: str = "") -> Family:
+    row = ROWS[name]
+    return Family(size or row.size, devices, row.write, row.kinds)
+
+
 FAMILIES = {
-    "qwen2vl": ("qwen2-vl-7b", 8),
-    "qwen2.5vl": ("qwen2.5-vl-7b", 8),
-    "qwen3vl": ("qwen3-vl-8b", 8),
-    "internvl2.5": ("internvl2.5-4b", 8),
-    "internvl3": ("internvl3-8b-hf", 8),
-    "internvl3.5": ("internvl3.5-30b-a3b", 16),
-    "glm4.1v": ("glm-4.1v-9b", 8),
-    "glm4.5v": ("glm-4.5v-106b", 64),
-    "deepseekvl2": ("deepseek-vl2-base", 16),
-    "deepseekocr": ("deepseek-ocr", 8),
-    "qwen2.5omni": ("qwen2.5-omni-7b", 8),
-    "qwen3omni": ("qwen3-omni-30b-a3b", 16),
-    "whisper": ("whisper-large-v3", 8),
-    "wan2.1": ("", 8),
+    "qwen2vl": _row("qwen2vl", 8, "qwen2-vl-7b"),
+    "qwen2.5vl": _row("qwen2_5vl", 8, "qwen2.5-vl-7b"),
+    "qwen3vl": _row("qwen3vl", 8, "qwen3-vl-8b"),
+    "internvl2.5": _row("internvl", 8, "internvl2.5-4b"),
+    "internvl3": _row("internvl", 8),
+    "internvl3.5": _row("internvl", 16, "internvl3.5-30b-a3b"),
+    "glm4.1v": _row("glm4v", 8),
+    "glm4.5v": _row("glm4v_moe", 64),
+    "deepseekvl2": Family("deepseek-vl2-base", 16, make_tiny_deepseek_vl2),
+    "deepseekocr": Family("deepseek-ocr", 8, make_tiny_deepseek_ocr),
+    "qwen2.5omni": _row("qwen2_5omni", 8),
+    "qwen3omni": _row("qwen3omni", 16),
+    "whisper": _row("whisper", 8),
+    "wan2.1": Family("", 8, make_tiny_wan, ()),
 }
-"""Folder of examples → what `tests/released` calls the size, if it is recorded, and the devices that are named."""
+DEFAULT = ("qwen2.5vl", "wan2.1")
+ONE = {"NPROC": "1", "NNODES": "1", "TP": "1", "PP": "1", "CP": "1", "EP": "1", "MBS": "1", "GRAD_ACC_STEP": "2"}
 
 
 @pytest.fixture
@@ -46,9 +86,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mindspeed_mm").mkdir()
     shutil.copytree(ROOT / "mindspeed_mm" / "tools", tmp_path / "mindspeed_mm" / "tools")
     monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "NPROC", "NNODES", "TP", "PP", "CP", "EP", "MBS", "GRAD_ACC_STEP"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", *ONE):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+def files(name: str, kind: str) -> list[Path]:
+    """The JSON files of an example, as paths in the checkout."""
+    return [path.relative_to(ROOT) for path in SCRIPTS[name].parent.glob(f"{kind}_*.json")]
 
 
 def folder_of(name: str) -> Path:
@@ -67,21 +112,90 @@ def test_every_example_has_its_case() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_example_fits_its_release(here: Path, name: str) -> None:
     """Sizes are those of the released folder, and the plan those of the devices."""
-    size, devices = FAMILIES[name]
-    if size:
+    family = FAMILIES[name]
+    if family.size:
         folder_of(name).mkdir(parents=True)
-        config = as_trained(release(size).config)
+        config = as_trained(release(family.size).config)
         (folder_of(name) / "config.json").write_text(json.dumps(config))
     translated = run_flags([str(SCRIPTS[name].relative_to(ROOT))], {})
     arguments = translated.arguments
     assert arguments.model.model_name_or_path == str(folder_of(name))
     words = SCRIPTS[name].read_text().split("\n")[1]
-    assert f"{devices} devices" in words
-    sizes = resolve_parallel_sizes(arguments.parallel, devices)
-    assert sizes.world == devices
+    assert f"{family.devices} devices" in words
+    sizes = resolve_parallel_sizes(arguments.parallel, family.devices)
+    assert sizes.world == family.devices
     assert not any("not known" in note or "has no effect" in note for note in translated.notes), translated.notes
     if name not in ("wan2.1", "whisper", "deepseekocr"):
         assert arguments.model.freeze
+
+
+def resize(name: str) -> None:
+    """The small folder's sizes in place of the released ones, in the example's own files."""
+    folder = folder_of(name)
+    if name == "wan2.1":
+        sizes = json.loads((folder / "transformer" / "config.json").read_text())
+        (path,) = files(name, "model")
+        model = json.loads(path.read_text())
+        model["predictor"] |= {"num_layers": sizes["num_layers"], "num_heads": sizes["num_attention_heads"]}
+        model["predictor"] |= {"hidden_size": sizes["num_attention_heads"] * sizes["attention_head_dim"]}
+        model["predictor"] |= {"ffn_dim": sizes["ffn_dim"]}
+        for part in ("ae", "text_encoder"):
+            model[part]["dtype"] = "fp32"
+        path.write_text(json.dumps(model))
+        (media,) = files(name, "media")
+        sides = {'"num_frames": 81': '"num_frames": 5', "480": "32", "832": "32"}
+        text = media.read_text()
+        for old, new in sides.items():
+            text = text.replace(old, new)
+        media.write_text(text)
+        return
+    config = json.loads((folder / "config.json").read_text())
+    for path in files(name, "model"):
+        model = json.loads(path.read_text())
+        if "text_decoder" in model and "init_from_hf_path" not in model:
+            small = text_config(config)
+            for key, theirs in LANGUAGE_SIZES.items():
+                value = next((small[other] for other in theirs if other in small), None)
+                if key in model["text_decoder"] and value is not None:
+                    model["text_decoder"][key] = value
+            model["image_encoder"]["vision_encoder"] = {"freeze": True}
+        path.write_text(json.dumps(model))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, module: Any, words: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["entry.py", *words])
+    module.main()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+        if name != "deepseekocr"
+    ],
+)
+def test_an_example_trains(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    family, folder = FAMILIES[name], folder_of(name)
+    folder.parent.mkdir()
+    family.make(folder)
+    if name == "wan2.1":
+        make_clips(Path("data"), size=32)
+        Path("data/rows.jsonl").rename("data/train.jsonl")
+    else:
+        write_rows(Path("data"), family.kinds).rename("data/train.jsonl")
+    resize(name)
+    more = ["--train-iters", "2", "--num-workers", "0"]
+    more += [] if name == "wan2.1" else ["--seq-length", "4096" if name != "whisper" else "100"]
+    for config in Path("examples", name).glob("fsdp2_config_*.yaml"):
+        config.write_text(config.read_text().replace("expert_parallel_size: 8", "expert_parallel_size: 1"))
+    if name == "wan2.1":
+        launch = read_launch(["examples/wan2.1/extract_wan2.1_1.3B_flags.sh"], {"NPROC": "1"})
+        run(monkeypatch, get_wan_feature, launch.flags)
+    launch = read_launch([f"examples/{name}/{SCRIPTS[name].name}", *more], ONE)
+    run(monkeypatch, import_module(f"mindspeed_mm.{launch.entry.removesuffix('.py')}"), launch.flags)
+    (save,) = Path("runs").iterdir()
+    assert list(losses(save)) == [1, 2]
 
 
 STUB = '#!/bin/sh\necho "$@"\n'

@@ -56,7 +56,7 @@ def _fit(values: dict[str, Any], words: int) -> None:
         if isinstance(value, dict):
             _fit(value, words)
     if "vocab_size" in values:
-        values["vocab_size"] = words + 8
+        values["vocab_size"] = words + 8 + words % 2  # even: two tensor ranks share it
     if isinstance(values.get("patch_size"), int):
         values["patch_size"] = PATCH_SIZE
 

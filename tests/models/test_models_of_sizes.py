@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_mm import pretrain_vlm
+from mindspeed_mm import pretrain_sora, pretrain_vlm
 from mindspeed_mm.models.configured import SIZED
+from mindspeed_mm.tasks.extract import extract
 from tests.helpers.mindspeed_files import make_folder
 from tests.helpers.runs import losses, mm, tensors
+from tests.helpers.tiny_generator_run import make_tiny_generator_run
 from tests.helpers.tiny_processors import PATCH_SIZE
 from tests.helpers.tiny_run import make_rows, tiny_config
 
@@ -85,3 +88,20 @@ def test_a_model_of_words_and_pictures(
     capsys.readouterr()
     assert run(monkeypatch, pretrain_vlm, 4) == 2
     assert "model.json  the sizes are not those that the run began with" in capsys.readouterr().err
+
+
+def test_a_generator_on_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    extract.run(make_tiny_generator_run(tmp_path, "t2v"), out=Path("features"), batch_size=2)
+    shutil.rmtree("model")
+    sizes = {"num_layers": 2, "num_heads": 2, "hidden_size": 24, "in_dim": 16, "out_dim": 16, "ffn_dim": 40}
+    predictor = {"model_id": "wandit", "model_type": "t2v", "freq_dim": 16, "text_dim": 32, "max_seq_len": 32} | sizes
+    write("model.json", {"predictor": predictor, "diffusion": {"model_id": "wan_flow_match_scheduler", "shift": 3}})
+    basic = {"data_path": "features/data.jsonl", "data_folder": "features"}
+    write("data.json", {"dataset_param": {"dataset_type": "feature", "basic_parameters": basic}})
+    assert run(monkeypatch, pretrain_sora, 2) == 0, capsys.readouterr().err
+    assert list(losses(Path("run"))) == [1, 2]
+    assert tensors(Path("run"))["model.blocks.1.ffn.net.0.proj.weight"].shape == (40, 24)
+    assert mm("export", "run", "exported", "--transformer-only").code == 0
