@@ -12,6 +12,9 @@ Batch = dict[str, Any]
 IGNORED_LABEL = -100
 """The label of a token that no loss is computed for."""
 
+NO_CODE, SPEAKER_CODE = -1, -2
+"""In `codec_ids`: nothing is added; the embedding of a speaker is."""
+
 BATCH_KEYS: dict[str, str] = {
     "input_ids": "(B, L) int64 token ids, right-padded",
     "attention_mask": "(B, L) int64, 1 on real tokens; absent from packed batches",
@@ -43,6 +46,11 @@ BATCH_KEYS: dict[str, str] = {
     "input_features": "audio features in the layout of the model's processor",
     "feature_attention_mask": "(N_audios, frames) int64, 1 on real frames",
     "input_features_mask": "the same, as Qwen3-ASR calls it",
+    "codec_ids": "(B, L, G) int64 codes of speech, first codebook first; negative where there are none (Qwen3-TTS)",
+    "frame_places": "(N_frames,) int64 places, in the flattened rows, that have a code of every codebook",
+    "speaker_places": "(N_speakers,) int64 places of speakers in the flattened rows",
+    "speaker_features": "(frames, mels) float32 spectra of the speakers of a batch, one behind the other",
+    "speaker_frames": "(N_speakers,) int64 frames of each",
     "sample_ids": "list of B strings: which sample a row came from; never given to a model",
     "epochs": "list of B ints: in which epoch each sample was drawn; with its id it decides noise and timestep",
     "latents": "(B, C, H, W) of images or (B, C, T, H, W) of videos, as the VAE gives them, normalised",

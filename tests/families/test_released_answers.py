@@ -12,7 +12,7 @@ from mindspeed_mm.fsdp.models.loading.part import trained_config
 from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.questions import read_questions
 from tests.helpers.released_layouts import class_of
-from tests.helpers.released_rows import ROWS, write_rows
+from tests.helpers.released_rows import ANSWERING, ROWS, write_rows
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -32,7 +32,7 @@ def plain(folder: Path, inputs: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in ANSWERING]
 )
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     row = ROWS[name]

@@ -22,7 +22,7 @@ from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.packed_families import InDouble
 from tests.helpers.released_layouts import class_of
-from tests.helpers.released_rows import ROWS, write_rows
+from tests.helpers.released_rows import ROWS, dataset_of, rows_of
 
 
 def loaded(folder: Path) -> Any:
@@ -46,23 +46,23 @@ def reference(folder: Path) -> Any:
     return model.eval()
 
 
-def batch_of(folder: Path, rows: Path) -> dict[str, Any]:
+def batch_of(name: str, folder: Path, rows: Path) -> dict[str, Any]:
     """Two rows as training gives them to the model."""
-    param = DatasetParam.model_validate(
-        {
-            "basic_parameters": {"dataset": str(rows), "dataset_dir": str(rows.parent), "cutoff_len": 4096},
-            "preprocess_parameters": {"model_name_or_path": str(folder)},
-        }
-    )
+    param = DatasetParam.model_validate(dataset_of(ROWS[name], rows, folder))
     dataset = build_mm_dataset(param)[0]
     return dataset.build_collator(CollateParam())([dataset[0], dataset[1]])
 
 
+def run(model: Any, batch: dict[str, Any]) -> Any:
+    """The model's output for a batch, without a cache."""
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in batch.items() if k not in ENGINE_KEYS}
+    return model(**inputs, **({} if "codec_ids" in inputs else {"use_cache": False}))
+
+
 def answer(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """Logits of all that is no padding."""
-    inputs = {k: v.double() if v.is_floating_point() else v for k, v in batch.items() if k not in ENGINE_KEYS}
     with torch.no_grad(), keeping_double(), InDouble():
-        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+        logits: torch.Tensor = run(model, batch).logits
     mask = batch.get("attention_mask")
     return logits if mask is None or mask.shape != logits.shape[:2] else logits[mask.bool()]
 
@@ -75,7 +75,7 @@ def test_a_released_folder_gives_the_forward_pass_of_transformers_and_comes_back
     wanted = theirs.state_dict()
     assert {key: value.shape for key, value in ours.state_dict().items()} == {k: v.shape for k, v in wanted.items()}
     assert [key for key, value in ours.state_dict().items() if not torch.equal(value, wanted[key])] == []
-    batch = batch_of(folder, write_rows(tmp_path / "rows", row.kinds))
+    batch = batch_of(name, folder, rows_of(row, tmp_path / "rows"))
     assert (batch["labels"] != -100).any()
     expected = answer(theirs, batch)
     torch.testing.assert_close(answer(ours, batch), expected, rtol=1e-10, atol=1e-10)

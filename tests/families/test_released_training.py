@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mindspeed_mm.core.batch import ENGINE_KEYS
 from mindspeed_mm.fsdp.train.train_engine import TrainEngine
 from mindspeed_mm.tasks.verify.precision import keeping_double
-from tests.families.test_released_layouts import reference
+from tests.families.test_released_layouts import reference, run
 from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import InDouble
 from tests.helpers.parity import StepRecord, compare_steps, record_step, record_weights
@@ -55,11 +54,12 @@ def bare_steps(folder: Path, batches: list[dict[str, Any]]) -> list[StepRecord]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     found = []
     for batch in batches:
-        inputs = {k: v.double() if v.is_floating_point() else v for k, v in batch.items() if k not in ENGINE_KEYS}
-        logits = model(**inputs, use_cache=False).logits
-        labels = batch["shift_labels"]
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        output, labels = run(model, batch), batch["shift_labels"]
+        total = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum")
         loss = total / (labels != -100).sum()
+        if "codec_ids" in batch:  # frames of speech, whose further codebooks a code predictor tells
+            codes = batch["codec_ids"][..., 1:]
+            loss = loss + 0.3 * F.cross_entropy(output.code_logits.flatten(0, 1), codes[codes[..., 0] >= 0].flatten())
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         step = record_step(model, loss, norm)

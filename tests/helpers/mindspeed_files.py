@@ -1,4 +1,4 @@
-"""Tiny folders of the models that MindSpeed-MM's files name, made by transformers alone, and rows for each."""
+"""Tiny folders of the models that MindSpeed-MM's files name, made without this package's code, and rows for each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import transformers
 
 from tests.helpers.packed_families import FAMILIES as MODELS
 from tests.helpers.packed_more_families import MORE as MORE_MODELS
+from tests.helpers.released_rows import ROWS, rows_of
 from tests.helpers.tiny_more_processors import MORE as MORE_PROCESSORS
 from tests.helpers.tiny_processors import FAMILIES as PROCESSORS
 from tests.helpers.tiny_processors import PATCH_SIZE
 from tests.helpers.tiny_run import make_rows
 from tests.helpers.tiny_sounds import sound_bytes, tone
 
+RELEASED = {"qwen3tts": ROWS["qwen3tts"]}
 _PROCESSOR_OF = {"qwen3_5_moe": "qwen3_5", "qwen3_vl_moe": "qwen3_vl"}
 _TOKEN_OF = {
     "image_token": "image_token",
@@ -32,6 +34,8 @@ _TOKEN_OF = {
 
 def make_folder(name: str, folder: Path) -> Path:
     """A folder of the family with random fp32 weights and its processor."""
+    if name in RELEASED:
+        return RELEASED[name].write(folder)
     family = (MODELS | MORE_MODELS)[name]
     processor = (PROCESSORS | MORE_PROCESSORS)[_PROCESSOR_OF.get(name, name)].build()
     tokenizer = processor.tokenizer
@@ -78,4 +82,6 @@ def make_sound_rows(folder: Path, count: int = 8) -> Path:
 
 def make_rows_of(name: str, folder: Path) -> Path:
     """Rows that the family's file can read."""
+    if name in RELEASED:
+        return rows_of(RELEASED[name], folder)
     return make_sound_rows(folder) if name == "qwen3_asr" else make_rows(folder, count=8)

@@ -20,6 +20,7 @@ from tests.helpers.released_layouts import (
     Shape,
     merged,
     release,
+    require,
     shallow,
     shrunk,
     tiny_layout,
@@ -29,6 +30,11 @@ from tests.helpers.tiled_families import idefics3_processor, llava_onevision_pro
 from tests.helpers.tiny_more_processors import MORE
 from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
 from tests.helpers.tiny_sounds import sound_bytes, tone
+from tests.helpers.tiny_speech import (
+    SMALL_QWEN3TTS,
+    speech_tokenizer,
+    write_qwen3tts_rows,
+)
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -54,6 +60,9 @@ class Row:
         base: The configuration at its released widths where the record's is not in transformers' keys.
         adapted: Modules that get adapters, where they are not those of the default.
         files: What else lies in the folder.
+        tied: Keys of weights that another key has, too: they are stored once.
+        rows: Writes rows of another kind than conversations into a folder, and returns the file.
+        dataset: Of `data.dataset_param`, where the rows are of another kind.
     """
 
     size: str
@@ -65,6 +74,9 @@ class Row:
     base: Callable[[Config], Config] = lambda config: config
     adapted: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    rows: Callable[[Path], Path] | None = None
+    dataset: Config = field(default_factory=dict)
 
     @cached_property
     def release(self) -> Release:
@@ -82,10 +94,12 @@ class Row:
 
     def layout(self, tiny: Config) -> dict[str, Shape]:
         """Key → shape of the small folder."""
-        return tiny_layout(self.release, self.full, tiny)
+        layout = tiny_layout(self.release, self.full, tiny)
+        return {key: shape for key, shape in layout.items() if key not in self.tied}
 
     def write(self, folder: Path) -> Path:
         """The small folder as it is released."""
+        require(self.full["model_type"])
         processor = self.processor()
         config = self.tiny(getattr(processor, "tokenizer", processor))
         write_weights(folder, self.layout(config))
@@ -114,6 +128,18 @@ def _numbered(config: Config, tokens: Mapping[str, str], tokenizer: Any) -> Conf
         else:
             made[key] = value
     return made
+
+
+def rows_of(row: Row, folder: Path) -> Path:
+    """Rows that a family is trained on, in a folder; returns the file."""
+    return row.rows(folder) if row.rows is not None else write_rows(folder, row.kinds)
+
+
+def dataset_of(row: Row, rows: Path, model: Path) -> Config:
+    """`data.dataset_param` for a family's rows and its folder."""
+    basic = {"dataset": str(rows), "dataset_dir": str(rows.parent), "cutoff_len": 4096}
+    found = {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": str(model)}}
+    return merged(found | {"dataset_type": "huggingface"}, row.dataset)
 
 
 def write_rows(folder: Path, kinds: tuple[str, ...], count: int = 4) -> Path:
@@ -157,15 +183,11 @@ _MEDIA = {"image": _picture, "audio": _sound}
 def write_run(row: Row, folder: Path, **sections: Config) -> Path:
     """Model, rows and `run.yaml` in a folder; returns the YAML. `sections` are merged into it."""
     row.write(folder / "model")
-    rows = write_rows(folder / "rows", row.kinds)
+    rows = rows_of(row, folder / "rows")
     config: Config = {
         "model": {"model_name_or_path": str(folder / "model")},
         "data": {
-            "dataset_param": {
-                "dataset_type": "huggingface",
-                "basic_parameters": {"dataset": str(rows), "dataset_dir": str(folder / "rows"), "cutoff_len": 4096},
-                "preprocess_parameters": {"model_name_or_path": str(folder / "model")},
-            },
+            "dataset_param": dataset_of(row, rows, folder / "model"),
             "dataloader_param": {"num_workers": 0, "shuffle": False},
         },
         "parallel": {},
@@ -364,6 +386,13 @@ ROWS: dict[str, Row] = {
     "idefics3": Row("idefics3-8b", idefics3_processor, _SEES, {"image_token_id": "<image>"}),
     "smolvlm": Row("smolvlm2-256m", idefics3_processor, _SEES, {"image_token_id": "<image>"}, {"scale_factor": 2}),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
+    "qwen3tts": Row(
+        "qwen3-tts-1.7b", speech_tokenizer,
+        tokens={"tts_pad_token_id": "<|endoftext|>", "tts_bos_token_id": "<|im_start|>",
+                "tts_eos_token_id": "<|im_end|>"},
+        small=SMALL_QWEN3TTS, rows=write_qwen3tts_rows,
+        dataset={"dataset_type": "qwen3tts"},
+    ),
     "qwen3": Row("qwen3-0.6b", _of("qwen3")),
     "qwen3_moe": Row("qwen3-30b-a3b", _of("qwen3")),
     "qwen3_next": Row("qwen3-next-80b-a3b", _of("qwen3")),
@@ -374,3 +403,5 @@ ROWS: dict[str, Row] = {
     "mimo_v2_flash": Row("mimo-v2-flash", _of("qwen3")),
 }  # fmt: skip
 """Name of the family's card → its row."""
+ANSWERING = tuple(name for name, row in ROWS.items() if row.rows is None)
+"""Those that answer in text."""

@@ -16,6 +16,8 @@ from tests.helpers.runs import mm
 FILES = Path(__file__).parents[1] / "fsdp" / "params" / "files"
 QUICK = ("qwen3_5_moe", "kimi_k25")
 OTHERS = ("qwen3_5", "qwen3_vl", "qwen3_omni", "qwen3_asr", "minimax_m3_vl")
+ROWS_THEMSELVES = ("qwen3tts",)
+"""Their `dataset_dir` is the file of rows."""
 ROWS = "data.dataset_param.basic_parameters"
 
 
@@ -26,7 +28,7 @@ def paths_and_sizes(name: str, folder: Path) -> list[str]:
         "model.model_name_or_path": model,
         "data.dataset_param.preprocess_parameters.model_name_or_path": model,
         f"{ROWS}.dataset": rows,
-        f"{ROWS}.dataset_dir": folder,
+        f"{ROWS}.dataset_dir": rows if name in ROWS_THEMSELVES else folder,
         f"{ROWS}.cache_dir": folder / "cache",
         f"{ROWS}.preprocessing_num_workers": 1,
         "data.dataloader_param.num_workers": 0,

@@ -32,7 +32,7 @@ LORA = ("training.lora.enable=true", "training.lora.dropout=0.1")
 CHECKS = ["as planned = one process", "accumulated = one big batch", "resumed = uninterrupted", "packed = unpacked"]
 
 PLANS = {  # name → (model, overrides); two processes each
-    "vlm fsdp2": ("vlm", ()),
+    "vlm fsdp2": ("vlm", ("data.dataloader_param.sampler_type=LengthGroupedSampler",)),
     "vlm tp2": ("vlm", (TP, ONE)),
 }
 FAULTY = {  # fault → plan in which it shows

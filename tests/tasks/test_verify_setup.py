@@ -81,3 +81,24 @@ def test_nothing_is_written_and_nothing_left_to_chance() -> None:
     told = " ".join(setup.changes)
     for words in ("adam_eps: 1e-15 → 1e-08", "lora.dropout: 0.1 → 0.0", "flash_attention_2 → null", "→ fp64"):
         assert words in told
+
+
+@pytest.mark.parametrize("loader", [
+    {"sampler_type": "LengthGroupedSampler", "max_patches_per_batch": 64},
+    {"sampler_type": "TokenBudgetSampler", "max_tokens_per_batch": 128},
+    {"dataloader_mode": "variable"},
+])  # fmt: skip
+def test_lengths_do_not_choose_the_samples_of_a_step(loader: dict[str, Any]) -> None:
+    setup = set_up(Arguments(data={"dataloader_param": loader}), None, Path("cache"), full=False)
+    now = arguments_of(setup, Case()).data.dataloader_param
+    assert (now.sampler_type, now.dataloader_mode) == ("BaseRandomBatchSampler", "sampler")
+    assert now.max_patches_per_batch is None and now.max_tokens_per_batch is None
+    told = " ".join(setup.changes)
+    assert all(f"data.dataloader_param.{key}" in told for key in loader)
+
+
+def test_the_order_of_rows_is_kept_and_an_unknown_sampler_is_not_passed_over() -> None:
+    for name in ("SequentialSampler", "NoSuchSampler"):
+        arguments = Arguments(data={"dataloader_param": {"sampler_type": name}})
+        setup = set_up(arguments, None, Path("cache"), full=False)
+        assert arguments_of(setup, Case()).data.dataloader_param.sampler_type == name

@@ -19,12 +19,12 @@ class Proof:
 
     what: str
     test: str
-    """File and function; the card of a family names the case."""
+    """File and function; the card of a family names the case, or another test, of the family alone."""
 
 
 PROOFS = {
     "train": Proof(
-        "from the released keys two steps, in fp64, equal a bare loop over transformers' model; a resume equals an "
+        "from the released keys two steps, in fp64, equal a bare loop over the plain model; a resume equals an "
         "unbroken run to the bit; exports bear the released keys and shapes",
         "tests/families/test_released_training.py::test_two_steps_equal_a_bare_loop",
     ),
@@ -33,7 +33,7 @@ PROOFS = {
         "tests/families/test_released_training.py::test_adapters_merge_into_what_is_released",
     ),
     "data": Proof(
-        "tokens and tensors of the rows equal those of the family's own processor",
+        "tokens and tensors of the rows equal those of the family's own processor, or published preparation",
         "tests/fsdp/data/test_rendering_families.py::test_ids_equal_the_processors_own",
     ),
     "packed": Proof(
@@ -147,7 +147,8 @@ def as_card(card: ModelCard) -> str:
         *(f"  released  {hub}{_billions(size)}" for hub, size in card.released.items()),
     ]
     for name, case in card.proven.items():
-        lines += [f"  {name:9} {PROOFS[name].what}", f"            {PROOFS[name].test} [{case}]"]
+        test = case if "::" in case else f"{PROOFS[name].test} [{case}]"
+        lines += [f"  {name:9} {PROOFS[name].what}", f"            {test}"]
     return "\n".join(lines)
 
 

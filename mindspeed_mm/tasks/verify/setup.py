@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.fsdp.params.argument import Arguments
-from mindspeed_mm.fsdp.params.data_args import DataArguments
+from mindspeed_mm.fsdp.params.data_args import DataArguments, DataloaderParam
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.params.parallel_args import FsdpPlan, ParallelArguments
 from mindspeed_mm.fsdp.params.sizes.parallel import ParallelSizes, resolve_parallel_sizes
@@ -27,6 +27,8 @@ LEAST_ROWS = 4
 LEAST_ADAM_EPS = 1e-8
 """Below it AdamW turns rounding noise of gradients that are zero into whole steps."""
 _AXES = ("pipeline_parallel_size", "tensor_parallel_size", "ring_attention_size", "ulysses_parallel_size")
+_BY_LENGTH = ("TokenBudgetSampler", "LengthGroupedSampler", "BucketBatchSampler", "VariableVideoBatchSampler")
+"""Samplers that choose the samples of a step by their lengths."""
 _NO_CPU_KERNEL = ("flash_attention_2", "flash_attention_3", "flex", "flex_attention", "native-sparse")
 
 
@@ -238,9 +240,22 @@ def _comparable_data(data: DataArguments, cache: Path) -> DataArguments:
     update: dict[str, Any] = {"val_dataset": None, "cache_dir": str(cache)}
     update |= {"val_features_dir": None} if "val_features_dir" in basic else {}
     dataset = data.dataset_param.model_copy(update={"basic_parameters": basic.model_copy(update=update)})
-    loading = {"num_workers": 0, "prefetch_factor": None, "max_tokens_per_batch": None}
+    loading: dict[str, Any] = {"num_workers": 0, "prefetch_factor": None, "max_tokens_per_batch": None}
+    if not basic.packs:
+        loading |= _drawn_one_by_one(data.dataloader_param)
     loader = data.dataloader_param.model_copy(update=loading)
     return data.model_copy(update={"dataset_param": dataset, "val_dataset_param": None, "dataloader_param": loader})
+
+
+def _drawn_one_by_one(loader: DataloaderParam) -> dict[str, Any]:
+    """Samples in the order in which they are drawn: chosen by their lengths, those of a step would be others in
+    micro-batches of another size."""
+    update: dict[str, Any] = {"max_patches_per_batch": None}
+    if loader.sampler_type in _BY_LENGTH:
+        update["sampler_type"] = "BaseRandomBatchSampler"
+    if loader.dataloader_mode == "variable":
+        update["dataloader_mode"] = "sampler"
+    return update
 
 
 def _kernels(arguments: Arguments) -> dict[str, Any]:
@@ -253,7 +268,8 @@ _TOLD = (
     "parallel.expert_fully_shard_parallel_size", "parallel.pp_plan.micro_batches", "parallel.fsdp_plan.param_dtype",
     "parallel.fsdp_plan.reshard_after_forward", "model.attn_implementation", "training.lr_decay_style",
     "training.lr_warmup_ratio", "training.adam_eps", "training.lora.dropout", "training.lora.pretrained_lora_path",
-    "training.load", "data.dataloader_param.max_tokens_per_batch",
+    "training.load", "data.dataloader_param.max_tokens_per_batch", "data.dataloader_param.max_patches_per_batch",
+    "data.dataloader_param.sampler_type", "data.dataloader_param.dataloader_mode",
 )  # fmt: skip
 """Keys whose change bears on what is compared."""
 

@@ -13,8 +13,12 @@ import torch
 import yaml
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
+from mindspeed_mm.tasks.answer.asking import QuestionEncoder
+from mindspeed_mm.tasks.answer.questions import question_of
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_funasr import build_processor, make_tiny_funasr
 from tests.helpers.tiny_run import tiny_config
@@ -91,6 +95,25 @@ def test_tokens_and_features_are_those_of_the_processor(folder: Path) -> None:
         assert torch.equal(sample["media"][0].tensors["input_features"], expected["input_features"])
         labels = sample["labels"]
         assert processor.tokenizer.decode(labels[labels != -100]).strip() == f"{said}<|im_end|>"
+
+
+def test_training_shows_what_is_asked(folder: Path, tmp_path: Path) -> None:
+    row = {
+        "messages": [{"role": "user", "content": "<audio>Transcribe"}, {"role": "assistant", "content": "two"}],
+        "audios": ["low.wav"],
+    }
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    basic = {"dataset": str(rows), "dataset_dir": str(folder)}
+    param = {"dataset_type": "funasr", "basic_parameters": basic}
+    param["preprocess_parameters"] = {"model_name_or_path": str(folder / "model")}
+    sample = build_mm_dataset(DatasetParam.model_validate(param))[0][0]
+    encoder = QuestionEncoder(folder / "model")
+    question, _ = question_of(row, RowFormat(), RowLocation("rows", 1), needs_answer=True)
+    asked = encoder.collate([encoder.encode(question, encoder.media(folder))])
+    first = int(np.flatnonzero(sample["labels"] != -100)[0])
+    assert sample["input_ids"][:first].tolist() == asked["input_ids"][0].tolist()
+    assert torch.equal(sample["media"][0].tensors["input_features"], asked["input_features"])
 
 
 def test_two_steps_export_and_the_answers_of_transformers(folder: Path, tmp_path: Path) -> None:

@@ -16,3 +16,13 @@ def cosyvoice3_lm() -> type[CosyVoice3LM]:
     from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3LM  # transformers: seconds to import
 
     return CosyVoice3LM
+
+
+def tell_transformers() -> None:
+    """Let transformers' Auto classes find the model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mindspeed_mm.fsdp.models.cosyvoice3.language_model import CosyVoice3Config, CosyVoice3LM
+
+    AutoConfig.register(CosyVoice3Config.model_type, CosyVoice3Config, exist_ok=True)
+    AutoModelForCausalLM.register(CosyVoice3Config, CosyVoice3LM, exist_ok=True)

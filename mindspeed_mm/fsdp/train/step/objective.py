@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from mindspeed_mm.fsdp.loss.code_predictor import WithCodePredictor, code_loss_factor
 from mindspeed_mm.fsdp.loss.head_loss import HeadLoss
 from mindspeed_mm.fsdp.loss.multi_token import WithMultiToken
 from mindspeed_mm.fsdp.loss.objectives import Objective, TokenCrossEntropy, build_objective
@@ -36,6 +37,8 @@ def build_language_objective(
         assert isinstance(objective, TokenCrossEntropy) and head is not None and watch is not None
         depths, factor = model_args.mtp_num_layers, model_args.mtp_loss_scaling_factor
         objective = WithMultiToken(objective, head, watch.watching, depths, factor)
+    if isinstance(objective, TokenCrossEntropy) and (factor := code_loss_factor(model)):
+        objective = WithCodePredictor(objective, factor)
     if loss_cfg.router_aux_loss_coef:
         coefficient, offload = loss_cfg.router_aux_loss_coef, loss_cfg.router_aux_loss_offload
         return WithRouterAux(objective, model, coefficient, token_groups(), offload=offload)

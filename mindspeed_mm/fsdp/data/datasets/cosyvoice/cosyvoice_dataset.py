@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,12 @@ from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, build_collator
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
-from mindspeed_mm.fsdp.data.data_utils.rows.row_table import open_rows
-from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, RowLocation, SampleSize, TooLongError
-from mindspeed_mm.fsdp.data.dataset import MMDataset
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize
+from mindspeed_mm.fsdp.data.data_utils.spoken_rows import FOLDER_KEY, SpokenRows
 from mindspeed_mm.fsdp.data.datasets.cosyvoice.sequences import SpeechRows
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
-from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.fsdp.utils.register import data_register
 
-_FOLDER_KEY = "data.dataset_param.preprocess_parameters.model_name_or_path"
 _SHARE_KEY = "data.dataset_param.basic_parameters.mixed_share"
 MIXED_SHARE = 0.5
 """Of the samples, where nobody says otherwise: that of CosyVoice's own training."""
@@ -30,7 +26,7 @@ _RATIO_KEY = "data.dataset_param.preprocess_parameters.mix_ratio"
 
 
 @data_register.register("cosyvoice")
-class CosyVoiceDataset(MMDataset):
+class CosyVoiceDataset(SpokenRows):
     """Rows of JSONL, parquet or CSV: `{"text": "hello", "speech_token": [17, 4093, …], "instruct": "Speak softly."}`.
 
     The columns are those of CosyVoice's own recipes, whose parquet files are read as they are; others are not looked
@@ -47,32 +43,15 @@ class CosyVoiceDataset(MMDataset):
         ModelFolderError: The folder is not one of CosyVoice3.
     """
 
-    is_deterministic = True
+    tokens_per_s = 25
 
     def __init__(
         self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
     ) -> None:
-        folder = preprocess_param.model_name_or_path
-        if not folder:
-            raise ConfigError("there is no folder with a tokenizer", key=_FOLDER_KEY, way_out="Name the model's.")
-        if basic_param.streaming:
-            raise ConfigError("these rows are not streamed", key="streaming", way_out="Set it to false.")
-        self.basic_parameters = basic_param
-        self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
-        self.truncation = basic_param.truncation
-        self._rows: Any = open_rows(basic_param, dataset_param.attr)
-        self.parts = self._rows.parts
-        self.processor = load_processor(folder)
-        self._speech = _speech_rows(Path(folder), preprocess_param.get("mix_ratio"))
+        super().__init__(basic_param, preprocess_param, dataset_param)
+        self._speech = _speech_rows(self.folder, preprocess_param.get("mix_ratio"))
         self._share = _share(basic_param.get("mixed_share"))
         self._seed = 0
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> EncodedSample:
-        """Sample `index` as it is in the first epoch. Raises `DataError` for a row that does not fit."""
-        return self.item(index, 0)
 
     def item(self, index: int, epoch: int) -> EncodedSample:
         """Sample `index`; whether text and speech take turns in it is drawn for each epoch.
@@ -82,61 +61,32 @@ class CosyVoiceDataset(MMDataset):
             TooLongError: It has more tokens than `cutoff_len`.
         """
         row, place = self._rows.row(index), str(self.place(index))
-        text, speech = self._ids(row, "text", place), self._codes(row, place)
-        prompt = self._ids(row, "instruct", place) if row.get("instruct") else []
+        text, speech = self.ids_of(self.text_of(row, "text", place)), self._codes(row, place)
+        prompt = self.ids_of(self.text_of(row, "instruct", place)) if row.get("instruct") else []
         drawn = random.Random(derive_seed("mixed", self._seed, epoch, index)).random()
         mixes = drawn < self._share and self._speech.can_mix(text, speech)
         tokens = (self._speech.mixed if mixes else self._speech.whole)(prompt, text, speech)
         ids, labels = tokens.arrays()
-        self._check_length(len(ids), place)
+        self.check_length(len(ids), place)
         return {"sample_id": place, "input_ids": ids, "labels": labels, "media": [], "shrunk": False}
 
     def measure(self, index: int) -> SampleSize:
         """Its tokens: as many, whether text and speech take turns or not."""
         return SampleSize(len(self[index]["input_ids"]), 0)
 
-    def place(self, index: int) -> RowLocation:
-        """Where row `index` stands."""
-        return self._rows.place(index)
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Row `index` as it stands in its file."""
-        found: dict[str, Any] = self._rows.row(index)
-        return found
-
     def draw_captions(self, seed: int) -> None:
         """Draw with this seed, `training.seed`, from now on."""
         self._seed = seed
 
-    def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
-        """Rows padded to the right.
-
-        Raises:
-            ConfigError: Rows are to be packed.
-        """
-        if self.basic_parameters.packs if packs is None else packs:
-            raise ConfigError("speech is not packed", key="packing", way_out="Set packing and neat_packing to false.")
+    def padding_collator(self, collate_param: CollateParam) -> Collator:
+        """The generic one."""
         return build_collator(self.processor, TextOnlyPlugin(), collate_param)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run compares: files, and what shapes samples."""
-        files = self._rows.facts()
-        settings = {"mixed_share": self._share, "speech": repr(self._speech), "cutoff_len": self._longest}
-        digest = hashlib.sha256(repr((settings, files)).encode()).hexdigest()
-        return {"rows": len(self), "files": files, "settings": settings, "hash": digest}
+    def settings(self) -> dict[str, Any]:
+        """The share of samples in which text and speech take turns, and where rows of speech begin."""
+        return {"mixed_share": self._share, "speech": repr(self._speech)}
 
     # --- one row ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _longest(self) -> int:
-        return self.basic_parameters.cutoff_len
-
-    def _ids(self, row: dict[str, Any], column: str, place: str) -> list[int]:
-        text = row.get(column)
-        if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{text!r:.80} is no text", where=place, key=column, way_out="Repair or drop the row.")
-        ids: list[int] = self.processor(text, add_special_tokens=False)["input_ids"]
-        return ids
 
     def _codes(self, row: dict[str, Any], place: str) -> list[int]:
         codes = np.asarray(row.get("speech_token") if row.get("speech_token") is not None else [])
@@ -157,17 +107,6 @@ class CosyVoiceDataset(MMDataset):
             )
         return [int(code) for code in codes]
 
-    def _check_length(self, length: int, place: str) -> None:
-        if length > self._longest:
-            error = TooLongError(
-                f"the sample has {length} tokens, more than cutoff_len {self._longest}",
-                where=place,
-                key="data.dataset_param.basic_parameters.cutoff_len",
-                way_out="Raise it: a second of speech has 25 tokens.",
-            )
-            error.tokens = length
-            raise error
-
 
 def _speech_rows(folder: Path, mix_ratio: Any) -> SpeechRows:
     path = folder / "config.json"
@@ -177,7 +116,7 @@ def _speech_rows(folder: Path, mix_ratio: Any) -> SpeechRows:
         raise ModelFolderError(
             "has no llm_config.vocab_size and speech_token_size: it is not a folder of CosyVoice3's language model",
             where=str(path),
-            key=_FOLDER_KEY,
+            key=FOLDER_KEY,
         )
     ratio = mix_ratio or config.get("mix_ratio") or [5, 15]
     if not isinstance(ratio, list) or len(ratio) != 2 or not all(isinstance(n, int) and n > 0 for n in ratio):
