@@ -58,6 +58,8 @@ BATCH_KEYS: dict[str, str] = {
     "captions": "list of B strings, of media that are encoded while training",
     "prompt_embeds": "(B, L, D) text features",
     "prompt_mask": "(B, L) int64, 1 on real text features; absent where a model takes no mask",
+    "glyph_embeds": "(B, G, E) features of the words that a caption has in quotes (HunyuanVideo-1.5)",
+    "glyph_mask": "(B, G) int64, 1 on real features of such words",
     "pooled_prompt_embeds": "(B, D) pooled text features",
     "condition_latents": "(B, C, T, H, W) normalised latents of the frames that a video goes on from",
     "image_embeds": "(B, N, D) features of the image that a video goes on from",

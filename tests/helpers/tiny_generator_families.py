@@ -340,6 +340,44 @@ def _hunyuan_video(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def _hunyuan_video_1_5(folder: Path) -> None:
+    from diffusers import (
+        AutoencoderKLHunyuanVideo15,
+        ClassifierFreeGuidance,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideo15Pipeline,
+        HunyuanVideo15Transformer3DModel,
+    )
+    from transformers import ByT5Tokenizer, Qwen2_5_VLTextModel, T5EncoderModel
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+
+    encode = HunyuanVideo15Pipeline._get_mllm_prompt_embeds
+    before = inspect.signature(encode).parameters["system_message"].default
+    tokenizer = character_tokenizer(before, 108, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    text = Qwen2_5_VLTextConfig(**{**_QWEN_VL_TEXT, "vocab_size": len(tokenizer)})
+    bytes_, glyphs = ByT5Tokenizer(), t5_config(t5_tokenizer())
+    glyphs.vocab_size = len(bytes_)
+    vae = {
+        "latent_channels": 4, "block_out_channels": (8, 8, 8), "layers_per_block": 1, "spatial_compression_ratio": 4,
+        "temporal_compression_ratio": 2,
+    }  # fmt: skip
+    transformer = {
+        "in_channels": 9, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2,
+        "num_refiner_layers": 1, "text_embed_dim": WIDTH, "text_embed_2_dim": TEXT_WIDTH, "image_embed_dim": 12,
+        "rope_axes_dim": (2, 2, 4), "target_size": 16, "task_type": "t2v",
+    }  # fmt: skip
+    HunyuanVideo15Pipeline(
+        text_encoder=seeded(lambda: Qwen2_5_VLTextModel(text), 0),
+        tokenizer=tokenizer,
+        transformer=seeded(lambda: HunyuanVideo15Transformer3DModel(**transformer), 1),
+        vae=seeded(lambda: AutoencoderKLHunyuanVideo15(**vae), 2),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=seeded(lambda: T5EncoderModel(glyphs), 3),
+        tokenizer_2=bytes_,
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    ).save_pretrained(folder)
+
+
 def _ltx_video(folder: Path) -> None:
     from diffusers import (
         AutoencoderKLLTXVideo,
@@ -405,6 +443,7 @@ FAMILIES: dict[str, TinyFamily] = {
     "cogvideox": TinyFamily(_cogvideox, side=32, frames=5),
     "cogvideox_1_5": TinyFamily(lambda folder: _cogvideox(folder, patch_size_t=2, patch_bias=False), 32, frames=9),
     "hunyuan_video": TinyFamily(_hunyuan_video, frames=5, guidance=3.5),
+    "hunyuan_video_1_5": TinyFamily(_hunyuan_video_1_5, frames=5),
     "ltx_video": TinyFamily(_ltx_video, side=32, frames=5),
     "sana_video": TinyFamily(_sana_video, side=32, frames=5, settings={"use_resolution_binning": False}),
 }

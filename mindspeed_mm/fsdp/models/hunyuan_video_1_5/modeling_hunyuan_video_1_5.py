@@ -1,0 +1,115 @@
+"""HunyuanVideo-1.5 (text to video) as diffusers has it: captions by Qwen2.5-VL, words in quotes by ByT5, and room for a
+picture that text to video leaves empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
+from mindspeed_mm.fsdp.utils.register import model_register
+
+_PICTURE_TOKENS = 729
+"""The pipelines' number of features of a picture; in no configuration."""
+_GLYPHS, _GLYPHS_MASK = "glyph_embeds", "glyph_mask"
+
+
+@model_register.register("hunyuan_video_1_5")
+class HunyuanVideo15Adapter(DiffusionAdapter):
+    """HunyuanVideo-1.5."""
+
+    transformer_class = "HunyuanVideo15Transformer3DModel"
+    pipelines = {"t2v": "HunyuanVideo15Pipeline"}
+    blocks = ("context_embedder.token_refiner.refiner_blocks.{*}", "transformer_blocks.{*}")
+    lora_targets = (
+        *(f"transformer_blocks.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
+        *(f"transformer_blocks.{{*}}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    )
+    tokenizer = "tokenizer"
+    encoders = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    most_text_tokens = 1000
+
+    @property
+    def text_tokens(self) -> int:
+        """Of the caption: the template's come on top, and the tokenizer's length is for both."""
+        return self.most_text_tokens
+
+    @cached_property
+    def geometry(self) -> MediaGeometry:
+        """The VAE's ratios and channels, the transformer's patches."""
+        vae, transformer = self.component_config("vae"), self.transformer_config
+        patch = int(transformer.get("patch_size", 1))
+        return MediaGeometry(
+            spatial_ratio=int(vae.get("spatial_compression_ratio", 16)),
+            temporal_ratio=int(vae.get("temporal_compression_ratio", 4)),
+            patch=(int(transformer.get("patch_size_t", 1)), patch, patch),
+            latent_channels=int(transformer.get("out_channels", 32)),
+            is_video=True,
+        )
+
+    def requirements(self) -> list[Requirement]:
+        """Noise, condition and mask of the VAE's channels; widths of the text encoders."""
+        channels = self.component_config("vae").get("latent_channels")
+        return [
+            Requirement("in_channels", channels and 2 * channels + 1, "vae: latent_channels × 2 + 1"),
+            Requirement("out_channels", channels, "vae: latent_channels"),
+            Requirement("text_embed_dim", self.component_config("text_encoder").get("hidden_size"), "text_encoder"),
+            Requirement("text_embed_2_dim", self.component_config("text_encoder_2").get("d_model"), "text_encoder_2"),
+        ]
+
+    @torch.no_grad()
+    def encode_text(self, pipeline: Any, captions: Sequence[str]) -> list[TextFeatures]:
+        """`prompt_embeds` (L, D) by Qwen2.5-VL, without the template before the caption; `glyph_embeds` (G, E) by ByT5
+        of the words in quotes, G 0 where there are none."""
+        embeds, mask, glyphs, glyph_mask = pipeline.encode_prompt(list(captions), batch_size=len(captions))
+        rows = zip(own_rows(embeds, mask), own_rows(glyphs, glyph_mask), strict=True)
+        return [{"prompt_embeds": text, _GLYPHS: glyph} for text, glyph in rows]
+
+    def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
+        """Both with a mask."""
+        return pad_rows(features) | pad_rows(features, _GLYPHS, _GLYPHS_MASK)
+
+    @torch.no_grad()
+    def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """z · scaling_factor. This VAE takes clips one by one: its causal mask fits no larger batch."""
+        pipeline.vae.enable_slicing()
+        return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels))
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Time is 1000 σ. Condition, its mask and the picture are zeros."""
+        width = self.transformer_config.get("image_embed_dim", 1152)
+        nothing = noisy.new_zeros(len(noisy), noisy.shape[1] + 1, *noisy.shape[2:])
+        return {
+            "hidden_states": torch.cat([noisy, nothing], dim=1),
+            "timestep": 1000 * sigma,
+            "encoder_hidden_states": batch["prompt_embeds"],
+            "encoder_attention_mask": batch["prompt_mask"],
+            "encoder_hidden_states_2": batch[_GLYPHS],
+            "encoder_attention_mask_2": batch[_GLYPHS_MASK],
+            "image_embeds": noisy.new_zeros(len(noisy), _PICTURE_TOKENS, width),
+        }
+
+    def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
+        """As it is."""
+        return output[0]
+
+    def prepare_pipeline(self, pipeline: Any, sampling: SamplingArguments) -> None:
+        """Guidance is a part of this pipeline, and its VAE takes clips one by one."""
+        pipeline.vae.enable_slicing()
+        pipeline.guider = pipeline.guider.new(guidance_scale=sampling.guidance_scale)
+
+    def pipeline_arguments(
+        self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
+    ) -> dict[str, Any]:
+        """Lengths of text are the pipeline's own."""
+        arguments = self.guided(sampling, prompts, latents)
+        del arguments["guidance_scale"], arguments["max_sequence_length"]
+        return arguments
