@@ -169,11 +169,7 @@ def run(monkeypatch: pytest.MonkeyPatch, module: Any, words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow)
-        for name in FAMILIES
-        if name != "deepseekocr"
-    ],
+    [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 def test_an_example_trains(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     family, folder = FAMILIES[name], folder_of(name)
@@ -193,7 +189,10 @@ def test_an_example_trains(here: Path, monkeypatch: pytest.MonkeyPatch, name: st
         launch = read_launch(["examples/wan2.1/extract_wan2.1_1.3B_flags.sh"], {"NPROC": "1"})
         run(monkeypatch, get_wan_feature, launch.flags)
     launch = read_launch([f"examples/{name}/{SCRIPTS[name].name}", *more], ONE)
-    run(monkeypatch, import_module(f"mindspeed_mm.{launch.entry.removesuffix('.py')}"), launch.flags)
+    words = list(launch.flags)
+    if name == "deepseekocr":
+        words.remove("--bf16")  # torch computes weight gradients of its small convolutions wrong on CPUs
+    run(monkeypatch, import_module(f"mindspeed_mm.{launch.entry.removesuffix('.py')}"), words)
     (save,) = Path("runs").iterdir()
     assert list(losses(save)) == [1, 2]
 

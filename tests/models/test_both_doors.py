@@ -22,13 +22,19 @@ from mindspeed_mm.fsdp.train.provider.trainer import ProviderTrainer
 from mindspeed_mm.fsdp.train.trainer import Trainer, TrainOptions
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.helpers.distributed import run_ranks
-from tests.helpers.tiny_models import make_tiny_qwen3_vl_moe
+from tests.helpers.tiny_models import make_tiny_qwen3_vl, make_tiny_qwen3_vl_moe
 from tests.helpers.tiny_run import make_tiny_run
 
 PLANS: dict[str, tuple[str, ...]] = {
     "sharded": (),
     "tensors": ("parallel.tensor_parallel_size=2",),
     "stages": ("parallel.pipeline_parallel_size=2", "training.gradient_accumulation_steps=2"),
+    "virtual stages": (
+        "parallel.pipeline_parallel_size=2",
+        "parallel.pp_plan.schedule=interleaved1f1b",
+        "parallel.pp_plan.virtual_stages=2",
+        "training.gradient_accumulation_steps=2",
+    ),
 }
 
 
@@ -128,6 +134,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_two_ranks(tmp_path: Path, plan: str) -> None:
+    make_tiny_qwen3_vl(tmp_path / "model", num_hidden_layers=4)
     for measured in run_ranks(2, both, str(make_tiny_run(tmp_path)), PLANS[plan], timeout_s=200):
         assert_bitwise(*measured)
 
@@ -140,6 +147,7 @@ def own_steps(config: str, overrides: tuple[str, ...]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_own_forward_step_on_two_ranks(tmp_path: Path, plan: str) -> None:
+    make_tiny_qwen3_vl(tmp_path / "model", num_hidden_layers=4)
     config = str(make_tiny_run(tmp_path))
     one = f"training.gradient_accumulation_steps={2 if plan != 'tensors' else 1}"
     expected = own_steps(config, (one,))
