@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_mm.checkpoint.conversion.files import SafetensorsFile
+from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantization
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
@@ -46,7 +47,8 @@ class DtypeRule:
             return cls({}, dtype)
         has_weights = any(source.glob("*.safetensors"))
         of_key = {key: entry.dtype for key, entry in find_entries(source).items()} if has_weights else {}
-        return cls(of_key, config_dtype(source))
+        whole = {key: found for key, found in of_key.items() if found.itemsize > 1}  # codes are written as numbers
+        return cls(whole, config_dtype(source))
 
     def __call__(self, key: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype to write tensor `key` in, which is held in `dtype`."""
@@ -185,7 +187,8 @@ def model_config(folder: Path, way_out: str = "Name the model's own folder.") ->
 
 
 def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
-    """Copy configuration, generation configuration, tokenizer, processor, chat template and licence.
+    """Copy configuration, generation configuration, tokenizer, processor, chat template and licence. The configuration
+    says of no weights that they are quantised: those that are written are not.
 
     Args:
         source: A Hugging Face folder.
@@ -201,11 +204,18 @@ def copy_assets(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
     assets = asset_files(source)
     for path in assets:
         copy_plain(path, folder / path.name)
+    config = _read_json(folder / "config.json")
+    if any(sections_of(config)):
+        _write_config(folder, without_quantization(config))
     if dtype is not None:
         config = _with_dtype(_read_json(folder / "config.json"), str(dtype).removeprefix("torch."))
         config.setdefault("dtype", str(dtype).removeprefix("torch."))
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        _write_config(folder, config)
     return [path.name for path in assets]
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def asset_files(source: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from mindspeed_mm.checkpoint.dequantized import refuse_quantized
 from mindspeed_mm.checkpoint.hf_folder import model_config
 from mindspeed_mm.checkpoint.keymap import check_used_once, natural_order
 from mindspeed_mm.checkpoint.lazy_tensor import Agreeing, LazyTensor, Zeros
@@ -46,6 +47,7 @@ class TransformersOutline:
     def of(cls, folder: Path) -> TransformersOutline | None:
         """Of a folder; None where transformers has no class of the name that its config.json gives."""
         config = model_config(folder)
+        refuse_quantized(config, str(folder / "config.json"))
         prepare_for_transformers()
         import transformers  # heavy
 

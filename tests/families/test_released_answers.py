@@ -1,7 +1,10 @@
-"""Every family answers by `mm infer`, from a folder in its released keys, what transformers' own `generate` answers."""
+"""Every family answers by `mm infer`, from a folder in its released keys, what transformers' own `generate` answers;
+`mm evaluate` counts these answers as a hand does."""
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from mindspeed_mm.tasks.answer.generation import load_generator
 from mindspeed_mm.tasks.answer.questions import read_questions
 from tests.helpers.released_layouts import class_of
 from tests.helpers.released_rows import ANSWERING, ROWS, write_rows
+from tests.helpers.runs import mm
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -31,9 +35,12 @@ def plain(folder: Path, inputs: dict[str, Any]) -> list[int]:
     return made[0, start:].tolist()
 
 
-@pytest.mark.parametrize(
+every_family = pytest.mark.parametrize(
     "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in ANSWERING]
 )
+
+
+@every_family
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     folder, rows = row.write(tmp_path / "model"), write_rows(tmp_path / "rows", row.kinds)
@@ -47,3 +54,42 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         inputs = generator.encoder.collate([generator.encoder.encode(question.sample, media)])
         expected, given = plain(folder, inputs), list(answer.token_ids)
         assert given and given == expected[: len(given)], (question.id, given, expected)
+
+
+def edits(given: str, expected: str) -> int:
+    """Characters to insert, to take out or to exchange (Levenshtein 1966), row by row of the table."""
+    last = list(range(len(expected) + 1))
+    for number, character in enumerate(given, start=1):
+        row = [number]
+        for place, other in enumerate(expected, start=1):
+            row.append(min(last[place] + 1, row[-1] + 1, last[place - 1] + (character != other)))
+        last = row
+    return last[-1]
+
+
+@every_family
+def test_evaluate_counts_as_a_hand_does(name: str, tmp_path: Path) -> None:
+    """Every other expected answer is what transformers says; of the others the wrong characters count."""
+    row = ROWS[name]
+    folder, rows = row.write(tmp_path / "model"), write_rows(tmp_path / "rows", row.kinds)
+    generator = load_generator(folder)
+    media = generator.encoder.media(rows.parent)
+    said, written = [], []
+    for number, question in enumerate(read_questions(rows, needs_answers=True)):
+        inputs = generator.encoder.collate([generator.encoder.encode(question.sample, media)])
+        text = generator.tokenizer.decode(plain(folder, inputs), skip_special_tokens=True)
+        said.append(" ".join(unicodedata.normalize("NFC", text).split()))
+        line = json.loads(rows.read_text(encoding="utf-8").splitlines()[number])
+        if number % 2 and said[-1]:
+            line["messages"][1]["content"] = said[-1]
+        written.append(line)
+    rows.write_text("".join(json.dumps(line) + "\n" for line in written), encoding="utf-8")
+
+    told = mm("evaluate", folder, "--data", rows, "--out", tmp_path / "scores", "--json", "--metric", "cer",
+              "--max-new-tokens", TOKENS)  # fmt: skip
+    assert told.code == 0, told.err
+    counted = json.loads(told.out)["overall"]
+    expected = [line["messages"][1]["content"] for line in written]
+    assert counted["n"] == len(said) == 4
+    assert counted["units"] == sum(map(len, expected))
+    assert counted["errors"] == sum(map(edits, said, expected)) > 0

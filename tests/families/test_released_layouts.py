@@ -16,21 +16,12 @@ from mindspeed_mm.core.batch import ENGINE_KEYS
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.models.loading.part import OTHERS
-from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
-from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.packed_families import InDouble
 from tests.helpers.released_layouts import class_of
 from tests.helpers.released_rows import ROWS, dataset_of, rows_of
-
-
-def loaded(folder: Path) -> Any:
-    """By this package, in fp64."""
-    args = ModelArguments(model_name_or_path=str(folder))
-    model = ModelHub.build(args, param_dtype=torch.float64)
-    ModelHub.load_weights(model, args, seed=0, device=torch.device("cpu"))
-    return model.eval()
+from tests.helpers.written_families import loaded
 
 
 def reference(folder: Path) -> Any:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 from ruamel.yaml import YAML
 
@@ -27,7 +28,11 @@ from tests.helpers.released_layouts import (
     write_weights,
 )
 from tests.helpers.tiled_families import idefics3_processor, llava_onevision_processor
-from tests.helpers.tiny_more_processors import MORE
+from tests.helpers.tiny_deepseek_ocr import make_tiny_deepseek_ocr
+from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
+from tests.helpers.tiny_internvl_chat import make_tiny_internvl_chat
+from tests.helpers.tiny_kimi_vl import make_tiny_kimi_vl
+from tests.helpers.tiny_more_processors import CODES, MORE, chameleon_processor, code_tokens
 from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
 from tests.helpers.tiny_sounds import sound_bytes, tone
 from tests.helpers.tiny_speech import (
@@ -63,6 +68,7 @@ class Row:
         tied: Keys of weights that another key has, too: they are stored once.
         rows: Writes rows of another kind than conversations into a folder, and returns the file.
         dataset: Of `data.dataset_param`, where the rows are of another kind.
+        processing: What its processor has to be told beside the conversation to write it as the folder says.
     """
 
     size: str
@@ -77,6 +83,7 @@ class Row:
     tied: tuple[str, ...] = ()
     rows: Callable[[Path], Path] | None = None
     dataset: Config = field(default_factory=dict)
+    processing: Config = field(default_factory=dict)
 
     @cached_property
     def release(self) -> Release:
@@ -110,6 +117,32 @@ class Row:
         return folder
 
 
+@dataclass(frozen=True)
+class WrittenRow:
+    """A family that is built here, whose small folder is written out by hand.
+
+    Args:
+        make: Writes the folder.
+        lacking: A class of transformers that it is built on; where an older release lacks it, the test is skipped.
+    """
+
+    make: Callable[[Path], object]
+    lacking: str
+    kinds: tuple[str, ...] = ("image",)
+    adapted: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    rows: None = None
+    dataset: Config = field(default_factory=dict)
+    processing: Config = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """The small folder as it is released."""
+        if not hasattr(transformers, self.lacking):
+            pytest.skip(f"transformers {transformers.__version__} has no {self.lacking}")
+        self.make(folder)
+        return folder
+
+
 def _numbered(config: Config, tokens: Mapping[str, str], tokenizer: Any) -> Config:
     made = {}
     for key, value in config.items():
@@ -130,12 +163,12 @@ def _numbered(config: Config, tokens: Mapping[str, str], tokenizer: Any) -> Conf
     return made
 
 
-def rows_of(row: Row, folder: Path) -> Path:
+def rows_of(row: Row | WrittenRow, folder: Path) -> Path:
     """Rows that a family is trained on, in a folder; returns the file."""
     return row.rows(folder) if row.rows is not None else write_rows(folder, row.kinds)
 
 
-def dataset_of(row: Row, rows: Path, model: Path) -> Config:
+def dataset_of(row: Row | WrittenRow, rows: Path, model: Path) -> Config:
     """`data.dataset_param` for a family's rows and its folder."""
     basic = {"dataset": str(rows), "dataset_dir": str(rows.parent), "cutoff_len": 4096}
     found = {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": str(model)}}
@@ -180,7 +213,7 @@ def _sound(folder: Path, number: int) -> str:
 _MEDIA = {"image": _picture, "audio": _sound}
 
 
-def write_run(row: Row, folder: Path, **sections: Config) -> Path:
+def write_run(row: Row | WrittenRow, folder: Path, **sections: Config) -> Path:
     """Model, rows and `run.yaml` in a folder; returns the YAML. `sections` are merged into it."""
     row.write(folder / "model")
     rows = rows_of(row, folder / "rows")
@@ -297,10 +330,35 @@ def _asr(config: Config) -> Config:
     }
 
 
+def _ocr2(config: Config) -> Config:
+    """In the keys of transformers' class; sizes that the record lacks are the class's own."""
+    sam, encoder = config["vision_config"]["sam"], config["vision_config"]["encoder"]
+    text = {key: value for key, value in config["language_config"].items() if key != "first_k_dense_replace"}
+    dense, depth = config["language_config"]["first_k_dense_replace"], text["num_hidden_layers"]
+    return {
+        "architectures": ["DeepseekOcr2ForConditionalGeneration"],
+        "model_type": "deepseek_ocr2",
+        "text_config": text | {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (depth - dense)},
+        "vision_config": {
+            "sam_config": {
+                "hidden_size": sam["width"], "num_hidden_layers": sam["layers"], "num_attention_heads": sam["heads"],
+                "downsample_channels": sam["downsample_channels"], "image_size": 1024, "patch_size": 16,
+            },
+            "encoder_config": {
+                "hidden_size": encoder["dim"], "num_hidden_layers": encoder["layers"],
+                "num_attention_heads": encoder["heads"], "num_key_value_heads": encoder["kv_heads"],
+                "intermediate_size": encoder["intermediate_size"],
+            },
+        },
+        "image_token_id": 0,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
 _SEES = ("image",)
 _CLIP_TILES = [[16, 16], [16, 32], [32, 16], [32, 32]]
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, Row | WrittenRow] = {
     "qwen2vl": Row("qwen2-vl-2b", _of("qwen2_vl"), _SEES, QWEN_IDS, {"vision_config": {"hidden_size": 32}}),
     "qwen2_5vl": Row("qwen2.5-vl-7b", _of("qwen2_5_vl"), _SEES, QWEN_IDS),
     "qwen3vl": Row("qwen3-vl-2b", _of("qwen3_vl"), _SEES, QWEN_IDS),
@@ -385,6 +443,29 @@ ROWS: dict[str, Row] = {
     ),
     "idefics3": Row("idefics3-8b", idefics3_processor, _SEES, {"image_token_id": "<image>"}),
     "smolvlm": Row("smolvlm2-256m", idefics3_processor, _SEES, {"image_token_id": "<image>"}, {"scale_factor": 2}),
+    "deepseek_vl": Row("deepseek-vl-1.3b", _of("deepseek_vl"), _SEES, {"image_token_id": "<image_placeholder>"}),
+    "deepseek_ocr2": Row(
+        "deepseek-ocr2", _of("deepseek_ocr2"), _SEES, {"image_token_id": "<image>"},
+        {"text_config": {"num_key_value_heads": 4},
+         "vision_config": {"sam_config": {"image_size": 48, "patch_size": 4, "window_size": 4, "output_channels": 16,
+                                          "downsample_channels": [24, 32]}}},
+        {"vision_config": {"sam_config": {"global_attn_indexes": [1]}}}, base=_ocr2,
+    ),
+    "chameleon": Row(
+        "lumina-mgpt-7b-768", chameleon_processor, _SEES,
+        {name: name for name in ("<image>", *code_tokens())},
+        {"num_key_value_heads": 4,
+         "vq_config": {"embed_dim": 8, "num_embeddings": CODES, "latent_channels": 32, "base_channels": 32,
+                       "resolution": 64}},
+        {"vocabulary_map": dict.fromkeys(("<image>", *code_tokens()), 0),
+         "vq_config": {"base_channels": 128, "embed_dim": 256, "num_embeddings": 8192, "latent_channels": 256,
+                       "resolution": 512, "channel_multiplier": [1, 1, 2, 2, 4], "num_res_blocks": 2}},
+        processing={"return_for_text_completion": True},
+    ),
+    "deepseek_vl2": WrittenRow(make_tiny_deepseek_vl2, "DeepseekOcr2TextModel"),
+    "deepseek_ocr": WrittenRow(make_tiny_deepseek_ocr, "UnlimitedOcrModel"),
+    "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
+    "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
     "qwen3tts": Row(
         "qwen3-tts-1.7b", speech_tokenizer,

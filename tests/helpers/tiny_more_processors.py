@@ -89,10 +89,49 @@ def _minimax_m3_vl() -> Any:
     )
 
 
+def _deepseek_ocr2() -> Any:
+    """A page, whole or as a tile, becomes the 144 tokens that the encoder has queries for, however small it is."""
+    special = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "turn_token": "<|turn|>", "image_token": "<image>"}
+    images = transformers.DeepseekOcr2ImageProcessor(size={"height": 48, "width": 48}, tile_size=48, max_patches=2)
+    template = _template("<image>")
+    return transformers.DeepseekOcr2Processor(
+        images, byte_tokenizer(special, template), chat_template=template, patch_size=1, downsample_ratio=4
+    )
+
+
+CODES = 32
+"""In the code book of `chameleon_processor`."""
+
+
+def code_tokens() -> list[str]:
+    """Chameleon's names for the codes of its code book: their digits as letters."""
+    return ["IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z" for code in range(CODES)]
+
+
+def chameleon_processor() -> Any:
+    """A picture becomes a square of 16 codes. The template ends every turn with the separator, as Lumina-mGPT does;
+    the processor by itself adds one more to every text, unless it is told that the text is to be completed."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "sep_token": "<reserved08706>"}
+    special |= {"image_token": "<image>", "boi_token": "<racm3:break>", "eoi_token": "<eoss>"}
+    template = (
+        "{%- for message in messages -%}{%- if message.content is string %}{{ message.content }}{% else -%}"
+        "{%- for part in message.content -%}{{- '<image>' if part.type == 'image' else part.text -}}{%- endfor -%}"
+        "{%- endif -%}{{- '<reserved08706>' -}}{%- endfor -%}"
+    )
+    images = transformers.ChameleonImageProcessor(
+        size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}, rescale_factor=1 / 127.5
+    )
+    tokenizer = byte_tokenizer(special | {name: name for name in code_tokens()}, template)
+    processor = transformers.ChameleonProcessor(images, tokenizer, image_seq_length=16)
+    processor.chat_template = template
+    return processor
+
+
 MORE: dict[str, Family] = {
     "deepseek_vl": Family(_square("DeepseekVL", "<image_placeholder>"), ("image",)),
     "janus": Family(_square("Janus", "<image_placeholder>"), ("image",)),
     "gemma4": Family(_gemma4, ("image", "video")),
     "step3p7": Family(_step3p7, ("image",)),
     "minimax_m3_vl": Family(_minimax_m3_vl, ("image", "video")),
+    "deepseek_ocr2": Family(_deepseek_ocr2, ("image",)),
 }

@@ -15,7 +15,6 @@ from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.tasks.models import catalogue, routes
 from tests.checkpoint.megatron.test_family_round_trips import NAMES as CONVERTED
-from tests.fsdp.data.test_rendering_families import cases
 from tests.fsdp.models.test_packed_rows import FAMILIES as PACKED
 from tests.fsdp.train import (
     test_plan_matrix_generators,
@@ -23,10 +22,10 @@ from tests.fsdp.train import (
     test_plan_matrix_text,
     test_plan_matrix_vlm,
 )
+from tests.helpers.released_rows import ANSWERING
 from tests.helpers.released_rows import ROWS as RELEASED
 from tests.helpers.runs import mm
 from tests.helpers.tiny_generator_families import FAMILIES as GENERATORS
-from tests.tasks.test_same_view import CASES
 from tests.test_readme import parse
 
 ROOT = Path(__file__).parents[2]
@@ -34,10 +33,11 @@ MATRICES = (test_plan_matrix_generators, test_plan_matrix_omni, test_plan_matrix
 TESTED = {
     "train": set(RELEASED),
     "lora": set(RELEASED),
-    "data": {case.values[0] for case in cases()},
+    "data": set(ANSWERING),
     "packed": set(PACKED),
     "plans": {family for matrix in MATRICES for family in matrix.FAMILIES},
-    "infer": {name for name, _ in CASES},
+    "infer": set(ANSWERING),
+    "evaluate": set(ANSWERING),
     "convert": set(CONVERTED),
     "generate": set(GENERATORS),
 }
@@ -68,7 +68,8 @@ def test_what_is_proven_of_a_class_stands_in_its_card() -> None:
         if card is not None and name == card.name:
             assert card.proven.get("packed") == name
     for name in RELEASED:
-        assert BY_NAME[name].proven["train"] == BY_NAME[name].proven["lora"] == name
+        proofs = ("train", "lora", "data", "infer", "evaluate") if name in ANSWERING else ("train", "lora")
+        assert all(BY_NAME[name].proven[proof] == name for proof in proofs), name
 
 
 def test_classes_are_there_and_are_built_by_their_ids() -> None:

@@ -17,6 +17,7 @@ from mindspeed_mm.checkpoint.conversion.files import PtFile
 from mindspeed_mm.checkpoint.conversion.ledger import SourceLedger
 from mindspeed_mm.checkpoint.conversion.run import Conversion, Converted, Writing, convert
 from mindspeed_mm.checkpoint.dcp_folder.writing import DcpFolder
+from mindspeed_mm.checkpoint.dequantized import refuse_quantized
 from mindspeed_mm.checkpoint.hf_folder import asset_files, model_config, safetensors_files
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, stored_keys
 from mindspeed_mm.checkpoint.megatron.adapters import MODULE_NAMES, adapter_model
@@ -81,6 +82,7 @@ def hf_to_megatron(
         MMError: As `convert`; or the division does not fit the model.
     """
     config = model_config(hf_dir)
+    refuse_quantized(config, str(hf_dir / "config.json"))
     canonical = facts.enable_canonical_hf_struct
     model = family.model(config, canonical=canonical)
     check_facts(facts, model, config, hf_dir)

@@ -48,7 +48,7 @@ class LabelledRowsHead:
 
     @contextmanager
     def select(self, rows: torch.Tensor, *request: object) -> Iterator[None]:
-        """While inside, the head sees only `rows` (n,) of the flattened tokens and returns logits (n, V).
+        """While inside, the head sees only `rows` (n,) of the flattened tokens and returns logits (1, n, V).
 
         Args:
             rows: Their indices.
@@ -64,4 +64,7 @@ class LabelledRowsHead:
         if self._rows is None:
             return None
         hidden, *rest = inputs
-        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._rows), *rest, *self._request)
+        kept = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._rows)
+        if not self._request:  # models that change their logits expect as many dims as there were
+            kept = kept[(None,) * (hidden.dim() - 2)]
+        return (kept, *rest, *self._request)

@@ -126,6 +126,7 @@ def varlen_mask(
         None; a mask; or the empty mark of a packed row, whose borders reach attention on another way.
     """
     causal = "allow_is_bidirectional_skip" not in others and not use_vmap and q_length == kv_length
+    causal = causal and not _sees_ahead(others.get("mask_function"))
     windowed = local_size in (None, getattr(config, "sliding_window", None))
     if causal and windowed:
         if attention_mask is None:
@@ -145,6 +146,16 @@ def varlen_mask(
         local_size=local_size,
         **others,
     )
+
+
+def _sees_ahead(mask_function: Any) -> bool:
+    """Whether what transformers composed is the order of tokens or something else beside it, such as pictures whose
+    tokens see each other both ways, and no documents: these would stand around the order of tokens."""
+    from transformers.masking_utils import causal_mask_function  # loaded by whoever calls this
+
+    if not getattr(mask_function, "__qualname__", "").startswith("or_masks."):
+        return False
+    return any(causal_mask_function in cell.cell_contents for cell in mask_function.__closure__)
 
 
 def is_right_padded(attention_mask: torch.Tensor) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.checkpoint.dequantized import sections_of
+from mindspeed_mm.checkpoint.hf_folder import config_dtype
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder
 from mindspeed_mm.checkpoint.safetensors_folder import find_entries
 from mindspeed_mm.checkpoint.stored_weights import open_stored
@@ -21,7 +23,7 @@ from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
 from mindspeed_mm.fsdp.models.behaviour.experts import fit_experts
-from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class
+from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded, load_model_config, native_class, read_config
 from mindspeed_mm.fsdp.models.loading.part import OTHERS, trained_config
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
@@ -207,11 +209,12 @@ def load_model(folder: Path) -> Any:
     divided = is_megatron_folder(folder)
     if not divided:
         find_entries(folder)  # says what is wrong with weight files in words
+    joins = divided or any(sections_of(read_config(folder)))
     config = trained_config(load_model_config(folder))
     model_class: Any = native_class(config, folder)
     try:
         with quiet("transformers"):
-            if divided:
+            if joins:
                 model, report = _joined_model(model_class, config, folder)
             else:
                 model, report = model_class.from_pretrained(
@@ -227,12 +230,12 @@ def load_model(folder: Path) -> Any:
 
 
 def _joined_model(model_class: Any, config: Any, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The model of a folder in Megatron's layout, and what transformers says of its loading."""
+    """The model of a folder in Megatron's layout, or of quantised weights, and transformers' report of its loading."""
     from transformers import GenerationConfig  # seconds
 
     with open_stored(folder, config.to_dict()) as stored:
         weights = {key: tensor.read() for key, tensor in stored.items()}
-    dtype = next(iter(weights.values())).dtype
+    dtype = config_dtype(folder) or next(iter(weights.values())).dtype
     model, report = model_class.from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
     )

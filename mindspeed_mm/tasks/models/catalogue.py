@@ -34,7 +34,7 @@ PROOFS = {
     ),
     "data": Proof(
         "tokens and tensors of the rows equal those of the family's own processor, or published preparation",
-        "tests/fsdp/data/test_rendering_families.py::test_ids_equal_the_processors_own",
+        "tests/families/test_released_data.py::test_rows_are_what_the_processor_makes_of_them",
     ),
     "packed": Proof(
         "packed rows give the loss and gradients of single ones, in fp64",
@@ -45,8 +45,12 @@ PROOFS = {
         "tests/fsdp/train/test_plan_matrix_{text,vlm,omni,generators}.py::test_plan_equals_one_process",
     ),
     "infer": Proof(
-        "infer and evaluate show the model what training showed it",
-        "tests/tasks/test_same_view.py::test_training_inference_and_plain_transformers_see_the_same",
+        "`mm infer` answers what `generate` of transformers answers",
+        "tests/families/test_released_answers.py::test_answers_are_those_of_transformers",
+    ),
+    "evaluate": Proof(
+        "`mm evaluate` counts the wrong characters of these answers as a hand does",
+        "tests/families/test_released_answers.py::test_evaluate_counts_as_a_hand_does",
     ),
     "generate": Proof(
         "features, loss, samples, exports and adapters equal those of diffusers' own pipeline",

@@ -11,20 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-import mindspeed_mm as mm
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.fsdp.checkpoint.hf import save_hf
-from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.decoder_logits import Weights, decoder_logits
 from tests.helpers.parity_runs import Case, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64, PP
 from tests.helpers.recorded_sizes import billions, model_of_record
-from tests.helpers.runs import differing, tensors, train
 from tests.helpers.tiny_deepseek_ocr import CLIP, MIDDLE, PAGE, SAM, make_tiny_deepseek_ocr
-from tests.helpers.tiny_run import make_rows, make_tiny_run
+from tests.helpers.tiny_run import make_tiny_run
+from tests.helpers.written_families import loaded, random_pictures
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -46,21 +41,6 @@ def released(root: str) -> tuple[Path, Weights]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("deepseek_ocr"))
-
-
-def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    arguments = ModelArguments(model_name_or_path=str(folder))
-    model = ModelHub.build(arguments, param_dtype=dtype)
-    ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
-    return model.eval()
-
-
-def pages() -> list[Image.Image]:
-    draw = torch.Generator().manual_seed(1)
-    return [
-        Image.frombytes("RGB", size, bytes(torch.randint(256, (size[0] * size[1] * 3,), generator=draw).tolist()))
-        for size in SIZES
-    ]
 
 
 # --- put together by hand ---------------------------------------------------------------------------------------------
@@ -134,7 +114,7 @@ def test_equals_its_parts_put_together(root: str) -> None:
     processor: Any = load_processor(folder)
     model = loaded(folder)
     text = "<|User|>: <image>Which of <image>both?\n\n<|Assistant|>:"
-    batch = dict(processor(images=pages(), text=[text], return_tensors="pt"))
+    batch = dict(processor(images=random_pictures(SIZES), text=[text], return_tensors="pt"))
     assert [list(each) for each in batch["patches_grid"]] == [[2, 3], [1, 1]]
     w = {name: tensor.double() for name, tensor in stored.items()}
     batch |= {key: torch.as_tensor(batch[key]).double() for key in ("pixel_values", "pixel_values_local")}
@@ -156,7 +136,7 @@ def test_equals_its_parts_put_together(root: str) -> None:
 def test_pages_in_tiles(root: str) -> None:
     """A page of 24 × 36 pixels is larger than a tile of 16, and three rows of two of them have its shape."""
     processor: Any = load_processor(released(root)[0])
-    page = pages()[0]
+    page = random_pictures(SIZES)[0]
     made = processor(images=[page], text=["<image>"], return_tensors="pt")
     assert list(made["num_local_patches"]) == [6]
     assert made["input_ids"].shape[1] == 2 * (2 + 1) + 1 + 3 * (2 + 1)
@@ -184,46 +164,7 @@ def test_released_size() -> None:
     assert differing_entries == []
 
 
-# --- as any model -----------------------------------------------------------------------------------------------------
-
-
-def test_goes_back_to_the_bit(root: str, tmp_path: Path) -> None:
-    folder, stored = released(root)
-    save_hf(loaded(folder, torch.float32), tmp_path / "out", folder)
-    with open_weights(tmp_path / "out") as written_again:
-        assert differing({name: tensor.read() for name, tensor in written_again.items()}, stored) == []
-
-
-@cache
-def yaml_of(root: str) -> str:
-    folder, _ = released(root)
-    make_rows(folder.parent)
-    training = {"train_iters": 4, "save_interval": 2, "lr_decay_style": "constant"}
-    return str(make_tiny_run(folder.parent, training=training))
-
-
-def test_trains_resumes_and_is_exported(root: str, tmp_path: Path) -> None:
-    yaml = yaml_of(root)
-    train(yaml, tmp_path / "whole")
-    train(yaml, tmp_path / "half", "training.train_iters=2")
-    train(yaml, tmp_path / "rest", f"training.load={tmp_path / 'half'}")
-    assert differing(tensors(tmp_path / "rest", 4), tensors(tmp_path / "whole", 4)) == []
-    exported = mm.export(tmp_path / "whole", tmp_path / "exported")
-    with open_weights(exported.folder) as made:
-        found = {name: tensor.read() for name, tensor in made.items()}
-    stored = released(root)[1]
-    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in stored.items()}
-    changed = set(differing(found, stored))
-    assert {"model.image_newline", "model.sam_model.pos_embed", "model.projector.layers.weight"} <= changed
-    assert "model.vision_model.embeddings.patch_embedding.weight" not in changed
-    answer = mm.infer(exported.folder, "What is it like?", images=pages()[:1], max_new_tokens=3)
-    assert isinstance(answer.text, str)
-
-
-def test_adapters(root: str, tmp_path: Path) -> None:
-    train(yaml_of(root), tmp_path / "run", "training.lora.enable=true", "training.train_iters=2")
-    assert Path(mm.export(tmp_path / "run", tmp_path / "adapters").folder, "adapter_model.safetensors").exists()
-
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 RUNS = ParityRuns(
     __file__,

@@ -20,17 +20,16 @@ from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.fsdp.checkpoint.hf import save_hf
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import build_mm_plugin
 from mindspeed_mm.fsdp.models.loading.folder import load_model_config
-from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.decoder_logits import decoder_logits
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64, PP
 from tests.helpers.recorded_sizes import billions, model_of_record
-from tests.helpers.runs import differing, tensors, train
+from tests.helpers.runs import differing
 from tests.helpers.tiny_deepseek_vl2 import HIDDEN, KINDS, PATCH, RESOLUTIONS, TILE, WIDTH, make_tiny_deepseek_vl2
 from tests.helpers.tiny_run import make_rows, make_tiny_run
+from tests.helpers.written_families import loaded, random_pictures
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -54,21 +53,6 @@ def released(root: str, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("deepseek_vl2"))
-
-
-def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    arguments = ModelArguments(model_name_or_path=str(folder))
-    model = ModelHub.build(arguments, param_dtype=dtype)
-    ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
-    return model.eval()
-
-
-def pictures() -> list[Image.Image]:
-    draw = torch.Generator().manual_seed(1)
-    return [
-        Image.frombytes("RGB", size, bytes(torch.randint(256, (size[0] * size[1] * 3,), generator=draw).tolist()))
-        for size in SIZES
-    ]
 
 
 # --- the formulas -----------------------------------------------------------------------------------------------------
@@ -163,7 +147,7 @@ def test_equals_the_formulas(kind: str, root: str) -> None:
     processor: Any = load_processor(folder)
     model = loaded(folder)
     text = "<|User|>: <image>Which of <image>both?\n\n<|Assistant|>:"
-    batch = processor(images=pictures(), text=text, return_tensors="pt")
+    batch = processor(images=random_pictures(SIZES), text=text, return_tensors="pt")
     w = {name: tensor.double() for name, tensor in stored.items()}
     pixels, grids = batch["pixel_values"].double(), batch["images_spatial_crop"].tolist()
     assert grids == [[3, 1], [1, 1]]
@@ -186,7 +170,7 @@ def test_equals_the_formulas(kind: str, root: str) -> None:
 def test_pictures_in_tiles(root: str) -> None:
     """A picture of 48 × 18 pixels keeps most of itself in three tiles side by side; by hand, pixel by pixel."""
     processor: Any = load_processor(released(root, "small")[0])
-    picture = pictures()[0]
+    picture = random_pictures(SIZES)[0]
     made = processor(images=[picture], text="<image>", return_text_replacement_offsets=True, return_tensors="pt")
     assert made["images_spatial_crop"].tolist() == [[3, 1]]
     assert made["pixel_values"].shape == (4, 3, 20, 20)
@@ -273,52 +257,10 @@ def test_goes_back_to_the_bit(kind: str, root: str, tmp_path: Path) -> None:
         assert differing({name: tensor.read() for name, tensor in written_again.items()}, stored) == []
 
 
-@cache
-def yaml_of(root: str, kind: str) -> str:
-    folder, _ = released(root, kind)
-    make_rows(folder.parent)
-    return str(
-        make_tiny_run(folder.parent, training={"train_iters": 4, "save_interval": 2, "lr_decay_style": "constant"})
-    )
-
-
-@pytest.mark.parametrize("kind", [pytest.param("tiny", marks=pytest.mark.slow), "base"])
-def test_trains_resumes_and_is_exported(kind: str, root: str, tmp_path: Path) -> None:
-    yaml = yaml_of(root, kind)
-    train(yaml, tmp_path / "whole")
-    train(yaml, tmp_path / "half", "training.train_iters=2")
-    train(yaml, tmp_path / "rest", f"training.load={tmp_path / 'half'}")
-    assert differing(tensors(tmp_path / "rest", 4), tensors(tmp_path / "whole", 4)) == []
-    exported = mm.export(tmp_path / "whole", tmp_path / "exported")
-    with open_weights(exported.folder) as made:
-        found = {name: tensor.read() for name, tensor in made.items()}
-    stored = released(root, kind)[1]
-    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in stored.items()}
-    changed = set(differing(found, stored))
-    assert {"image_newline", "view_seperator", "vision.pos_embed", "language.lm_head.weight"} <= changed
-    assert not any(name.startswith("vision.attn_pool") for name in changed)
-    answer = mm.infer(exported.folder, "What is it like?", images=pictures()[:1], max_new_tokens=3)
-    assert isinstance(answer.text, str)
-
-
-def test_adapters(root: str, tmp_path: Path) -> None:
-    train(yaml_of(root, "small"), tmp_path / "run", "training.lora.enable=true", "training.train_iters=2")
-    exported = mm.export(tmp_path / "run", tmp_path / "adapters")
-    names = set(open_adapters(Path(exported.folder)))
-    assert any("language.model.layers.1.self_attn.q_proj" in name for name in names), sorted(names)[:5]
-
-
-def open_adapters(folder: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        return list(file.keys())
-
-
 def test_the_cache_changes_nothing(root: str) -> None:
     folder, _ = released(root, "small")
     processor, model = load_processor(folder), loaded(folder)
-    batch = processor(images=pictures(), text="<image>one <image>two", return_tensors="pt")  # type: ignore[operator]
+    batch = processor(images=random_pictures(SIZES), text="<image>one <image>two", return_tensors="pt")  # type: ignore[operator]
     answers = [
         model.generate(**batch, max_new_tokens=6, do_sample=False, use_cache=use_cache) for use_cache in (True, False)
     ]

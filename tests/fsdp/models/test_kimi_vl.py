@@ -13,20 +13,15 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import mindspeed_mm as mm
-from mindspeed_mm.checkpoint.safetensors_folder import open_weights
-from mindspeed_mm.fsdp.checkpoint.hf import save_hf
-from mindspeed_mm.fsdp.models.modelhub import ModelHub
-from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.fsdp.utils.processor import load_processor
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.decoder_logits import Weights, decoder_logits
 from tests.helpers.parity_runs import Case, Fault, ParityRuns
 from tests.helpers.plan_matrix import EP, FP64, PP
 from tests.helpers.recorded_sizes import billions, model_of_record
-from tests.helpers.runs import differing, tensors, train
 from tests.helpers.tiny_kimi_vl import HEADS_SEE, HIDDEN, PATCH, WIDTH, make_tiny_kimi_vl
-from tests.helpers.tiny_run import make_rows, make_tiny_run
+from tests.helpers.tiny_run import make_tiny_run
+from tests.helpers.written_families import loaded, random_pictures
 
 import transformers  # isort: skip  (after the guard of the lines above)
 
@@ -49,21 +44,6 @@ def released(root: str) -> tuple[Path, Weights]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("kimi_vl"))
-
-
-def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    arguments = ModelArguments(model_name_or_path=str(folder))
-    model = ModelHub.build(arguments, param_dtype=dtype)
-    ModelHub.load_weights(model, arguments, seed=0, device=torch.device("cpu"))
-    return model.eval()
-
-
-def pictures() -> list[Image.Image]:
-    draw = torch.Generator().manual_seed(1)
-    return [
-        Image.frombytes("RGB", size, bytes(torch.randint(256, (size[0] * size[1] * 3,), generator=draw).tolist()))
-        for size in SIZES
-    ]
 
 
 # --- the formulas -----------------------------------------------------------------------------------------------------
@@ -140,7 +120,7 @@ def test_equals_the_formulas(root: str) -> None:
     processor: Any = load_processor(folder)
     model = loaded(folder)
     text = "<|im_user|>user<|im_middle|><|media_pad|>Which of <|media_pad|>both?<|im_end|>"
-    batch = processor(images=pictures(), text=[text], return_tensors="pt")
+    batch = processor(images=random_pictures(SIZES), text=[text], return_tensors="pt")
     w = {name: tensor.double() for name, tensor in stored.items()}
     pixels, grids = batch["pixel_values"].double(), batch["image_grid_thw"].tolist()
     assert grids == [[1, 4, 16], [1, 2, 4]]
@@ -161,7 +141,7 @@ def test_equals_the_formulas(root: str) -> None:
 def test_pictures_in_their_own_size(root: str) -> None:
     """62 × 15 pixels are 15 × 3 patches, within the limit of 64: nothing is made smaller, zeros fill both sides up."""
     processor: Any = load_processor(released(root)[0])
-    picture = pictures()[0]
+    picture = random_pictures(SIZES)[0]
     made = processor(images=[picture], text=["<|media_pad|>"], return_tensors="pt")
     assert made["image_grid_thw"].tolist() == [[1, 4, 16]]
     whole = torch.zeros(16, 64, 3, dtype=torch.uint8)
@@ -191,47 +171,7 @@ def test_released_size() -> None:
     assert differing_entries == []
 
 
-# --- as any model -----------------------------------------------------------------------------------------------------
-
-
-def test_goes_back_to_the_bit(root: str, tmp_path: Path) -> None:
-    folder, stored = released(root)
-    save_hf(loaded(folder, torch.float32), tmp_path / "out", folder)
-    with open_weights(tmp_path / "out") as written_again:
-        assert differing({name: tensor.read() for name, tensor in written_again.items()}, stored) == []
-
-
-@cache
-def yaml_of(root: str) -> str:
-    folder, _ = released(root)
-    make_rows(folder.parent)
-    return str(
-        make_tiny_run(folder.parent, training={"train_iters": 4, "save_interval": 2, "lr_decay_style": "constant"})
-    )
-
-
-def test_trains_resumes_and_is_exported(root: str, tmp_path: Path) -> None:
-    yaml = yaml_of(root)
-    train(yaml, tmp_path / "whole")
-    train(yaml, tmp_path / "half", "training.train_iters=2")
-    train(yaml, tmp_path / "rest", f"training.load={tmp_path / 'half'}")
-    assert differing(tensors(tmp_path / "rest", 4), tensors(tmp_path / "whole", 4)) == []
-    exported = mm.export(tmp_path / "whole", tmp_path / "exported")
-    with open_weights(exported.folder) as made:
-        found = {name: tensor.read() for name, tensor in made.items()}
-    stored = released(root)[1]
-    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in stored.items()}
-    assert {"vision_tower.patch_embed.pos_emb.weight", "multi_modal_projector.linear_1.weight"} <= set(
-        differing(found, stored)
-    )
-    answer = mm.infer(exported.folder, "What is it like?", images=pictures()[:1], max_new_tokens=3)
-    assert isinstance(answer.text, str)
-
-
-def test_adapters(root: str, tmp_path: Path) -> None:
-    train(yaml_of(root), tmp_path / "run", "training.lora.enable=true", "training.train_iters=2")
-    assert Path(mm.export(tmp_path / "run", tmp_path / "adapters").folder, "adapter_model.safetensors").exists()
-
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 RUNS = ParityRuns(
     __file__,

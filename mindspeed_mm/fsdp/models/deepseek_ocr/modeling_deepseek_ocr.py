@@ -24,7 +24,7 @@ from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOc
 
 from mindspeed_mm.fsdp.models.deepseek_ocr.processing_deepseek_ocr import DeepseekOCRProcessor
 from mindspeed_mm.fsdp.models.deepseek_vl2.configuration_deepseek_vl2 import SAME_TYPE, build_language_config
-from mindspeed_mm.fsdp.models.deepseek_vl2.modeling_deepseek_vl2 import DeepseekVLV2TextModel
+from mindspeed_mm.fsdp.models.deepseek_vl2.modeling_deepseek_vl2 import AnswersPictures, DeepseekVLV2TextModel
 from mindspeed_mm.fsdp.models.deepseek_vl2.processing_deepseek_vl2 import SAME_NAME
 from mindspeed_mm.fsdp.models.structure.towers import Tower
 from mindspeed_mm.fsdp.ops.host_values import host_values
@@ -115,7 +115,7 @@ class DeepseekOCRModel(UnlimitedOcrModel):
 
 
 @model_register.register("deepseek_ocr")
-class DeepseekOCRForCausalLM(UnlimitedOcrPreTrainedModel, GenerationMixin):
+class DeepseekOCRForCausalLM(UnlimitedOcrPreTrainedModel, AnswersPictures, GenerationMixin):
     """The whole model.
 
     Args:
@@ -170,19 +170,7 @@ class DeepseekOCRForCausalLM(UnlimitedOcrPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.text_config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
-
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-        """Pages are shown with the prompt, and not with the tokens that follow it."""
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        if not kwargs.get("is_first_iteration", True) and kwargs.get("use_cache", True):
-            inputs["pixel_values"] = None
-        return inputs
+        return self.answered(outputs, labels, logits_to_keep, **kwargs)
 
 
 def _run_idle(whole: Any) -> list[torch.Tensor]:

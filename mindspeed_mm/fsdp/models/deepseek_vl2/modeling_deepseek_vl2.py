@@ -133,8 +133,36 @@ class Projector(nn.Module):
         return self.layers(squares.permute(0, 2, 3, 1))
 
 
+class AnswersPictures:
+    """The end of a model that answers in text what it is asked of pictures; stands in front of GenerationMixin."""
+
+    def answered(
+        self, outputs: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, **kwargs: Any
+    ) -> CausalLMOutputWithPast:
+        """Logits (B, L, vocabulary), and the model's own loss where `labels` are given, from what the text model made.
+
+        Args:
+            outputs: Of the text model, with `last_hidden_state` (B, L, H).
+            labels: Tokens to predict (B, L).
+            logits_to_keep: How many of the last tokens have logits, or which; 0: all.
+            kwargs: For the loss.
+        """
+        model: Any = self
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = model.get_output_embeddings()(outputs.last_hidden_state[:, kept])
+        loss = None if labels is None else model.loss_function(logits, labels, logits.shape[-1], **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        """Pictures are shown with the prompt, and not with the tokens that follow it."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
+        if not kwargs.get("is_first_iteration", True) and kwargs.get("use_cache", True):
+            inputs["pixel_values"] = None
+        return inputs
+
+
 @model_register.register("deepseek_vl2")
-class DeepseekVLV2ForCausalLM(_Parts, GenerationMixin):
+class DeepseekVLV2ForCausalLM(_Parts, AnswersPictures, GenerationMixin):
     """The whole model.
 
     Args:
@@ -248,19 +276,7 @@ class DeepseekVLV2ForCausalLM(_Parts, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.get_output_embeddings()(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.language_config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
-
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-        """Pictures are shown with the prompt, and not with the tokens that follow it."""
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        if not kwargs.get("is_first_iteration", True) and kwargs.get("use_cache", True):
-            inputs["pixel_values"] = None
-        return inputs
+        return self.answered(outputs, labels, logits_to_keep, **kwargs)
 
 
 def _decoder(config: Any) -> nn.Module:

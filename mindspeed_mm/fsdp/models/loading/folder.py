@@ -14,6 +14,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
+from mindspeed_mm.checkpoint.dequantized import read_quantization
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.json_file import read_json_object
@@ -49,8 +50,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json as it stands.
 
     Raises:
-        ModelFolderError: No folder, no file, no valid JSON, keys that reach for private state, quantised weights, or a
-            file that is a link out of the folder.
+        ModelFolderError: No folder, no file, no valid JSON, keys that reach for private state, weights in a format that
+            is not read, or a file that is a link out of the folder.
     """
     if not folder.is_dir():
         raise ModelFolderError(
@@ -101,7 +102,8 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False, plugin_c
         if not is_native and own_config_class is not None:
             return own_config_class.from_dict(config)
         trusted = trust_remote_code and not is_native
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trusted)
+        loaded = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trusted)
+        return _of_numbers(loaded)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ModelFolderError(
@@ -109,6 +111,15 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False, plugin_c
             where=str(folder / "config.json"),
             way_out="Compare it with the original model's config.json.",
         ) from error
+
+
+def _of_numbers(config: Any) -> Any:
+    """The configuration of the model that is trained, whose weights are numbers, however the folder keeps them."""
+    config.__dict__.pop("quantization_config", None)
+    for name in getattr(config, "sub_configs", None) or ():
+        if (section := getattr(config, name, None)) is not None:
+            _of_numbers(section)
+    return config
 
 
 def native_class(config: Any, folder: Path, *, trust_remote_code: bool = False) -> type:
@@ -181,7 +192,7 @@ def _class_of_folder(config: Any, folder: Path) -> type | None:
 
 
 def _check_keys(config: Any, path: Path, section: str = "") -> None:
-    """Refuse private keys and quantised weights, at any depth."""
+    """Refuse private keys, and weights that are quantised in a way that is not read, at any depth."""
     for key, value in config.items():
         if key.startswith("_") and key not in _PRIVATE_KEYS:
             raise ModelFolderError(
@@ -191,13 +202,7 @@ def _check_keys(config: Any, path: Path, section: str = "") -> None:
                 way_out="Remove it.",
             )
         if key == "quantization_config" and value:
-            method = value.get("quant_method", "unknown") if isinstance(value, dict) else value
-            raise ModelFolderError(
-                f"the weights are quantised ({method}) and cannot be trained",
-                where=str(path),
-                key=section + key,
-                way_out="Use the unquantised weights of this model.",
-            )
+            read_quantization(value, str(path), section + key)
         if key in _SIZES:
             _check_size(value, path, section + key)
         if isinstance(value, dict):

@@ -1,0 +1,264 @@
+"""Released weights in few bits, read as the numbers that they stand for: to train them, they have to be numbers.
+
+Three formats are read, each by its published formula; a rank reads the codes and scales of its shard and no others.
+
+fp8                 DeepSeek-V3 (arXiv:2412.19437, section 3.3; `weight_dequant` of its inference code): `X.weight` in
+                    8-bit floats times `X.weight_scale_inv`, one number for each block of 128 × 128
+mxfp4               GPT-OSS, in OCP's Microscaling format (specification 1.0, section 5.2): `X_blocks`, two codes of
+                    E2M1 a byte, the low one first, times 2 ** (`X_scales` - 127), one for each 32; turned round behind
+compressed-tensors  Kimi-K2, `pack-quantized`: `X.weight_packed`, eight codes of 4 bits (or four of 8) in an int32, the
+                    lowest first, minus half their range, times `X.weight_scale`, one for each group along a row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor, Region
+from mindspeed_mm.core.errors import ModelFolderError
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of a code stand for; the fourth is the sign."""
+_BITS_OF_INT32 = 32
+
+
+class Quantization(NamedTuple):
+    """How a folder's weights are kept."""
+
+    method: str
+    block: tuple[int, int] = (128, 128)
+    """Rows and columns that share a scale: fp8."""
+    bits: int = 4
+    """Of a code: compressed-tensors."""
+
+
+def read_quantization(section: Any, where: str, key: str) -> Quantization:
+    """What a `quantization_config` says.
+
+    Args:
+        section: Its content.
+        where: The file, for messages.
+        key: Its dotted place in there.
+
+    Raises:
+        ModelFolderError: It is a format that is not read here.
+    """
+    settings = section if isinstance(section, Mapping) else {"quant_method": section}
+    method = str(settings.get("quant_method", "unknown"))
+    blocks = settings.get("weight_block_size")
+    if method == "fp8" and isinstance(blocks, list) and len(blocks) == 2 and all(blocks):
+        return Quantization(method, (int(blocks[0]), int(blocks[1])))
+    if method == "mxfp4":
+        return Quantization(method)
+    if method == "compressed-tensors" and (bits := _packed_bits(settings)):
+        return Quantization(method, bits=bits)
+    told = ", ".join(filter(None, [method, settings.get("format"), settings.get("fmt")]))
+    raise ModelFolderError(
+        f"the weights are quantised ({told}) in a way that cannot be read, and cannot be trained",
+        where=where,
+        key=key,
+        way_out="Use the unquantised weights of this model. Read are fp8 with weight_block_size, mxfp4, and "
+        "compressed-tensors of the format pack-quantized with symmetric whole numbers of 4 or 8 bits.",
+    )
+
+
+def _packed_bits(settings: Mapping[str, Any]) -> int | None:
+    """Of whole numbers that `_of_packed_rows` reads; None for any others."""
+    groups = settings.get("config_groups")
+    schemes = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
+    known = {"type": ("int",), "symmetric": (True,), "strategy": ("group", "channel"), "actorder": (None,)}
+    bits = {scheme.get("num_bits") for scheme in schemes}
+    is_known = all(scheme.get(name, values[0]) in values for scheme in schemes for name, values in known.items())
+    if settings.get("format") != "pack-quantized" or len(bits) != 1 or not bits <= {4, 8} or not is_known:
+        return None
+    return next(known for known in (4, 8) if known in bits)
+
+
+def sections_of(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every `quantization_config` in a config.json that says something, with its dotted place."""
+    for key, value in config.items():
+        if key == "quantization_config" and value:
+            yield f"{path}{key}", value
+        elif isinstance(value, Mapping):
+            yield from sections_of(value, f"{path}{key}.")
+
+
+def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
+    """Raise `ModelFolderError` for a config.json of weights in few bits: conversions carry tensors over as they lie."""
+    for key, _ in sections_of(config):
+        raise ModelFolderError(
+            "the weights are quantised, and a conversion would carry their codes over as if they were weights",
+            where=where,
+            key=key,
+            way_out="Use the unquantised weights of this model; what `mm train` makes of these is exported as numbers.",
+        )
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of weights that are numbers."""
+    kept = {key: value for key, value in config.items() if key != "quantization_config"}
+    return {key: without_quantization(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
+def dequantized(stored: Mapping[str, LazyTensor], config: Mapping[str, Any], where: str) -> Mapping[str, LazyTensor]:
+    """A folder's tensors with those that are kept in few bits as fp32 numbers, under the names that these have.
+
+    Args:
+        stored: As they lie in the files.
+        config: The folder's config.json.
+        where: The folder, for messages.
+
+    Raises:
+        ModelFolderError: The format is not read here, or codes and scales do not belong together.
+    """
+    found = dict(stored)
+    for key, section in sections_of(config):
+        rule = read_quantization(section, f"{where}/config.json", key)
+        found = _READERS[rule.method](found, rule, where)
+    return found
+
+
+# --- the formats ------------------------------------------------------------------------------------------------------
+
+
+def _of_blocks(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
+    found = {key: tensor for key, tensor in stored.items() if not key.endswith(".weight_scale_inv")}
+    for key, scales in stored.items():
+        name = key.removesuffix("_scale_inv")
+        codes = stored.get(name)
+        if not key.endswith(".weight_scale_inv") or codes is None:
+            continue
+        grid = (*codes.shape[:-2], *(-(-size // step) for size, step in zip(codes.shape[-2:], rule.block, strict=True)))
+        _check_shape(scales, grid, key, name, where)
+        found[name] = ScaledBlocks(codes, scales, rule.block)
+    return found
+
+
+def _of_micro_scales(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
+    found = {key: tensor for key, tensor in stored.items() if not key.endswith(("_blocks", "_scales"))}
+    for key, blocks in stored.items():
+        name = key.removesuffix("_blocks")
+        scales = stored.get(f"{name}_scales")
+        if not key.endswith("_blocks") or scales is None:
+            continue
+        _check_shape(scales, blocks.shape[:-1], f"{name}_scales", key, where)
+        found[name] = MicroScaled(blocks, scales)
+    return found
+
+
+def _of_packed_rows(stored: dict[str, LazyTensor], rule: Quantization, where: str) -> dict[str, LazyTensor]:
+    ends = (".weight_packed", ".weight_scale", ".weight_shape")
+    found = {key: tensor for key, tensor in stored.items() if not key.endswith(ends)}
+    for key, codes in stored.items():
+        name = key.removesuffix("_packed")
+        scales, shape = stored.get(f"{name}_scale"), stored.get(f"{name}_shape")
+        if not key.endswith(".weight_packed") or scales is None or shape is None:
+            continue
+        rows, columns = (int(size) for size in shape.read().tolist())
+        if columns % scales.shape[1]:
+            _refuse(f"{columns} columns in {scales.shape[1]} groups", f"{name}_scale", where)
+        _check_shape(codes, (rows, -(-columns * rule.bits // _BITS_OF_INT32)), key, f"{name}_shape", where)
+        _check_shape(scales, (rows, scales.shape[1]), f"{name}_scale", f"{name}_shape", where)
+        found[name] = PackedRows(codes, scales, columns, rule.bits)
+    return found
+
+
+_READERS = {"fp8": _of_blocks, "mxfp4": _of_micro_scales, "compressed-tensors": _of_packed_rows}
+
+
+def _check_shape(tensor: LazyTensor, shape: tuple[int, ...], key: str, beside: str, where: str) -> None:
+    if tensor.shape != shape:
+        _refuse(f"has shape {list(tensor.shape)}; beside {beside} it should be {list(shape)}", key, where)
+
+
+def _refuse(what: str, key: str, where: str) -> None:
+    raise ModelFolderError(what, where=where, key=key, way_out="Compare the folder with the original model's.")
+
+
+class ScaledBlocks(LazyTensor):
+    """Numbers (…, R, C) that are codes of the same shape times one scale a block of rows and columns.
+
+    Args:
+        codes: 8-bit floats.
+        scales: One for each block.
+        block: Its rows and columns; the last ones may be cut off.
+    """
+
+    def __init__(self, codes: LazyTensor, scales: LazyTensor, block: tuple[int, int]) -> None:
+        super().__init__(codes.shape, torch.float32, [codes, scales])
+        self.codes, self.scales, self.block = codes, scales, block
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        numbers = _read(self.codes, region, torch.float32)
+        spans = [_whole_groups(part, step) for part, step in zip(region[-2:], self.block, strict=True)]
+        scales = _read(self.scales, (*region[:-2], *(groups for groups, _ in spans)), torch.float32)
+        for dim, (_, skipped), (_, length), step in zip((-2, -1), spans, region[-2:], self.block, strict=True):
+            scales = scales.repeat_interleave(step, dim=dim).narrow(dim, skipped, length)
+        out.copy_(numbers.mul_(scales))
+
+
+class MicroScaled(LazyTensor):
+    """Numbers (E, K, N) out of codes (E, N, K / 32, 16), two a byte, and exponents (E, N, K / 32).
+
+    Args:
+        blocks: The codes.
+        scales: The exponents, 127 more than they are.
+    """
+
+    def __init__(self, blocks: LazyTensor, scales: LazyTensor) -> None:
+        *leading, rows, groups, size = blocks.shape
+        super().__init__((*leading, 2 * groups * size, rows), torch.float32, [blocks, scales])
+        self.blocks, self.scales, self.group = blocks, scales, 2 * size
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        *leading, columns, rows = region
+        groups, skipped = _whole_groups(columns, self.group)
+        codes = _read(self.blocks, (*leading, rows, groups, (0, self.group // 2)), torch.uint8)
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+        numbers = table[torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2).int()]  # (…, N, groups, 32)
+        exponents = _read(self.scales, (*leading, rows, groups), torch.uint8).int() - 127
+        numbers = torch.ldexp(numbers, exponents[..., None]).flatten(-2).narrow(-1, skipped, columns[1])
+        out.copy_(numbers.transpose(-1, -2))
+
+
+class PackedRows(LazyTensor):
+    """Numbers (R, C) out of whole numbers that share an int32 with their neighbours in the row, times a scale a group.
+
+    Args:
+        codes: int32 (R, C · bits / 32).
+        scales: (R, groups).
+        columns: C.
+        bits: Of a whole number.
+    """
+
+    def __init__(self, codes: LazyTensor, scales: LazyTensor, columns: int, bits: int) -> None:
+        super().__init__((codes.shape[0], columns), torch.float32, [codes, scales])
+        self.codes, self.scales, self.bits = codes, scales, bits
+
+    def _copy_to(self, out: torch.Tensor, region: Region) -> None:
+        rows, columns = region
+        words, skipped = _whole_groups(columns, _BITS_OF_INT32 // self.bits)
+        packed = _read(self.codes, (rows, words), torch.int32)
+        shifts = torch.arange(0, _BITS_OF_INT32, self.bits, dtype=torch.int32)
+        whole = (packed[..., None] >> shifts & 2**self.bits - 1) - 2 ** (self.bits - 1)
+        numbers = whole.flatten(1).narrow(1, skipped, columns[1]).float()
+        size = self.shape[1] // self.scales.shape[1]
+        groups, skipped = _whole_groups(columns, size)
+        scales = _read(self.scales, (rows, groups), torch.float32).repeat_interleave(size, dim=1)
+        out.copy_(numbers.mul_(scales.narrow(1, skipped, columns[1])))
+
+
+def _read(tensor: LazyTensor, region: Region, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.empty([length for _, length in region], dtype=dtype)
+    tensor.copy_to(values, region)
+    return values
+
+
+def _whole_groups(part: tuple[int, int], size: int) -> tuple[tuple[int, int], int]:
+    """The groups of `size` that a (start, length) lies in, as another one, and what is skipped of the first."""
+    start, length = part
+    first, last = start // size, -(-(start + length) // size)
+    return (first, last - first), start - first * size
