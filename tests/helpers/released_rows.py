@@ -36,8 +36,10 @@ from tests.helpers.tiny_more_processors import CODES, MORE, chameleon_processor,
 from tests.helpers.tiny_processors import FAMILIES, byte_tokenizer
 from tests.helpers.tiny_sounds import sound_bytes, tone
 from tests.helpers.tiny_speech import (
+    COSYVOICE_CODES,
     SMALL_QWEN3TTS,
     speech_tokenizer,
+    write_cosyvoice_rows,
     write_qwen3tts_rows,
 )
 
@@ -467,6 +469,10 @@ ROWS: dict[str, Row | WrittenRow] = {
     "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
     "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
+    "cosyvoice3": Row(
+        "cosyvoice3-0.5b-llm", speech_tokenizer, small={"speech_token_size": COSYVOICE_CODES, "extra_speech_rows": 8},
+        tied=("llm.model.lm_head.weight",), rows=write_cosyvoice_rows, dataset={"dataset_type": "cosyvoice"},
+    ),
     "qwen3tts": Row(
         "qwen3-tts-1.7b", speech_tokenizer,
         tokens={"tts_pad_token_id": "<|endoftext|>", "tts_bos_token_id": "<|im_start|>",

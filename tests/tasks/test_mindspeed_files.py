@@ -15,7 +15,7 @@ from tests.helpers.runs import mm
 
 FILES = Path(__file__).parents[1] / "fsdp" / "params" / "files"
 QUICK = ("qwen3_5_moe", "kimi_k25")
-OTHERS = ("qwen3_5", "qwen3_vl", "qwen3_omni", "qwen3_asr", "minimax_m3_vl")
+OTHERS = ("qwen3_5", "qwen3_vl", "qwen3_omni", "qwen3_asr", "minimax_m3_vl", "qwen3tts")
 ROWS_THEMSELVES = ("qwen3tts",)
 """Their `dataset_dir` is the file of rows."""
 ROWS = "data.dataset_param.basic_parameters"

@@ -1,8 +1,8 @@
 """How text and codes stand beside each other in one sequence for Qwen3-TTS (arXiv:2601.15621, its published
 fine-tuning): every place has a token of text and one of the first codebook, either of which may say that there is none.
 
-    text   role  pad pad pad pad bos  text …  eos  pad   pad …    pad
-    codec        head … voice  pad  pad …   pad  bos   frames … eos
+    text   role  pad pad pad pad    bos  text …  eos  pad  pad …     pad
+    codec        head …      voice  pad  pad …   pad  bos  frames …  eos
 """
 
 from __future__ import annotations
