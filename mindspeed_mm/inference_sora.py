@@ -32,7 +32,7 @@ def draw() -> None:
     request = generate.GenerateRequest(
         prompts=tuple(prompts),
         prompts_file=Path(file) if file is not None else None,
-        image=Path(section.image) if section.get("image") else None,
+        media={"image": Path(section.image)} if section.get("image") else {},
         settings=given,
     )
     outcome = generate.run(Path(model), Path(section.get("save_path", "samples")), request)

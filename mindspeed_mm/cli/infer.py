@@ -28,14 +28,14 @@ Examples:
   mm infer exported/ours --plugin our_family --prompt "a seven" --out sevens
 """
 
-LANGUAGE_ONLY = ("data", "max_new_tokens", "videos", "audios")
+LANGUAGE_ONLY = ("data", "max_new_tokens", "audios")
 GENERATOR_ONLY = (
     "prompts_file", "num_inference_steps", "guidance_scale", "negative_prompt", "size", "num_frames", "fps", "seed",
-    "num_samples",
+    "num_samples", "last_image", "mask", "control", "task", "strength",
 )  # fmt: skip
 SETTINGS = (
     "num_inference_steps", "guidance_scale", "negative_prompt", "num_frames", "fps", "seed", "num_samples",
-    "batch_size",
+    "batch_size", "strength",
 )  # fmt: skip
 """Options that are fields of a `sampling` section."""
 QUESTIONS_AT_A_TIME = 32
@@ -60,7 +60,13 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     help="Question to ask, or prompt to generate from; may be repeated for a generator.",
 )
 @click.option("--image", "images", type=PATH, multiple=True, help="Image file; may be repeated for a language model.")
-@click.option("--video", "videos", type=PATH, multiple=True, help="Language models: video file; may be repeated.")
+@click.option(
+    "--video",
+    "videos",
+    type=PATH,
+    multiple=True,
+    help="Video file; may be repeated for a language model. Generators: the video that samples begin with.",
+)
 @click.option("--audio", "audios", type=PATH, multiple=True, help="Language models: sound file; may be repeated.")
 @click.option(
     "--out", type=PATH, help="File that the answers to --data are written to, as JSON lines; or a folder for samples."
@@ -103,6 +109,16 @@ def finite(_context: click.Context, parameter: click.Parameter, value: float | N
     "--seed",
     type=click.IntRange(min=0),
     help="Generators: seed of the noise; prompts and samples each draw their own from it.",
+)
+@click.option("--last-image", type=PATH, help="Generators: picture that a video ends with.")
+@click.option("--mask", type=PATH, help="Generators: picture or video that is white where something is to be made.")
+@click.option("--control", type=PATH, help="Generators: video that samples follow.")
+@click.option("--task", help="Generators: what to do where the folder allows more than one, such as i2v or flf2v.")
+@click.option(
+    "--strength",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    callback=finite,
+    help="Generators: share of the denoising steps that are done on --video.",
 )
 @click.option("--num-samples", type=POSITIVE, help="Generators: number of samples per prompt.")
 @click.option("--lora", type=PATH, help="Folder of adapters to apply to the weights.")
@@ -148,12 +164,7 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
     out = options["out"]
     if out is None:
         raise UsageError("samples need an output folder", key="--out", way_out="Name one: --out DIR.")
-    if options["images"] and not options["prompts"]:
-        raise UsageError(
-            "--image can only be used with --prompt", key="--image", way_out="Name the images in the rows of --prompts."
-        )
-    if len(options["images"]) > 1:
-        raise UsageError("a video can start from one image only", key="--image", way_out="Give one.")
+    media = media_of(options)
     settings = {name: options[name] for name in SETTINGS if options[name] is not None} | read_size(options["size"])
     from mindspeed_mm.fsdp.train.run.launched import starts_ranks
     from mindspeed_mm.tasks import train  # torch: the help does without
@@ -165,7 +176,8 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
     request = generate.GenerateRequest(
         prompts=options["prompts"],
         prompts_file=options["prompts_file"],
-        image=next(iter(options["images"]), None),
+        media=media,
+        task=options["task"],
         media_dir=options["media_dir"],
         settings=settings,
         lora=options["lora"],
@@ -180,6 +192,28 @@ def generate(context: click.Context, model: Path, options: dict[str, Any]) -> in
     if outcome is not None:
         click.echo(json.dumps(asdict(outcome), default=str) if options["as_json"] else outcome.sentence())
     return 0
+
+
+def media_of(options: dict[str, Any]) -> dict[str, Path]:
+    """Field of a prompt → the file that an option names.
+
+    Raises:
+        UsageError: A file is named twice, or without a prompt that it could go with.
+    """
+    given = {"image": options["images"], "video": options["videos"]}
+    given |= {name: (options[name],) if options[name] else () for name in ("last_image", "mask", "control")}
+    found = {name: paths for name, paths in given.items() if paths}
+    for name, paths in found.items():
+        option = f"--{name.replace('_', '-')}"
+        if not options["prompts"]:
+            raise UsageError(
+                f"{option} can only be used with --prompt",
+                key=option,
+                way_out=f"Name '{name}' in the rows of --prompts.",
+            )
+        if len(paths) > 1:
+            raise UsageError(f"a generator takes one {name.replace('_', ' ')}", key=option, way_out="Give one.")
+    return {name: paths[0] for name, paths in found.items()}
 
 
 def read_size(text: str | None) -> dict[str, int]:

@@ -55,6 +55,10 @@ BATCH_KEYS: dict[str, str] = {
     "epochs": "list of B ints: in which epoch each sample was drawn; with its id it decides noise and timestep",
     "latents": "(B, C, H, W) of images or (B, C, T, H, W) of videos, as the VAE gives them, normalised",
     "pixels": "(B, 3, T, H, W) uint8, media that are encoded while training; T is 1 for images",
+    **{
+        f"pixels_{role}": f"(B, 3, T, H, W) uint8, the {role.replace('_', ' ')} that a sample is conditioned on"
+        for role in ("first_frame", "last_frame", "source", "mask", "control")
+    },
     "captions": "list of B strings, of media that are encoded while training",
     "prompt_embeds": "(B, L, D) text features",
     "prompt_mask": "(B, L) int64, 1 on real text features; absent where a model takes no mask",
@@ -63,6 +67,9 @@ BATCH_KEYS: dict[str, str] = {
     "pooled_prompt_embeds": "(B, D) pooled text features",
     "condition_latents": "(B, C, T, H, W) normalised latents of the frames that a video goes on from",
     "image_embeds": "(B, N, D) features of the image that a video goes on from",
+    "source_latents": "(B, C, H, W) normalised latents of the picture that is edited",
+    "mask_latents": "(B, C, H, W) mask of the part that is filled, folded into the positions of latents",
+    "control_latents": "(B, C, T, H, W) latents of a control video and its folded mask",
     "mm_context": "the share of a sequence that is spread over ranks; added by the engine, read by attention",
     "blank_rows": "int, rows at the end that only fill up a validation batch: they count for nothing",
 }

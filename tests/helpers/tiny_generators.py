@@ -14,16 +14,18 @@ from mindspeed_mm.fsdp.utils.torchvision_guard import prepare_for_transformers
 
 prepare_for_transformers()
 
+import diffusers  # noqa: E402
 from diffusers import (  # noqa: E402  (the guard comes first)
     AutoencoderKL,
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
     FluxTransformer2DModel,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
 )
 from transformers import (  # noqa: E402
     CLIPImageProcessor,
@@ -50,7 +52,9 @@ IMAGE_WIDTH = 20
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'-"
 
 
-def make_tiny_flux(folder: Path, *, identity_vae: bool = False, seed: int = 0, **transformer: Any) -> Path:
+def make_tiny_flux(
+    folder: Path, *, identity_vae: bool = False, seed: int = 0, pipeline: str = "FluxPipeline", **transformer: Any
+) -> Path:
     """A FLUX.1 folder: 1 + 1 blocks, a VAE that halves the sides, or none (pixels are latents).
 
     Height and width are multiples of 4, with `identity_vae` of 2.
@@ -59,12 +63,13 @@ def make_tiny_flux(folder: Path, *, identity_vae: bool = False, seed: int = 0, *
         folder: Where to write; made when absent.
         identity_vae: Train in pixel space.
         seed: Of the random weights.
+        pipeline: diffusers' class, of the same components.
         transformer: Settings of the transformer to change, e.g. `guidance_embeds=True`.
     """
     tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer()
     vae: Any = seeded(lambda: IdentityVAE() if identity_vae else AutoencoderKL(**FLUX_VAE), seed)
     sizes = {**_FLUX, "in_channels": 4 * vae.config.latent_channels, **transformer}
-    FluxPipeline(
+    getattr(diffusers, pipeline)(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
         vae=vae,
         text_encoder=seeded(lambda: CLIPTextModel(clip_text_config(tokenizer)), seed + 1),
@@ -85,7 +90,7 @@ def make_tiny_wan(
 
     Args:
         folder: Where to write; made when absent.
-        task: `t2v`, or `i2v` with an image encoder.
+        task: `t2v`, `i2v` with an image encoder, or `vace`.
         identity_vae: Train in pixel space.
         seed: Of the random weights.
         transformer: Settings of the transformer to change, e.g. `num_layers=3`.
@@ -105,8 +110,10 @@ def make_tiny_wan(
         sizes |= {"image_dim": IMAGE_WIDTH, "added_kv_proj_dim": _WAN_WIDTH}
         parts["image_encoder"] = seeded(lambda: CLIPVisionModel(CLIPVisionConfig(**_CLIP_VISION)), seed + 2)
         parts["image_processor"] = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    parts["transformer"] = seeded(lambda: WanTransformer3DModel(**{**sizes, **transformer}), seed + 3)
-    (WanImageToVideoPipeline if task == "i2v" else WanPipeline)(**parts).save_pretrained(folder)
+    pipelines = {"i2v": WanImageToVideoPipeline, "vace": WanVACEPipeline}
+    model = WanVACETransformer3DModel if task == "vace" else WanTransformer3DModel
+    parts["transformer"] = seeded(lambda: model(**{**sizes, **transformer}), seed + 3)
+    pipelines.get(task, WanPipeline)(**parts).save_pretrained(folder)
     return folder
 
 

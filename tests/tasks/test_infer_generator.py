@@ -136,7 +136,7 @@ def test_clips_go_on_from_a_picture(tmp_path: Path) -> None:
     asked = GenerateRequest(
         ("cat",),
         tmp_path / "p.jsonl",
-        image=tmp_path / "a.png",
+        media={"image": tmp_path / "a.png"},
         settings={**SETTINGS, "num_frames": 5, "batch_size": 3},
     )
     assert make(model, tmp_path / "out", asked).made == 3
@@ -293,7 +293,7 @@ def test_a_bad_folder_is_named(flux: Path, tmp_path: Path, damage: Callable[[Pat
         (request(height=15), ConfigError, "--size.*15×16 cannot be encoded.*Use 14×16"),
         (request(num_frames=5), ConfigError, "images have one frame"),
         (GenerateRequest(prompts_file=Path("gone.txt")), DataError, "gone.txt.*no such file"),
-        (GenerateRequest(("a",), image=Path("gone.png")), DataError, "--image.*'gone.png' not found"),
+        (GenerateRequest(("a",), media={"image": Path("gone.png")}), DataError, "--image.*'gone.png' not found"),
     ],
 )  # fmt: skip
 def test_nothing_is_made_of_a_bad_request(

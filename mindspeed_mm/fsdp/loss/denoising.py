@@ -182,8 +182,9 @@ class DenoisingObjective:
                 way_out="Extract features with mm extract.",
             )
         captions = ["" if drops else caption for caption, drops in zip(batch["captions"], dropped, strict=True)]
-        kept = {key: value for key, value in batch.items() if key not in ("pixels", "captions")}
-        return kept | self._encode({"pixels": batch["pixels"], "captions": captions})
+        pixels = {key: value for key, value in batch.items() if key.startswith("pixels")}
+        kept = {key: value for key, value in batch.items() if key != "captions" and key not in pixels}
+        return kept | self._encode({**pixels, "captions": captions})
 
     def _without_captions(self, batch: Batch, dropped: Sequence[bool]) -> Batch:
         rows = [row for row, drops in enumerate(dropped) if drops]

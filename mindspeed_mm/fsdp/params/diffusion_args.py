@@ -102,6 +102,8 @@ class SamplingArguments(Section):
     """Number of denoising steps per sample."""
     guidance_scale: Annotated[Number, Field(ge=0)] = 4.0
     """Scale of classifier-free guidance; 1 switches it off."""
+    strength: Annotated[Number, Field(gt=0, le=1)] = 0.8
+    """Share of the denoising steps that are done where a video is begun with (v2v): 1 leaves nothing of it."""
     negative_prompt: str = ""
     """Prompt that guidance steers away from."""
     height: Positive | None = None

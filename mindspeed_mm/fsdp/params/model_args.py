@@ -63,5 +63,8 @@ class ModelArguments(OpenSection):
     """Weights of models whose configuration is stored elsewhere (LTX)."""
     text_encoder_path: PathText | None = None
     """Folder of the text encoder of a generative model."""
+    task: str | None = None
+    """What a generative model is trained for, where its folder allows more than one: `t2v` or `v2v`, `i2v` or `flf2v` …
+    Null: the first that the folder's pipeline is for."""
     transformer: dict[str, Any] | None = None
     """Settings of a generative model's denoising transformer."""

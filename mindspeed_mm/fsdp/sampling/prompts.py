@@ -15,7 +15,9 @@ from mindspeed_mm.fsdp.data.data_utils.rows.json_reader import parse_row
 from mindspeed_mm.fsdp.data.data_utils.rows.readers import open_reader
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 
-FIELDS = ("prompt", "image", "negative_prompt", "seed")
+MEDIA_FIELDS = ("image", "last_image", "video", "mask", "control")
+"""Fields of a row that name files; which of them there must be follows from the task."""
+FIELDS = ("prompt", *MEDIA_FIELDS, "negative_prompt", "seed")
 """Fields of a row of JSON."""
 ROW_SUFFIXES = (".jsonl", ".json")
 LINE_SUFFIXES = (".txt", "")
@@ -34,11 +36,18 @@ class Prompt:
     place: str
     """`prompts.txt:7`."""
     image: Path | None = None
-    """The picture that a video goes on from."""
+    """The picture that a video goes on from, or that is edited."""
     negative_prompt: str | None = None
     """None: that of the settings."""
     seed: int | None = None
     """Stands for the seed of the settings and the number: rows with the same one share their noise."""
+    others: tuple[tuple[str, Path], ...] = ()
+    """Further files: `last_image`, `video`, `mask`, `control`, each with its path."""
+
+    @property
+    def media(self) -> dict[str, Path]:
+        """Field → file, of those that the prompt names."""
+        return ({"image": self.image} if self.image is not None else {}) | dict(self.others)
 
     @property
     def slug(self) -> str:
@@ -171,17 +180,18 @@ def _prompt(row: Mapping[str, Any], number: int, place: str, media: MediaLoader)
         raise DataError(f"{negative!r} is not text", where=place, key="negative_prompt")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise DataError(f"{seed!r} is not a whole number from 0 to 2^63 - 1", where=place, key="seed")
-    image = None if row.get("image") is None else _image(row["image"], place, media)
-    return Prompt(number, text.strip(), place, image, negative, seed)
+    files = {name: _file(row[name], place, media, name) for name in MEDIA_FIELDS if row.get(name) is not None}
+    return Prompt(number, text.strip(), place, files.pop("image", None), negative, seed, tuple(files.items()))
 
 
-def _image(item: Any, place: str, media: MediaLoader) -> Path:
-    """The path of a picture that is there and may be opened; it is decoded when its turn comes."""
+def _file(item: Any, place: str, media: MediaLoader, name: str) -> Path:
+    """The path of a file that is there and may be opened; it is decoded when its turn comes."""
     if not isinstance(item, str) or not item:
-        raise DataError(f"{item!r} is not a path of a picture", where=place, key="image")
+        kind = "video" if name in ("video", "control") else "picture"
+        raise DataError(f"{item!r} is not a path of a {kind}", where=place, key=name)
     try:
         media.open(item).close()
     except DataError as error:
         problem = error.problems[0]
-        raise DataError(problem.what, where=place, key="image", way_out=problem.way_out) from error
+        raise DataError(problem.what, where=place, key=name, way_out=problem.way_out) from error
     return Path(media.dataset_dir, item).resolve()

@@ -10,22 +10,24 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError, DivergedError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.fsdp.data.datasets.generation.pixels import cover
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import is_video, media_pixels, probe_media
+from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_pipeline
+from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
+from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.utils.quiet import quiet
@@ -62,6 +64,7 @@ class SampleOrder:
             "prompt": prompt.text,
             "negative_prompt": negative,
             "image": str(prompt.image) if prompt.image else None,
+            **{name: str(path) for name, path in prompt.others},
             "place": prompt.place,
             "seed": sampling.seed if prompt.seed is None else prompt.seed,
             "noise_seed": self.noise_seed(sampling.seed),
@@ -69,16 +72,16 @@ class SampleOrder:
 
 
 SampleBatch = tuple[SampleOrder, ...]
-"""Orders that go through the pipeline together: they share the negative prompt and the picture, if any."""
+"""Orders that go through the pipeline together: they share the negative prompt and the media, if any."""
 
 
 def plan_batches(prompts: Sequence[Prompt], sampling: SamplingArguments) -> list[SampleBatch]:
     """All orders for some prompts in batches of at most `batch_size`; batches of one negative prompt stand together."""
-    alike: dict[str | None, dict[Path | None, list[SampleOrder]]] = {}
+    alike: dict[str | None, dict[Any, list[SampleOrder]]] = {}
     for prompt in prompts:
-        orders = alike.setdefault(prompt.negative_prompt, {}).setdefault(prompt.image, [])
+        orders = alike.setdefault(prompt.negative_prompt, {}).setdefault((prompt.image, prompt.others), [])
         orders.extend(SampleOrder(prompt, number) for number in range(sampling.num_samples))
-    groups = [orders for by_picture in alike.values() for orders in by_picture.values()]
+    groups = [orders for by_media in alike.values() for orders in by_media.values()]
     size = sampling.batch_size
     return [tuple(orders[first : first + size]) for orders in groups for first in range(0, len(orders), size)]
 
@@ -165,14 +168,22 @@ class DiffusionSampler:
         first = batch[0].prompt
         texts = [order.prompt.text for order in batch]
         arguments = self.adapter.pipeline_arguments(_with_negative(sampling, first.negative_prompt), texts, noise)
-        if first.image is not None:
-            # In the size of the video, scaled and cut as training data are.
-            arguments["image"] = Image.fromarray(cover(load_picture(first), size.height, size.width))
+        roles = self.adapter.roles.get(self.adapter.task, ())
         # Schedulers that add noise at every step, and decoders that do, draw it for each sample by itself.
         arguments["generator"] = [_step_noise(order, sampling.seed) for order in batch]
+        if roles:
+            media = {role.name: load_media(first, role, size) for role in roles}
+            arguments |= self.adapter.pipeline_media(media, sampling)
+        if self.adapter.task in self.adapter.draws:
+            seeds = [order.noise_seed(sampling.seed) for order in batch]
+            arguments["generator"] = [torch.Generator().manual_seed(seed) for seed in seeds]
+        arguments["prompt"] = texts
+        if self.adapter.task in self.adapter.one_by_one:  # some of these pipelines take no lists
+            names = arguments.keys() & {"prompt", "negative_prompt", "generator"}
+            arguments |= {name: arguments[name][0] for name in names}
         self.adapter.prepare_pipeline(self.pipeline, sampling)
         with evaluating(self._transformer), self._computing(), quiet("diffusers", "transformers"):
-            media = self.pipeline(**{**arguments, "prompt": texts, "output_type": "np", "return_dict": False})[0]
+            media = self.pipeline(**{**arguments, "output_type": "np", "return_dict": False})[0]
         return _as_frames(np.asarray(media), batch)
 
     def cut_short(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -226,31 +237,42 @@ def check_request(
     """Raise what can be said of prompts and settings without any weights.
 
     Raises:
-        DataError: A prompt has no picture where the pipeline goes on from one, or the other way round.
+        DataError: A prompt lacks a file that the task is about, or has one of another task.
         ConfigError: The size is not one that the family takes; a setting has no effect here.
     """
-    geometry, pipeline = adapter.geometry, diffusers_class(adapter.pipelines[adapter.task])
+    geometry = adapter.geometry
+    diffusers_class(adapter.pipelines[adapter.task])  # said now where it is not installed
     if sampling.height and sampling.width:
         geometry.check(MediaSize(sampling.num_frames or 1, sampling.height, sampling.width), key=key)
-    # Some pipelines from text alone also edit.
-    takes_picture = "image" in inspect.signature(pipeline.__call__).parameters and not adapter.task.startswith("t2")
     for prompt in prompts:
-        _check_picture(prompt, pipeline.__name__, takes_picture)
+        _check_media(prompt, adapter)
+    if adapter.task in adapter.one_by_one and sampling.batch_size > 1:
+        raise ConfigError(
+            f"{sampling.batch_size}, but samples of '{adapter.task}' are made one at a time",
+            key=f"{key}.batch_size" if "." in key else "--batch-size",
+            way_out="Set 1.",
+        )
     some_latents = torch.zeros(1, *geometry.latent_shape(geometry.nearest(MediaSize(1, 1, 1))))
     for negative in {prompt.negative_prompt for prompt in prompts}:
         adapter.pipeline_arguments(_with_negative(sampling, negative), [""], some_latents)
 
 
-def _check_picture(prompt: Prompt, pipeline: str, takes_picture: bool) -> None:
-    if takes_picture and prompt.image is None:
+def _check_media(prompt: Prompt, adapter: DiffusionAdapter) -> None:
+    needed, given = [role.prompt for role in adapter.roles.get(adapter.task, ())], prompt.media
+    pipeline = adapter.pipelines[adapter.task]
+    if lacking := [name for name in needed if name not in given]:
+        said = lacking[0].replace("_", " ").replace("image", "picture")
         raise DataError(
-            f"the prompt has no picture, and {pipeline} goes on from one",
+            f"the prompt has no {said}, and {pipeline} goes on from one",
             where=prompt.place,
-            key="image",
-            way_out="Give a file of JSON rows with 'prompt' and 'image'.",
+            key=lacking[0],
+            way_out=f"Give a file of JSON rows with 'prompt' and {' and '.join(map(repr, needed))}, or "
+            f"--{' and --'.join(name.replace('_', '-') for name in needed)}.",
         )
-    if prompt.image is not None and not takes_picture:
-        raise DataError(f"{pipeline} takes no picture", where=prompt.place, key="image", way_out="Leave it out.")
+    for name in given:
+        if name not in needed:
+            said = name.replace("_", " ").replace("image", "picture")
+            raise DataError(f"{pipeline} takes no {said}", where=prompt.place, key=name, way_out="Leave it out.")
 
 
 @contextmanager
@@ -314,18 +336,37 @@ def _with_negative(sampling: SamplingArguments, negative: str | None) -> Samplin
     return sampling if negative is None else sampling.model_copy(update={"negative_prompt": negative})
 
 
-def load_picture(prompt: Prompt) -> Image.Image:
-    """The picture that a prompt names, decoded.
+def probe_prompt(prompt: Prompt) -> None:
+    """Look into the files that a prompt names. Raises `DataError` as `load_media`; a cut video may go unnoticed."""
+    for name, path in prompt.media.items():
+        row, media = GenerationRow(RowLocation(prompt.place, prompt.number), path.name, ()), MediaLoader(path.parent)
+        try:
+            if is_video(row):
+                probe_media(row, media)
+            else:
+                media.load_image(path.name)
+        except DataError as error:
+            problem = error.problems[0]
+            raise DataError(problem.what, where=prompt.place, key=name, way_out=problem.way_out) from error
+
+
+def load_media(prompt: Prompt, role: MediaRole, size: MediaSize) -> Any:
+    """The file that a prompt names for a role, scaled and cut as training data are: a picture, or the list of those of
+    a video.
 
     Raises:
-        DataError: It is missing, refused or broken.
+        DataError: It is missing, refused, broken or too short.
     """
-    assert prompt.image is not None
+    path = prompt.media[role.prompt]
+    frames = size.frames if role.frames == "all" else 1
+    row = GenerationRow(RowLocation(prompt.place, prompt.number), path.name, ())
     try:
-        return MediaLoader(prompt.image.parent).load_image(prompt.image.name)
+        pixels = media_pixels(row, MediaSize(frames, size.height, size.width), MediaLoader(path.parent))
     except DataError as error:
         problem = error.problems[0]
-        raise DataError(problem.what, where=prompt.place, key="image", way_out=problem.way_out) from error
+        raise DataError(problem.what, where=prompt.place, key=role.prompt, way_out=problem.way_out) from error
+    pictures = as_pil(pixels.transpose(0, 1))
+    return pictures if role.frames == "all" else pictures[0]
 
 
 def _as_frames(media: np.ndarray, batch: Sequence[SampleOrder]) -> list[np.ndarray]:

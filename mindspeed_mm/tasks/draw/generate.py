@@ -16,6 +16,9 @@ from typing import Any
 from mindspeed_mm.core.artifacts import RunFolder, one_at_a_time
 from mindspeed_mm.core.errors import DataError, StoppedAfterSave, UsageError
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.data.datasets.generation.pixels import is_video, probe_media
+from mindspeed_mm.fsdp.data.datasets.generation.rows import GenerationRow
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
@@ -50,8 +53,10 @@ class GenerateRequest:
 
     prompts: tuple[str, ...] = ()
     prompts_file: Path | None = None
-    image: Path | None = None
-    """Goes with `prompts`: the picture that a video goes on from."""
+    media: Mapping[str, Path] = field(default_factory=dict)
+    """Go with `prompts`: files by the fields of a prompt, as `image`, the picture that a video goes on from."""
+    task: str | None = None
+    """What to do where the folder allows more than one; None: as the configuration says."""
     media_dir: Path | None = None
     """Where images of `prompts_file` start; by default its folder."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +104,7 @@ def run(model: Path, out: Path, request: GenerateRequest, *, overwrite: bool = F
     source = resolve_source(model, request.lora)
     arguments = _arguments_of(source, request.config)
     sampling, prompts = resolve_request(request, arguments)
-    adapter = _adapter_of(source, arguments)
+    adapter = _adapter_of(source, arguments, request.task)
     check_request(adapter, prompts, sampling, "--size")
     batches = plan_batches(prompts, sampling)
     folder = SampleFolder(out, source.fingerprint(), sampling)
@@ -188,21 +193,27 @@ def missing_of(batch: SampleBatch, done: set[Key]) -> list[SampleOrder]:
 
 
 def _asked(request: GenerateRequest) -> list[Prompt]:
-    image = _checked(request.image) if request.image is not None else None
-    listed = [Prompt(number, text, "--prompt", image) for number, text in enumerate(request.prompts)]
+    files = {name: _checked(name, path) for name, path in request.media.items()}
+    image, others = files.pop("image", None), tuple(files.items())
+    listed = [Prompt(number, text, "--prompt", image, others=others) for number, text in enumerate(request.prompts)]
     if request.prompts_file is None:
         return listed
     in_file = read_prompts(request.prompts_file, media_dir=request.media_dir, first_number=len(listed))
     return [*listed, *in_file]
 
 
-def _checked(image: Path) -> Path:
-    """A picture that can be decoded: said now, not after the weights are loaded."""
-    path = image.resolve()
+def _checked(name: str, file: Path) -> Path:
+    """A picture or a video that can be opened: said now, not after the weights are loaded."""
+    path, option = file.resolve(), f"--{name.replace('_', '-')}"
+    row = GenerationRow(RowLocation(option, 1), path.name, ())
     try:
-        MediaLoader(path.parent).load_image(path.name)
+        media = MediaLoader(path.parent)
+        if not is_video(row):
+            media.load_image(path.name)
+        else:
+            probe_media(row, media)
     except DataError as error:
-        raise DataError(error.problems[0].what, key="--image", way_out="Give another image.") from error
+        raise DataError(error.problems[0].what, key=option, way_out="Give another file.") from error
     return path
 
 
@@ -222,10 +233,11 @@ def _arguments_of(source: ModelSource, config: Path | None) -> Arguments | None:
     return load_with_plugins(resolved).arguments if resolved is not None and resolved.exists() else None
 
 
-def _adapter_of(source: ModelSource, arguments: Arguments | None) -> DiffusionAdapter:
+def _adapter_of(source: ModelSource, arguments: Arguments | None, task: str | None) -> DiffusionAdapter:
     if arguments is None:
-        return find_adapter(source.folder)
-    return find_adapter(source.folder, arguments.model.model_id, arguments.model.transformer)
+        return find_adapter(source.folder, task=task)
+    model = arguments.model
+    return find_adapter(source.folder, model.model_id, model.transformer, task or model.task)
 
 
 def _too_long(prompts: Sequence[Prompt]) -> list[str]:

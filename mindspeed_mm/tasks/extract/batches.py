@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.raw_source import RawSource
 from mindspeed_mm.fsdp.data.feature_store.records import FeatureRecord, SkippedRow, tensor_name
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.media_roles import TARGET
 from mindspeed_mm.fsdp.utils.quiet import quiet
 
 PIXELS_AT_ONCE = 4 << 20
@@ -66,8 +67,8 @@ class DecodedBatch:
 
     number: int
     records: list[FeatureRecord] = field(default_factory=list)
-    pixels: list[torch.Tensor] = field(default_factory=list)
-    """(views, 3, T, H, W) uint8 each; none where latents are there."""
+    pixels: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """See `Pixels`; none where latents are there."""
     skipped: list[SkippedRow] = field(default_factory=list)
 
 
@@ -117,8 +118,10 @@ def decoded_ahead(source: RawSource, batches: Sequence[WorkBatch], threads: int)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-DecodedRow = tuple[FeatureRecord, torch.Tensor | None] | SkippedRow
-"""A row with its pixels, (views, 3, T, H, W) uint8; None where its latents are there."""
+Pixels = dict[str, torch.Tensor]
+"""`target`, and each role by its name → (views, 3, T, H, W) uint8."""
+DecodedRow = tuple[FeatureRecord, Pixels | None] | SkippedRow
+"""A row with its pixels; None where its latents are there."""
 EncodingJob = tuple[WorkBatch, list["Future[DecodedRow]"]]
 
 
@@ -214,11 +217,11 @@ class BatchEncoder:
                 tensors |= {tensor_name(stem, name, number): v.clone() for name, v in texts[caption].items()}
         return tensors
 
-    def _encode_views(self, pixels: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _encode_views(self, pixels: Sequence[Pixels]) -> dict[str, torch.Tensor]:
         """Latents and conditions, (B, views, …) each."""
-        stacked = torch.stack(list(pixels))
-        found = self._encode_media(stacked.flatten(0, 1).to(self._device))
-        return {name: values.unflatten(0, stacked.shape[:2]) for name, values in found.items()}
+        media = {name: torch.cat([each[name] for each in pixels]).to(self._device) for name in pixels[0]}
+        found = self._encode_media(media)
+        return {name: values.unflatten(0, (len(pixels), -1)) for name, values in found.items()}
 
     def encode_captions(self, captions: Sequence[str]) -> dict[str, TextFeatures]:
         """Caption → its features, without padding and batch axis."""
@@ -231,11 +234,11 @@ class BatchEncoder:
                     texts[caption] = {name: value.cpu().contiguous() for name, value in features.items()}
         return texts
 
-    def _encode_media(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _encode_media(self, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Latents and conditions, (B, …) each."""
-        media = {"latents": self._adapter.encode_media(self._pipeline, pixels)}
-        media |= self._adapter.encode_conditions(self._pipeline, pixels)
-        return {name: values.cpu().contiguous() for name, values in media.items()}
+        found = {"latents": self._adapter.encode_media(self._pipeline, media[TARGET])}
+        found |= self._adapter.encode_conditions(self._pipeline, media)
+        return {name: values.cpu().contiguous() for name, values in found.items()}
 
 
 def _own_captions(record: FeatureRecord) -> Iterator[tuple[int, str]]:

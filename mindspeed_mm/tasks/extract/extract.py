@@ -112,7 +112,7 @@ def configured_adapter(config: ResolvedConfig) -> DiffusionAdapter:
         raise ConfigError(
             "there is no model whose encoders could be used", key="model.model_name_or_path", way_out="Name its folder."
         )
-    adapter = find_adapter(model.model_name_or_path, model.model_id, model.transformer)
+    adapter = find_adapter(model.model_name_or_path, model.model_id, model.transformer, model.task)
     adapter.require("vae")
     return adapter
 

@@ -152,7 +152,9 @@ class SetExtraction:
         self._options, self._stop = options, stop
         self._progress = WorkProgress(ranks.rank, ranks.world_size, stream)
         self._marks = MediaMarks.read(self.folder.marks)
-        self._source = RawSource(basic, preprocess, self._adapter.geometry, self._marks)
+        self._source = RawSource(
+            basic, preprocess, self._adapter.geometry, self._marks, roles=self._adapter.media_roles
+        )
         self._marks_now = MediaMarks.of(self._source.rows, self._source.headers, self._source.media)
         self._bad = BadRows(basic, self._source.left_out, len(self._source))
 

@@ -145,7 +145,7 @@ def _draw(asked: Asked) -> list[Path]:
     checked = resolved({"inference": {"sampling": settings}}).arguments.inference.sampling
     request = generate.GenerateRequest(
         prompts=(asked.prompt,) if isinstance(asked.prompt, str) else tuple(asked.prompt or ()),
-        image=next(iter(asked.pictures), None),
+        media={"image": asked.pictures[0]} if asked.pictures else {},
         settings={name: getattr(checked, name) for name in settings},
         lora=asked.lora,
     )

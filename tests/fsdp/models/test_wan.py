@@ -85,7 +85,7 @@ def sampled_twice(adapter: Any, pipeline: Any, guidance: float = 1.0) -> tuple[t
     if adapter.task == "i2v":
         arguments["image"] = as_pil(pixels[:, :, 0])[0]
     theirs = pipeline(prompt=prompts, **arguments).frames
-    conditions = adapter.encode_conditions(pipeline, pixels)
+    conditions = adapter.encode_conditions(pipeline, {"target": pixels, "first_frame": pixels[:, :, :1]})
     unguided = text_batch(adapter, pipeline, ["grey"] * len(prompts)) | conditions if guidance > 1 else None
     batch = text_batch(adapter, pipeline, prompts) | conditions
     return theirs, denoise(adapter, pipeline, latents, batch, steps=3, guidance=guidance, unguided=unguided)
@@ -112,7 +112,7 @@ def test_a_wrong_convention_shows(generators: dict[str, Path], kind: str, fault:
 def test_conditions_are_those_of_the_pipeline(generators: dict[str, Path], kind: str) -> None:
     adapter, pipeline = whole_pipeline(generators[kind])
     pixels = clip(adapter)
-    conditions = adapter.encode_conditions(pipeline, pixels)
+    conditions = adapter.encode_conditions(pipeline, {"target": pixels, "first_frame": pixels[:, :, :1]})
     first = as_pil(pixels[:, :, 0])[0]
     _, _, frames, height, width = pixels.shape
     image = pipeline.video_processor.preprocess(first, height=height, width=width)

@@ -22,6 +22,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError, Problem
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import FlowPath, NoisePath
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
@@ -48,12 +49,22 @@ class DiffusionAdapter(ABC):
     Args:
         folder: With `model_index.json`, `transformer/`, `vae/`, text encoders, tokenizers and `scheduler/`.
         transformer: Settings of the transformer's configuration to change (`model.transformer` of the YAML).
+        task: What is trained or sampled (`model.task`); None: the first that the folder's pipeline does.
     """
 
     transformer_class: ClassVar[str]
     """Name of the transformer's class in diffusers."""
     pipelines: ClassVar[Mapping[str, str]]
-    """Task (t2i, t2v, i2v …) → diffusers' pipeline class, which `model_index.json` names."""
+    """Task (t2i, t2v, i2v …) → diffusers' pipeline class that samples it. `model_index.json` names one; its first task
+    is what the folder does unless the configuration names another."""
+    more_tasks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Pipeline class of `model_index.json` → tasks that its weights do too, by other pipelines."""
+    roles: ClassVar[Mapping[str, tuple[MediaRole, ...]]] = {}
+    """Task → media that its samples have beside the one that is learned, in the order of the pipeline's arguments."""
+    draws: ClassVar[frozenset[str]] = frozenset()
+    """Tasks whose pipeline draws numbers of its own: it gets a generator that depends on the sample alone."""
+    one_by_one: ClassVar[frozenset[str]] = frozenset()
+    """Tasks whose pipeline makes one sample at a time."""
     blocks: ClassVar[tuple[str, ...]]
     """Patterns of the transformer's repeated blocks in execution order: what is sharded and recomputed one by one."""
     sample_plan: ClassVar[SamplePlan | None] = None
@@ -75,8 +86,8 @@ class DiffusionAdapter(ABC):
     most_text_tokens: ClassVar[int] = 512
     """`max_sequence_length` of the pipelines."""
 
-    def __init__(self, folder: Path, transformer: Mapping[str, Any] | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, transformer: Mapping[str, Any] | None = None, task: str | None = None) -> None:
+        self.folder, self._asked_task = folder, task
         self._changes = dict(transformer or {})
         self._configs: dict[str, dict[str, Any]] = {}
         self.noted: Mapping[str, dict[str, Any]] = {}
@@ -125,21 +136,35 @@ class DiffusionAdapter(ABC):
 
     @cached_property
     def task(self) -> str:
-        """What the folder's pipeline does: t2i, t2v, i2v …
+        """What is done with the folder: t2i, t2v, i2v …
 
         Raises:
             ModelFolderError: The pipeline is none of this family's.
+            ConfigError: The folder is not for the task that the configuration names.
         """
         name = self.index.get("_class_name")
-        for task, pipeline in self.pipelines.items():
-            if pipeline == name:
-                return task
-        raise ModelFolderError(
-            f"{name} is not a pipeline of {self.transformer_class}",
-            where=str(self.folder / "model_index.json"),
-            key="_class_name",
-            way_out=f"It takes {', '.join(self.pipelines.values())}.",
-        )
+        tasks = [task for task, pipeline in self.pipelines.items() if pipeline == name]
+        tasks += self.more_tasks.get(str(name), ())
+        if not tasks:
+            raise ModelFolderError(
+                f"{name} is not a pipeline of {self.transformer_class}",
+                where=str(self.folder / "model_index.json"),
+                key="_class_name",
+                way_out=f"It takes {', '.join(dict.fromkeys(self.pipelines.values()))}.",
+            )
+        if self._asked_task not in (None, *tasks):
+            raise ConfigError(
+                f"'{self._asked_task}' is not what {name} is for",
+                where=str(self.folder / "model_index.json"),
+                key="model.task",
+                way_out=f"Set {' or '.join(tasks)}, or name the folder of a model for {self._asked_task}.",
+            )
+        return self._asked_task or tasks[0]
+
+    @property
+    def media_roles(self) -> tuple[MediaRole, ...]:
+        """Media that a sample of the task has beside the one that is learned."""
+        return tuple(role for role in self.roles.get(self.task, ()) if role.is_trained)
 
     @property
     def transformer_folder(self) -> Path:
@@ -223,8 +248,21 @@ class DiffusionAdapter(ABC):
             pixels: (B, 3, T, H, W) uint8 on any device; T is 1 for images.
         """
 
-    def encode_conditions(self, pipeline: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What else a task is conditioned on, by batch key (i2v: `condition_latents`, `image_embeds`); (B, …) each."""
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What else a task is conditioned on, by batch key (i2v: `condition_latents`, `image_embeds`); (B, …) each.
+
+        Args:
+            pipeline: As above.
+            media: `target`, and each of `media_roles` by its name: (B, 3, T, H, W) uint8.
+        """
+        return {}
+
+    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `encode_conditions` gives for a sample, for forecasts that encode nothing.
+
+        Args:
+            latent_shape: (C, H, W) or (C, T, H, W).
+        """
         return {}
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
@@ -349,6 +387,15 @@ class DiffusionAdapter(ABC):
             prompts: As many as latents.
             latents: (B, C, H, W) or (B, C, T, H, W) starting noise; the pipeline's own layout is made of it here.
         """
+
+    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+        """Keyword arguments of the pipeline for the media of a prompt: each under the argument that its role names.
+
+        Args:
+            media: Role → picture, or list of pictures, in the size of the sample.
+            sampling: As above.
+        """
+        return {role.argument: media[role.name] for role in self.roles.get(self.task, ())}
 
 
 def absent_component(folder: Path) -> ModelFolderError:

@@ -15,7 +15,10 @@ from mindspeed_mm.fsdp.utils.register import model_register
 
 
 def find_adapter(
-    folder: str | Path, model_id: str | None = None, transformer: Mapping[str, Any] | None = None
+    folder: str | Path,
+    model_id: str | None = None,
+    transformer: Mapping[str, Any] | None = None,
+    task: str | None = None,
 ) -> DiffusionAdapter:
     """The adapter for a folder: of the registered id, or of the family whose transformer the folder holds.
 
@@ -23,11 +26,12 @@ def find_adapter(
         folder: In diffusers' layout.
         model_id: `model.model_id`; None: found by the class that `model_index.json` names.
         transformer: `model.transformer`: settings of the transformer's configuration to change.
+        task: `model.task`; None: the first that the folder's pipeline does.
 
     Raises:
         ModelFolderError: The folder is in another layout, no family here has its transformer, or its parts do not fit
             together.
-        ConfigError: The id is not a generator's.
+        ConfigError: The id is not a generator's; the folder is for another task.
     """
     path = Path(folder)
     if not (path / GENERATOR_INDEX).is_file():
@@ -47,7 +51,7 @@ def find_adapter(
             key="model.model_id",
             way_out=f"Leave model_id out, or name one of {', '.join(sorted(set(transformer_ids().values())))}.",
         )
-    adapter = entry(path, transformer)
+    adapter = entry(path, transformer) if task is None else entry(path, transformer, task)
     adapter.check()
     return adapter
 

@@ -11,6 +11,7 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
+from mindspeed_mm.fsdp.models.diffusion.media_roles import TARGET
 
 _SHOWN = 40
 _CAPTIONS_KEPT = 256
@@ -37,12 +38,14 @@ class LiveEncoder:
         """`latents`, text features and conditions, on the host.
 
         Args:
-            batch: `pixels` (B, 3, T, H, W) uint8 and `captions`.
+            batch: `pixels` (B, 3, T, H, W) uint8, those of the task's roles, and `captions`.
         """
         encoded: dict[str, list[torch.Tensor]] = {}
-        for clip in batch["pixels"].split(1):
-            found = {"latents": self._adapter.encode_media(self._pipeline, clip)}
-            found |= self._adapter.encode_conditions(self._pipeline, clip)
+        keys = {TARGET: "pixels", **{role.name: role.batch_key for role in self._adapter.media_roles}}
+        for row in range(len(batch["pixels"])):
+            media = {name: batch[key][row : row + 1] for name, key in keys.items()}
+            found = {"latents": self._adapter.encode_media(self._pipeline, media[TARGET])}
+            found |= self._adapter.encode_conditions(self._pipeline, media)
             for key, tensor in found.items():
                 encoded.setdefault(key, []).append(tensor.cpu())
         joined = {key: torch.cat(tensors) for key, tensors in encoded.items()}

@@ -58,7 +58,8 @@ def build_transformer(
         MachineError: diffusers, or the attention kernel asked for, is not installed.
     """
     changes = {**(model_args.transformer or {}), **overrides}
-    adapter = find_adapter(require_folder(model_args.model_name_or_path), model_args.model_id, changes)
+    folder = require_folder(model_args.model_name_or_path)
+    adapter = find_adapter(folder, model_args.model_id, changes, model_args.task)
     model_class = diffusers_class(adapter.transformer_class)
     _check_config(adapter, model_class, changes)
     try:

@@ -1,8 +1,8 @@
-"""FLUX.1 (text to image) as diffusers has it: packed latents, two text encoders, time in 0..1."""
+"""FLUX.1 (text to image, editing, filling) as diffusers has it: packed latents, two text encoders, time in 0..1."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,19 +11,26 @@ import torch
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
-from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
+from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
+from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
+_HALF = 127.5
+"""Pixels of a mask that are brighter are filled."""
+
 
 @model_register.register("flux")
 class FluxAdapter(DiffusionAdapter):
-    """FLUX.1 dev and schnell."""
+    """FLUX.1 dev, schnell, Kontext dev and Fill dev."""
 
     transformer_class = "FluxTransformer2DModel"
-    pipelines = {"t2i": "FluxPipeline"}
+    pipelines = {"t2i": "FluxPipeline", "edit": "FluxKontextPipeline", "fill": "FluxFillPipeline"}
+    roles = {"edit": (SOURCE_PICTURE,), "fill": (PICTURE_AROUND_MASK, MASK_OF_PICTURE)}
+    draws = one_by_one = frozenset({"fill"})
     blocks = ("transformer_blocks.{*}", "single_transformer_blocks.{*}")
     sample_plan = SamplePlan(
         image_inputs={"hidden_states": -2, "img_ids": -2},
@@ -60,13 +67,21 @@ class FluxAdapter(DiffusionAdapter):
 
     @property
     def _packed_channels(self) -> int:
-        return int(self.transformer_config.get("in_channels", 64))
+        """Of the noise: those that are given beside it stand in `in_channels` alone."""
+        config = self.transformer_config
+        return int(config.get("out_channels") or config.get("in_channels", 64))
 
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE, widths of both text encoders."""
         packed = PATCH**2 * self.component_config("vae").get("latent_channels", 16)
+        of_mask = (PATCH * self.geometry.spatial_ratio) ** 2
+        taken = 2 * packed + of_mask if self.task == "fill" else packed
         return [
-            Requirement("in_channels", packed, "vae: latent_channels × 4"),
+            Requirement(
+                "in_channels",
+                taken,
+                "vae: latent_channels × 4" if taken == packed else "vae: latent_channels and its mask",
+            ),
             Requirement(
                 "joint_attention_dim", self.component_config("text_encoder_2").get("d_model"), "text_encoder_2"
             ),
@@ -92,7 +107,28 @@ class FluxAdapter(DiffusionAdapter):
     @torch.no_grad()
     def encode_media(self, pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(z − shift_factor) · scaling_factor."""
-        return scaled(pipeline.vae, posterior_mode(pipeline.vae, pixels[:, :, 0]))
+        return _latents(pipeline.vae, model_range(pixels[:, :, 0]))
+
+    @torch.no_grad()
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`source_latents` (B, C, H, W): of the picture that is edited, or of what is around the mask; `mask_latents`
+        (B, ratio², H, W): one where the picture is to be filled, the pixels of a position as channels."""
+        if self.task == "t2i":
+            return {}
+        source = model_range(media["source"][:, :, 0])
+        if self.task == "edit":
+            return {"source_latents": _latents(pipeline.vae, source)}
+        mask = (media["mask"][:, :, 0].float().mean(dim=1, keepdim=True) >= _HALF).to(source)
+        ratio = self.geometry.spatial_ratio
+        folded = torch.nn.functional.pixel_unshuffle(mask, ratio).to(pipeline.vae.dtype)
+        return {"source_latents": _latents(pipeline.vae, source * (1 - mask)), "mask_latents": folded}
+
+    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As above."""
+        shapes = {"source_latents": latent_shape} if self.task != "t2i" else {}
+        if self.task == "fill":
+            shapes["mask_latents"] = (self.geometry.spatial_ratio**2, *latent_shape[1:])
+        return shapes
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -107,15 +143,33 @@ class FluxAdapter(DiffusionAdapter):
             "txt_ids": torch.zeros(text.shape[1], 3, device=noisy.device),
             "img_ids": position_ids(noisy.shape[-2], noisy.shape[-1], noisy.device),
         }
+        if "mask_latents" in batch:
+            given = (pack(batch[name].to(noisy.dtype)) for name in ("source_latents", "mask_latents"))
+            inputs["hidden_states"] = torch.cat([inputs["hidden_states"], *given], dim=-1)
+        elif "source_latents" in batch:
+            source = batch["source_latents"].to(noisy.dtype)
+            ids = position_ids(source.shape[-2], source.shape[-1], noisy.device)
+            ids[:, 0] = 1  # another picture at the same places
+            inputs["hidden_states"] = torch.cat([inputs["hidden_states"], pack(source)], dim=1)
+            inputs["img_ids"] = torch.cat([inputs["img_ids"], ids])
         if self.transformer_config.get("guidance_embeds"):
             inputs["guidance"] = torch.full_like(sigma, guidance)
         return inputs
 
     def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
-        """Unpacked."""
-        return unpack(output[0], latent_shape)
+        """Unpacked; what stands behind the noise is the picture that is edited."""
+        tokens = (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
+        return unpack(output[0][:, :tokens], latent_shape)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+        """Kontext's pipeline would choose sizes of its own."""
+        given = super().pipeline_media(media, sampling)
+        if self.task == "edit":
+            assert sampling.height and sampling.width
+            given |= {"max_area": sampling.height * sampling.width, "_auto_resize": False}
+        return given
 
     def pipeline_arguments(
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
@@ -126,11 +180,16 @@ class FluxAdapter(DiffusionAdapter):
             ConfigError: There is a negative prompt, which would have no effect.
         """
         arguments = self.guided(sampling, prompts, latents) | {"latents": pack(latents)}
-        if self.transformer_config.get("guidance_embeds"):
+        if self.transformer_config.get("guidance_embeds") or self.task == "fill":
             self.refuse_negative_prompt(sampling, "this transformer takes guidance as an input")
             del arguments["negative_prompt"]
             return arguments
         return arguments | {"true_cfg_scale": arguments.pop("guidance_scale")}
+
+
+def _latents(vae: Any, images: torch.Tensor) -> torch.Tensor:
+    """(B, 3, H, W) in −1..1 → (z − shift_factor) · scaling_factor."""
+    return scaled(vae, vae.encode(images.to(vae.device, vae.dtype)).latent_dist.mode())
 
 
 def position_ids(height: int, width: int, device: torch.device) -> torch.Tensor:

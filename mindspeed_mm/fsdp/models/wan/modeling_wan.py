@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,16 +12,19 @@ import torch
 from torch import nn
 
 from mindspeed_mm.core.batch import Batch
-from mindspeed_mm.core.errors import ModelFolderError
+from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised
+from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
 from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
+_IMAGE_TOKENS = 257
+"""Of CLIP ViT-H/14 at 224 pixels, the released image encoder."""
 _PIPELINE_STEP = 16
 """The pipelines refuse other heights and widths than its multiples."""
 
@@ -31,7 +34,15 @@ class WanAdapter(DiffusionAdapter):
     """Wan2.1 1.3B and 14B."""
 
     transformer_class = "WanTransformer3DModel"
-    pipelines = {"t2v": "WanPipeline", "i2v": "WanImageToVideoPipeline"}
+    pipelines = {
+        "t2v": "WanPipeline",
+        "i2v": "WanImageToVideoPipeline",
+        "flf2v": "WanImageToVideoPipeline",
+        "v2v": "WanVideoToVideoPipeline",
+    }
+    more_tasks = {"WanPipeline": ("v2v",), "WanVideoToVideoPipeline": ("t2v",)}
+    roles = {"i2v": (FIRST_FRAME,), "flf2v": (FIRST_FRAME, LAST_FRAME), "v2v": (SOURCE_VIDEO,)}
+    draws = one_by_one = frozenset({"v2v"})
     blocks = ("blocks.{*}",)
     sample_plan = SamplePlan(module_inputs={"blocks.0": 1}, module_outputs={"rope": 1})
     cut_points = CutPoints(
@@ -82,7 +93,7 @@ class WanAdapter(DiffusionAdapter):
     def _input_channels(self) -> int:
         """i2v: noise, a mask of one channel a frame, and the condition."""
         channels = self.geometry.latent_channels
-        return channels if self.task == "t2v" else 2 * channels + self.geometry.temporal_ratio
+        return channels if self.task in ("t2v", "v2v") else 2 * channels + self.geometry.temporal_ratio
 
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE, widths of the encoders."""
@@ -99,6 +110,13 @@ class WanAdapter(DiffusionAdapter):
         """Also refuses Wan2.2's folders: of two transformers, or of one of them, which learns the timesteps on its side
         of a boundary; and of one that takes a timestep for each token."""
         super().check()
+        if self.task == "i2v" and self._tells_frames_apart:
+            raise ConfigError(
+                "the transformer has places for two pictures, and i2v gives it one",
+                where=str(self.transformer_folder / "config.json"),
+                key="model.task",
+                way_out="Set model.task: flf2v.",
+            )
         for key in ("transformer_2", "boundary_ratio", "expand_timesteps"):
             if self.index.get(key) not in (None, False, [None, None]):
                 raise ModelFolderError(
@@ -123,19 +141,38 @@ class WanAdapter(DiffusionAdapter):
         """(z − mean) / std by channel, from the VAE's configuration."""
         return _normalised_latents(pipeline.vae, model_range(pixels))
 
+    @property
+    def _tells_frames_apart(self) -> bool:
+        """Whether features of the first and of the last frame have positions (first and last frame to video)."""
+        return self.transformer_config.get("pos_embed_seq_len") is not None
+
     @torch.no_grad()
-    def encode_conditions(self, pipeline: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """i2v: `condition_latents`, the first frame followed by grey; `image_embeds` (B, N, D), CLIP's last but one
-        layer for that frame, when the transformer takes them."""
-        if self.task == "t2v":
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """i2v and flf2v: `condition_latents`, the given frames with grey between or behind them; `image_embeds`
+        (B, N, D), CLIP's last but one layer for each given frame in turn, when the transformer takes them."""
+        given = [media[role.name] for role in self.media_roles]
+        if not given:
             return {}
-        video = model_range(pixels)
-        video[:, :, 1:] = 0.0
+        video = torch.zeros_like(model_range(media["target"]))
+        video[:, :, :1] = model_range(given[0])
+        if len(given) > 1:
+            video[:, :, -1:] = model_range(given[1])
         conditions = {"condition_latents": _normalised_latents(pipeline.vae, video)}
         if self._takes_image_embeds:
-            images = as_pil(pixels[:, :, 0])
-            conditions["image_embeds"] = pipeline.encode_image(images, pipeline.image_encoder.device)
+            device = pipeline.image_encoder.device
+            embeds = [pipeline.encode_image(as_pil(frame[:, :, 0]), device) for frame in given]
+            conditions["image_embeds"] = torch.cat(embeds, dim=1)
         return conditions
+
+    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As above."""
+        if not self.media_roles:
+            return {}
+        shapes = {"condition_latents": latent_shape}
+        if self._takes_image_embeds:
+            tokens = len(self.media_roles) * _IMAGE_TOKENS
+            shapes["image_embeds"] = (tokens, int(self.transformer_config["image_dim"]))
+        return shapes
 
     def pad_text(self, features: Sequence[TextFeatures]) -> dict[str, torch.Tensor]:
         """`prompt_embeds` (B, `text_tokens`, D), zeros behind each caption; no mask, the model takes none."""
@@ -152,14 +189,17 @@ class WanAdapter(DiffusionAdapter):
         hidden = noisy
         if "condition_latents" in batch:
             condition = batch["condition_latents"].to(noisy.dtype)
-            hidden = torch.cat([noisy, self._first_frame_mask(noisy), condition], dim=1)
+            hidden = torch.cat([noisy, self._given_mask(noisy), condition], dim=1)
         inputs = {
             "hidden_states": hidden,
             "timestep": 1000 * sigma,
             "encoder_hidden_states": batch["prompt_embeds"],
         }
         if "image_embeds" in batch:
-            inputs["encoder_hidden_states_image"] = batch["image_embeds"]
+            embeds = batch["image_embeds"]
+            # With positions, the model wants a row for each of the two pictures.
+            rows = embeds.unflatten(1, (2, -1)).flatten(0, 1) if self._tells_frames_apart else embeds
+            inputs["encoder_hidden_states_image"] = rows
         return inputs
 
     def stage_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
@@ -174,11 +214,13 @@ class WanAdapter(DiffusionAdapter):
             shapes.append((rows, batch["image_embeds"].shape[1], width))
         return shapes
 
-    def _first_frame_mask(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+    def _given_mask(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """(B, frames of a latent frame, T, H, W): one where frames are given."""
         B, _, *size = latents_BCTHW.shape
         mask = latents_BCTHW.new_zeros(B, self.geometry.temporal_ratio, *size)
         mask[:, :, 0] = 1
+        if self.task == "flf2v":
+            mask[:, -1, -1] = 1
         return mask
 
     def prediction(self, output: Any, latent_shape: tuple[int, ...]) -> torch.Tensor:
@@ -200,7 +242,18 @@ class WanAdapter(DiffusionAdapter):
         self, sampling: SamplingArguments, prompts: Sequence[str], latents: torch.Tensor
     ) -> dict[str, Any]:
         """Classifier-free guidance; sizes follow from the latents."""
-        return self.guided(sampling, prompts, latents) | {"num_frames": self._asked_frames(latents.shape[-3])}
+        arguments = self.guided(sampling, prompts, latents)
+        if self.task == "v2v":
+            del arguments["num_frames"]  # as many as the video has
+            return arguments
+        return arguments | {"num_frames": self._asked_frames(latents.shape[-3])}
+
+    def pipeline_media(self, media: Mapping[str, Any], sampling: SamplingArguments) -> dict[str, Any]:
+        """v2v begins with the video, noised to `strength`, and draws the noise itself."""
+        given = super().pipeline_media(media, sampling)
+        if self.task == "v2v":
+            given |= {"strength": sampling.strength, "latents": None}
+        return given
 
     def _asked_frames(self, latent_frames: int) -> int:
         """The pipelines round to a multiple of the temporal ratio plus one, and with ratio 1 add one to any number."""

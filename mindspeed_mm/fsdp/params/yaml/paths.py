@@ -60,7 +60,7 @@ OUTPUT_PATHS = (
 """Keys whose paths are written to, and need not exist."""
 
 
-_MODEL_KEYS = {"generation": ("model_id", "transformer"), "cosyvoice": ("mix_ratio",)}
+_MODEL_KEYS = {"generation": ("model_id", "transformer", "task"), "cosyvoice": ("mix_ratio",)}
 """Dataset type → further keys of `model` that its `preprocess_parameters` take over."""
 
 

@@ -26,8 +26,8 @@ from mindspeed_mm.fsdp.sampling.sampler import (
     SampleBatch,
     check_request,
     deal_in_step,
-    load_picture,
     plan_batches,
+    probe_prompt,
 )
 from mindspeed_mm.fsdp.train.run.random_state import capture_rng, restore_rng
 from mindspeed_mm.fsdp.train.run.record import RunRecord
@@ -229,7 +229,6 @@ def check_sampling(adapter: DiffusionAdapter, sampling: SamplingArguments, save:
         )
     check_request(adapter, prompts, sampling, KEY)
     for prompt in prompts:
-        if prompt.image is not None:
-            load_picture(prompt)
+        probe_prompt(prompt)
     encoder_files(adapter)
     return prompts

@@ -28,8 +28,6 @@ from mindspeed_mm.fsdp.utils.device import get_device_type
 
 _TEXT_WIDTH = 4096
 """Width of the text features of both families, where the folder does not say."""
-_IMAGE_TOKENS = 257
-"""Tokens of CLIP's vision encoder, through which i2v models see their first frame."""
 
 
 def forecast(
@@ -89,11 +87,10 @@ def features_of(batch: Batch, adapter: Any) -> Batch:
     made: Batch = {"latents": latents, "prompt_embeds": torch.zeros(rows, adapter.text_tokens, width)}
     if "joint_attention_dim" in config:
         made["pooled_prompt_embeds"] = torch.zeros(rows, config.get("pooled_projection_dim", 768))
-    if adapter.task == "i2v":
-        made["condition_latents"] = torch.zeros_like(latents)
-        if config.get("image_dim"):
-            made["image_embeds"] = torch.zeros(rows, _IMAGE_TOKENS, config["image_dim"])
-    kept = {key: value for key, value in batch.items() if key not in ("pixels", "captions")}
+    made |= {
+        key: torch.zeros(rows, *shape) for key, shape in adapter.condition_shapes(tuple(latents.shape[1:])).items()
+    }
+    kept = {key: value for key, value in batch.items() if key != "captions" and not key.startswith("pixels")}
     return kept | made
 
 

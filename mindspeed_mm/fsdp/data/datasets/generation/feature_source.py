@@ -120,7 +120,7 @@ class FeatureSource:
     def _changes_from(self, basic: BasicParameters, skipped: Sequence[SkippedRow]) -> list[Problem]:
         try:
             with warnings.catch_warnings(action="ignore"):  # of rows that repeat another, which this set tells itself
-                rows = read_rows(basic.model_copy(update={"on_bad_sample": "skip"}))
+                rows = read_rows(basic.model_copy(update={"on_bad_sample": "skip"}), roles=self._adapter.media_roles)
         except DataError as error:
             return [replace(problem, way_out="") for problem in error.problems]
         return row_changes(self._store.records, skipped, rows)

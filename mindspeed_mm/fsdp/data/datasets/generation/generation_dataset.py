@@ -51,9 +51,8 @@ class GenerationDataset(MMDataset):
                 key="data.dataset_param.preprocess_parameters.model_name_or_path",
                 way_out="Set model.model_name_or_path.",
             )
-        adapter = find_adapter(
-            folder, model_id=preprocess_param.get("model_id"), transformer=preprocess_param.get("transformer")
-        )
+        given = (preprocess_param.get(name) for name in ("model_id", "transformer", "task"))
+        adapter = find_adapter(folder, *given)
         self.on_bad_sample, self.max_bad_fraction = basic_param.on_bad_sample, basic_param.max_bad_fraction
         self._adapter, self._pad_text = adapter, adapter.pad_text
         features_dir = basic_param.get("features_dir")
@@ -61,7 +60,7 @@ class GenerationDataset(MMDataset):
         self.is_raw = features_dir is None
         if features_dir is None:
             adapter.require("vae")  # sizes follow from it
-            self._source = RawSource(basic_param, preprocess_param, adapter.geometry)
+            self._source = RawSource(basic_param, preprocess_param, adapter.geometry, roles=adapter.media_roles)
             self.media = self._source.media
         else:
             self._source = FeatureSource(Path(features_dir), basic_param, preprocess_param, adapter)

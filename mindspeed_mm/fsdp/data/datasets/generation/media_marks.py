@@ -83,10 +83,17 @@ class MediaMarks:
 
 
 def mark_of(row: GenerationRow, media: MediaLoader) -> Mark | None:
-    """Of the file of a medium, or of the archive that it lies in, as it is now; None where there is none."""
-    if isinstance(row.media, bytes):
+    """Of the file of a medium, or of the archive that it lies in, as it is now; of several media of a row the sums.
+    None where there is none."""
+    marks = [_of_file(each, media) for each in (row.media, *row.roles.values())]
+    known = [mark for mark in marks if mark is not None]
+    return (sum(size for size, _ in known), sum(time for _, time in known)) if len(known) == len(marks) else None
+
+
+def _of_file(item: str | bytes, media: MediaLoader) -> Mark | None:
+    if isinstance(item, bytes):
         return None
-    path = os.path.join(media.dataset_dir, split_member(row.media)[0])  # noqa: PTH118 (of every row)
+    path = os.path.join(media.dataset_dir, split_member(item)[0])  # noqa: PTH118 (of every row)
     try:
         status = os.stat(path)  # noqa: PTH116
     except OSError:

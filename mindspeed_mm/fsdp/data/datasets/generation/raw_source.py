@@ -41,6 +41,7 @@ from mindspeed_mm.fsdp.data.datasets.generation.sizes import (
     SizeSettings,
     buckets_of,
 )
+from mindspeed_mm.fsdp.models.diffusion.media_roles import TARGET, MediaRole
 from mindspeed_mm.fsdp.params.data_args import BasicParameters, PreprocessParameters
 
 _PROBING_THREADS = 16
@@ -64,6 +65,7 @@ class RawSource:
         preprocess: To which sizes they are brought.
         geometry: What the model takes.
         marks: Of media that were looked into before.
+        roles: Further media of a sample, `DiffusionAdapter.media_roles`.
 
     Raises:
         DataError: Rows or headers are off and the policy is to stop, or too many are; a size suits no model.
@@ -76,14 +78,15 @@ class RawSource:
         preprocess: PreprocessParameters,
         geometry: MediaGeometry,
         marks: MediaMarks | None = None,
+        roles: Sequence[MediaRole] = (),
     ) -> None:
-        self._known = marks or MediaMarks()
+        self._known, self._roles = marks or MediaMarks(), tuple(roles)
         self._basic, self._settings = basic, SizeSettings.read(preprocess)
         self._geometry, self._sampling = geometry, self._settings.sampling
         files = open_row_files(basic)
         self._buckets = [buckets_of(preprocess, file, geometry) for file in files]
         self.media = build_media_loader(basic, files)
-        self.rows = read_rows(basic, self._declared, files)
+        self.rows = read_rows(basic, self._declared, files, self._roles)
         self.headers: list[MediaHeader] = []
         """What is known of each row's medium: what the row declares, else what the file says."""
         self.sizes = self._assign_sizes()
@@ -131,12 +134,12 @@ class RawSource:
             self._check_declared(index, row)
             sample_id = repeated_id(self.key(index, row), repeat)
             number = drawn_view(self.seed, epoch, sample_id, self.views)
-            view = self._settings.view(self.digest(index, row).hex(), number)
-            pixels = media_pixels(row, self.sizes[index], self.media, self._sampling, view)
+            media = self._seen(index, row, number)
         except DataError as error:
             raise _at(row, error) from error
+        of_roles = {role.batch_key: media[role.name] for role in self._roles}
         caption = row.captions[drawn_caption(self.seed, epoch, sample_id, len(row.captions))]
-        return {"sample_id": sample_id, "epoch": epoch, "caption": caption, "pixels": pixels}
+        return {"sample_id": sample_id, "epoch": epoch, "caption": caption, "pixels": media[TARGET], **of_roles}
 
     def describe(self, index: int) -> SampleDescription:
         """What is known of a row and its medium, whose header is read where the row declares anything.
@@ -160,16 +163,32 @@ class RawSource:
         """How many views of a medium are trained on."""
         return self._settings.views
 
-    def pixels(self, index: int, row: GenerationRow | None = None) -> torch.Tensor:
-        """All views of row `index`, (views, 3, T, H, W) uint8. Raises `DataError` as `item`."""
+    def pixels(self, index: int, row: GenerationRow | None = None) -> dict[str, torch.Tensor]:
+        """All views of row `index`, (views, 3, T, H, W) uint8: of the `target`, and of each role by its name. Raises
+        `DataError` as `item`."""
         row = row or self.rows[index]
         try:
             self._check_declared(index, row)
-            digest, size = self.digest(index, row).hex(), self.sizes[index]
-            views = [self._settings.view(digest, number) for number in range(self.views)]
-            return torch.stack([media_pixels(row, size, self.media, self._sampling, view) for view in views])
+            views = [self._seen(index, row, number) for number in range(self.views)]
+            return {name: torch.stack([view[name] for view in views]) for name in views[0]}
         except DataError as error:
             raise _at(row, error) from error
+
+    def _seen(self, index: int, row: GenerationRow, number: int) -> dict[str, torch.Tensor]:
+        """One view of a row's media: all of them are scaled, cut and turned alike."""
+        size, view = self.sizes[index], self._settings.view(self.digest(index, row).hex(), number)
+        seen = {TARGET: media_pixels(row, size, self.media, self._sampling, view)}
+        of_roles = row.media_of_roles()
+        for role in self._roles:
+            if role.name in of_roles:
+                frames = size.frames if role.frames == "all" else 1
+                of_role = MediaSize(frames, size.height, size.width)
+                seen[role.name] = media_pixels(of_roles[role.name], of_role, self.media, self._sampling, view)
+            else:
+                assert role.frame_of_target is not None  # rows without are refused when they are read
+                at = role.frame_of_target % size.frames
+                seen[role.name] = seen[TARGET][:, at : at + 1].clone()
+        return seen
 
     def key(self, index: int, row: GenerationRow | None = None) -> str:
         """What the sample is, see `content_key`."""
@@ -180,12 +199,20 @@ class RawSource:
         return self._keys[index]
 
     def digest(self, index: int, row: GenerationRow | None = None) -> bytes:
-        """`media_digest` of a row; a file is read for it once in each process."""
+        """`media_digest` of a row, of all its media where it has several; files are read for it once in each
+        process."""
         if index not in self._digests:
             row = row or self.rows[index]
-            with self.media.open(row.media) as file:
-                self._digests[index] = media_digest(file)
+            found = self._digest_of(row)
+            if row.roles:
+                others = {role: self._digest_of(each).hex() for role, each in row.media_of_roles().items()}
+                found = media_digest(repr((found.hex(), sorted(others.items()))).encode())
+            self._digests[index] = found
         return self._digests[index]
+
+    def _digest_of(self, row: GenerationRow) -> bytes:
+        with self.media.open(row.media) as file:
+            return media_digest(file)
 
     def know_digest(self, index: int, digest: bytes) -> None:
         """The digest of a medium that nobody has touched since it was found."""

@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader, check_remote_me
 from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
 from mindspeed_mm.fsdp.data.datasets.generation.captions import CaptionRules
 from mindspeed_mm.fsdp.data.datasets.generation.row_files import RowFile, open_row_files
+from mindspeed_mm.fsdp.models.diffusion.media_roles import MediaRole
 from mindspeed_mm.fsdp.params.data_args import BasicParameters
 
 MEDIA_COLUMNS = ("path", "file", "video", "video_path", "image", "image_path", "file_name", "media")
@@ -56,6 +57,8 @@ class GenerationRow:
     width: int | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Columns that are none of the above."""
+    roles: Mapping[str, str | bytes] = field(default_factory=dict)
+    """Further media by their role, see `MediaRole`."""
     repeats: int = 1
     """How often an epoch reads it."""
     told: str = ""
@@ -65,6 +68,10 @@ class GenerationRow:
     def name(self) -> str:
         """What to call the medium in messages and in the index of features."""
         return self.told or (self.media if isinstance(self.media, str) else f"bytes of {self.place}")
+
+    def media_of_roles(self) -> dict[str, GenerationRow]:
+        """Role → the row as if its medium were the one of the role."""
+        return {role: GenerationRow(self.place, medium, self.captions) for role, medium in self.roles.items()}
 
     @property
     def declares(self) -> bool:
@@ -77,6 +84,7 @@ class GenerationRow:
         declared = (self.num_frames, self.fps, self.height, self.width)
         medium = self.told or self.media
         said: tuple[Any, ...] = (medium, self.captions, declared, sorted(self.extras.items()))
+        said += (sorted(self.roles.items()),) if self.roles else ()
         said += (self.repeats,) if self.repeats > 1 else ()
         return blake2b(repr(said).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -99,6 +107,7 @@ class GenerationRows(Sequence[GenerationRow]):
         may_skip: Leave out rows that are off (`left_out`) instead of raising.
         look: Called with each good row while all are looked through; what it returns is kept in `looks`.
         rules: What becomes of captions.
+        roles: Further media that rows have.
 
     Raises:
         DataError: A row is off; or none of the first rows has the columns.
@@ -113,9 +122,10 @@ class GenerationRows(Sequence[GenerationRow]):
         may_skip: bool = False,
         look: Callable[[GenerationRow], Any] | None = None,
         rules: CaptionRules | None = None,
+        roles: Sequence[MediaRole] = (),
     ) -> None:
         self.files = tuple(files)
-        self._columns, self._rules = columns, rules or CaptionRules()
+        self._columns, self._rules, self._roles = columns, rules or CaptionRules(), tuple(roles)
         sizes = [len(file.reader) if most is None else min(len(file.reader), most) for file in self.files]
         self._ends = list(itertools.accumulate(sizes, initial=0))
         self.left_out: dict[str, str] = {}
@@ -172,7 +182,7 @@ class GenerationRows(Sequence[GenerationRow]):
 
     def _parse(self, number: int) -> GenerationRow:
         file, at = self._locate(number)
-        row = parse_row(file.reader.read(at), file.reader.place(at), self._columns, file.folder)
+        row = parse_row(file.reader.read(at), file.reader.place(at), self._columns, file.folder, self._roles)
         told = file.told(row.media) if isinstance(row.media, str) else ""
         return replace(row, captions=self._rules(row.captions), repeats=file.repeats, told=told)
 
@@ -214,6 +224,7 @@ def read_rows(
     basic: BasicParameters,
     look: Callable[[GenerationRow], Any] | None = None,
     files: Sequence[RowFile] | None = None,
+    roles: Sequence[MediaRole] = (),
 ) -> GenerationRows:
     """The rows that the configuration names.
 
@@ -222,6 +233,7 @@ def read_rows(
             `max_samples`, `on_bad_sample`.
         look: See `GenerationRows`.
         files: From `open_row_files`, where they are opened.
+        roles: See `GenerationRows`.
 
     Raises:
         DataError: Files are missing or broken, none of the first rows has a medium and a caption, or a row is off and
@@ -232,7 +244,7 @@ def read_rows(
     files = open_row_files(basic) if files is None else files
     columns = ColumnNames(basic.get("media_column"), basic.get("caption_column"))
     may_skip, rules = basic.on_bad_sample == "skip", CaptionRules.read(basic)
-    return GenerationRows(files, columns, basic.max_samples, may_skip=may_skip, look=look, rules=rules)
+    return GenerationRows(files, columns, basic.max_samples, may_skip=may_skip, look=look, rules=rules, roles=roles)
 
 
 def build_media_loader(basic: BasicParameters, files: Sequence[RowFile] = ()) -> MediaLoader:
@@ -288,7 +300,13 @@ def content_key(digest: bytes, captions: Sequence[str], extras: Mapping[str, Any
 # --- one row ---------------------------------------------------------------------------------------------------------
 
 
-def parse_row(row: Mapping[str, Any], place: RowLocation, columns: ColumnNames, folder: str = "") -> GenerationRow:
+def parse_row(
+    row: Mapping[str, Any],
+    place: RowLocation,
+    columns: ColumnNames,
+    folder: str = "",
+    roles: Sequence[MediaRole] = (),
+) -> GenerationRow:
     """Read what a row says.
 
     Args:
@@ -296,12 +314,14 @@ def parse_row(row: Mapping[str, Any], place: RowLocation, columns: ColumnNames, 
         place: Where it stands.
         columns: What holds the medium and the captions.
         folder: Put before relative paths.
+        roles: Further media that it names.
 
     Raises:
         DataError: Naming place, column and value.
     """
     _check_not_null(row, columns, place)
     rest = {name: value for name, value in row.items() if value is not None}
+    of_roles = {role.name: found for role in roles if (found := _of_role(role, rest, folder, place)) is not None}
     media = _medium(_take(rest, columns.media, MEDIA_COLUMNS, place, "medium"), folder, place)
     captions = _captions(_take(rest, columns.caption, CAPTION_COLUMNS, place, "caption"), place)
     resolution = rest.pop("resolution", None) or {}
@@ -322,6 +342,22 @@ def parse_row(row: Mapping[str, Any], place: RowLocation, columns: ColumnNames, 
         height=_number(size["height"], int, "height", place),
         width=_number(size["width"], int, "width", place),
         extras=rest,
+        roles=of_roles,
+    )
+
+
+def _of_role(role: MediaRole, row: dict[str, Any], folder: str, place: RowLocation) -> str | bytes | None:
+    """The medium of a role, whose column is taken out of the row; None where the target stands in for it."""
+    name = next((column for column in role.columns if column in row), None)
+    if name is not None:
+        return _medium((name, row.pop(name)), folder, place)
+    if role.frame_of_target is not None:
+        return None
+    raise DataError(
+        f"the row has no {role.name.replace('_', ' ')}: none of {', '.join(role.columns)} among {', '.join(row)}",
+        where=str(place),
+        key=role.columns[0],
+        way_out="Name the file in a column of that name, or set model.task to what the rows are for.",
     )
 
 

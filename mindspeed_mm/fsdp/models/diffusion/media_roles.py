@@ -1,0 +1,45 @@
+"""Media that a sample has beside the one that is learned: what a task is conditioned on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TARGET = "target"
+"""The medium that is learned."""
+
+
+@dataclass(frozen=True)
+class MediaRole:
+    """One medium of a sample, brought to the size of the target and cut as the target is."""
+
+    name: str
+    """As `DiffusionAdapter.encode_conditions` is given it."""
+    columns: tuple[str, ...]
+    """Where a row may name it, in this order."""
+    frames: Literal["one", "all"]
+    """A picture, or as many frames as the target has."""
+    prompt: str
+    """Field of a prompt, and option of `mm infer`, that names it for sampling."""
+    argument: str
+    """Argument of the pipeline."""
+    frame_of_target: int | None = None
+    """Which frame of the target stands in where a row names none; None: every row names one."""
+    is_trained: bool = True
+    """False: of sampling alone, as the video that v2v begins with."""
+
+    @property
+    def batch_key(self) -> str:
+        """Of its pixels, (B, 3, T, H, W) uint8."""
+        return f"pixels_{self.name}"
+
+
+FIRST_FRAME = MediaRole("first_frame", ("first_frame", "first_image"), "one", "image", "image", frame_of_target=0)
+LAST_FRAME = MediaRole("last_frame", ("last_frame", "last_image"), "one", "last_image", "last_image", -1)
+_SOURCES = ("source", "source_image", "input_image", "edit_image")
+SOURCE_PICTURE = MediaRole("source", _SOURCES, "one", "image", "image")
+MASK_OF_PICTURE = MediaRole("mask", ("mask", "mask_image"), "one", "mask", "mask_image")
+PICTURE_AROUND_MASK = MediaRole("source", _SOURCES, "one", "image", "image", frame_of_target=0)
+SOURCE_VIDEO = MediaRole("source", ("source", "source_video"), "all", "video", "video", is_trained=False)
+CONTROL_VIDEO = MediaRole("control", ("control", "control_video", "src_video", "source"), "all", "control", "video")
+MASK_OF_VIDEO = MediaRole("mask", ("mask", "mask_video", "src_video_mask"), "all", "mask", "mask")

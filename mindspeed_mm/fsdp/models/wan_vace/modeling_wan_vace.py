@@ -1,0 +1,72 @@
+"""Wan2.1 VACE as diffusers has it: Wan with a second row of blocks that reads a control video and a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.fsdp.models.diffusion.adapter import Requirement
+from mindspeed_mm.fsdp.models.diffusion.media_roles import CONTROL_VIDEO, MASK_OF_VIDEO
+from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter
+from mindspeed_mm.fsdp.utils.register import model_register
+
+
+@model_register.register("wan_vace")
+class WanVACEAdapter(WanAdapter):
+    """Wan2.1 VACE 1.3B and 14B, without reference pictures."""
+
+    transformer_class = "WanVACETransformer3DModel"
+    pipelines = {"vace": "WanVACEPipeline"}
+    more_tasks: Mapping[str, tuple[str, ...]] = {}
+    roles = {"vace": (CONTROL_VIDEO, MASK_OF_VIDEO)}
+    draws: frozenset[str] = frozenset()
+    one_by_one = frozenset({"vace"})
+    blocks = ("blocks.{*}", "vace_blocks.{*}")
+    sample_plan = None
+    cut_points = None
+    lora_targets = tuple(
+        f"{rows}.{{*}}.attn{n}.to_{name}"
+        for rows in ("blocks", "vace_blocks")
+        for n in (1, 2)
+        for name in ("q", "k", "v", "out.0")
+    )
+    streams: Mapping[str, str] = {}
+
+    def requirements(self) -> list[Requirement]:
+        """Channels of the VAE: twice for what is kept and what is to be made, and the mask's pixels of a position."""
+        geometry = self.geometry
+        control = 2 * geometry.latent_channels + geometry.spatial_ratio**2
+        return [*super().requirements(), Requirement("vace_in_channels", control, "vae: z_dim and its ratio")]
+
+    @property
+    def _input_channels(self) -> int:
+        return self.geometry.latent_channels
+
+    @torch.no_grad()
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`control_latents` (B, C, T, H, W), by the pipeline's own code: latents of the control video outside and
+        inside the mask, then the mask, folded."""
+        found = []
+        for control, mask in zip(media["control"].split(1), media["mask"].split(1), strict=True):
+            video = model_range(control).to(pipeline.vae.device)
+            white = ((model_range(mask) + 1) / 2).clamp(0, 1).to(pipeline.vae.device)
+            latents = pipeline.prepare_video_latents(video, white, [[]], None, pipeline.vae.device)
+            found.append(torch.cat([latents, pipeline.prepare_masks(white, [[]])], dim=1))
+        return {"control_latents": torch.cat(found).to(pipeline.vae.dtype)}
+
+    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As above."""
+        return {"control_latents": (2 * latent_shape[0] + self.geometry.spatial_ratio**2, *latent_shape[1:])}
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Those of Wan, and the control with its full strength."""
+        inputs = super().inputs(noisy, sigma, batch, guidance)
+        layers = len(self.transformer_config.get("vace_layers", ()))
+        return inputs | {
+            "control_hidden_states": batch["control_latents"].to(noisy.dtype),
+            "control_hidden_states_scale": noisy.new_ones(layers),
+        }
