@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.fsdp.data import build_mm_dataset
+from mindspeed_mm.fsdp.loss.denoising import DenoisingObjective
 from mindspeed_mm.fsdp.models.diffusion.components import load_component, load_encoders, load_pipeline
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.diffusion.live_encoding import LiveEncoder
@@ -209,7 +210,7 @@ def test_the_loss_is_that_of_plain_diffusers(folders: Callable[[str], Path], nam
         pixels = {key.removeprefix("pixels_"): batch[key][row : row + 1] for key in batch if key.startswith("pixels")}
         pixels["target"] = pixels.pop("pixels")
         exact = {key: value.double() / 127.5 - 1 for key, value in pixels.items()}
-        noise, sigma = prepared["_noise"][row : row + 1].double(), prepared["_sigma"][row].double()
+        noise, sigma = prepared["_noise"][row : row + 1].double(), prepared["_time"][row].double()
         given = case.by_hand(pipe, exact)
         error = by_hand_error(pipe, transformer, batch["captions"][row], exact["target"], noise, sigma, given)
         theirs += float(error.square().mean())
