@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -40,12 +40,13 @@ class WanAdapter(DiffusionAdapter):
         "flf2v": "WanImageToVideoPipeline",
         "v2v": "WanVideoToVideoPipeline",
     }
-    more_tasks = {"WanPipeline": ("v2v",), "WanVideoToVideoPipeline": ("t2v",)}
+    more_tasks: ClassVar[Mapping[str, tuple[str, ...]]] = {"WanPipeline": ("v2v",), "WanVideoToVideoPipeline": ("t2v",)}
     roles = {"i2v": (FIRST_FRAME,), "flf2v": (FIRST_FRAME, LAST_FRAME), "v2v": (SOURCE_VIDEO,)}
-    draws = one_by_one = frozenset({"v2v"})
-    blocks = ("blocks.{*}",)
-    sample_plan = SamplePlan(module_inputs={"blocks.0": 1}, module_outputs={"rope": 1})
-    cut_points = CutPoints(
+    draws: ClassVar[frozenset[str]] = frozenset({"v2v"})
+    one_by_one: ClassVar[frozenset[str]] = frozenset({"v2v"})
+    blocks: ClassVar[tuple[str, ...]] = ("blocks.{*}",)
+    sample_plan: ClassVar[SamplePlan | None] = SamplePlan(module_inputs={"blocks.0": 1}, module_outputs={"rope": 1})
+    cut_points: ClassVar[CutPoints | None] = CutPoints(
         layers="blocks",
         behind=("norm_out", "proj_out"),
         behind_parameters=("scale_shift_table",),
@@ -53,7 +54,7 @@ class WanAdapter(DiffusionAdapter):
         carried_outputs=4,
     )
     lora_targets = tuple(f"blocks.{{*}}.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
-    streams = {
+    streams: ClassVar[Mapping[str, str]] = {
         "condition_embedder.text_embedder*": "caption",
         "condition_embedder.image_embedder*": "picture",
         "condition_embedder*": "samples",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,9 +21,9 @@ class WanVACEAdapter(WanAdapter):
 
     transformer_class = "WanVACETransformer3DModel"
     pipelines = {"vace": "WanVACEPipeline"}
-    more_tasks: Mapping[str, tuple[str, ...]] = {}
+    more_tasks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     roles = {"vace": (CONTROL_VIDEO, MASK_OF_VIDEO)}
-    draws: frozenset[str] = frozenset()
+    draws: ClassVar[frozenset[str]] = frozenset()
     one_by_one = frozenset({"vace"})
     blocks = ("blocks.{*}", "vace_blocks.{*}")
     sample_plan = None
@@ -34,7 +34,7 @@ class WanVACEAdapter(WanAdapter):
         for n in (1, 2)
         for name in ("q", "k", "v", "out.0")
     )
-    streams: Mapping[str, str] = {}
+    streams: ClassVar[Mapping[str, str]] = {}
 
     def requirements(self) -> list[Requirement]:
         """Channels of the VAE: twice for what is kept and what is to be made, and the mask's pixels of a position."""
