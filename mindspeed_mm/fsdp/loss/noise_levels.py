@@ -38,7 +38,7 @@ def shift_sigma(sigma: float, shift: float) -> float:
 def loss_weight(name: str, sigma: float) -> float:
     """Weight of a sample's loss by its noise level.
 
-    sigma_sqrt and cosmap: Esser et al. 2024, section 3.1 (as SD3 was trained); bell: exp(−2 (σ − ½)²) − exp(−½), scaled
+    sigma_sqrt and cosmap: Esser et al. 2024, section 3.1; bell: exp(−2 (σ − ½)²) − exp(−½), scaled
     to mean 1, as DiffSynth-Studio weights its video models.
     """
     if name == "sigma_sqrt":
