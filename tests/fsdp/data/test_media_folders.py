@@ -206,18 +206,18 @@ class TestCaptions:
 class TestViews:
     def test_flips_and_cuts(self, tmp_path: Path) -> None:
         captioned(tmp_path / "a.png", "a", height=16, width=32)
-        plain = source(str(tmp_path)).pixels(0)
+        plain = source(str(tmp_path)).pixels(0)["target"]
         assert plain.shape == (1, 3, 1, 16, 16)
-        flipped = source(str(tmp_path), {**SIDES, "flip": True}).pixels(0)
+        flipped = source(str(tmp_path), {**SIDES, "flip": True}).pixels(0)["target"]
         assert torch.equal(flipped[0], plain[0])
         assert torch.equal(flipped[1], plain[0].flip(-1))
-        cuts = source(str(tmp_path), {**SIDES, "crop": "random", "variants": 6}).pixels(0)
+        cuts = source(str(tmp_path), {**SIDES, "crop": "random", "variants": 6}).pixels(0)["target"]
         assert len({cut.numpy().tobytes() for cut in cuts}) == 6
 
     def test_an_epoch_draws_one(self, tmp_path: Path) -> None:
         captioned(tmp_path / "a.png", "a", height=16, width=32)
         found = source(str(tmp_path), {**SIDES, "crop": "random", "flip": True})
-        views = [view.numpy().tobytes() for view in found.pixels(0)]
+        views = [view.numpy().tobytes() for view in found.pixels(0)["target"]]
         drawn = [views.index(found.item(0, epoch)["pixels"].numpy().tobytes()) for epoch in range(40)]
         assert set(drawn) == {0, 1, 2, 3}
 
