@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, module: Any, *words: str) -> int:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_entries_stand_at_the_root_too(name: str) -> None:
     assert f"from mindspeed_mm.{name} import main" in (ROOT / f"{name}.py").read_text(encoding="utf-8")
-    assert len((PACKAGE / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 60
+    assert len((PACKAGE / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 80
     assert callable(import_module(f"mindspeed_mm.{name}").main)
 
 
