@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.params.cards import ModelCard, families
 from mindspeed_mm.fsdp.utils.register import model_register
 from mindspeed_mm.tasks.models import catalogue, routes
 from tests.checkpoint.megatron.test_family_round_trips import NAMES as CONVERTED
-from tests.fsdp.models.test_packed_rows import FAMILIES as PACKED
+from tests.families.test_released_packed import PACKED
 from tests.fsdp.train import (
     test_plan_matrix_generators,
     test_plan_matrix_omni,
@@ -61,14 +61,10 @@ def test_what_a_card_says_is_proven_has_its_test() -> None:
             assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
-def test_what_is_proven_of_a_class_stands_in_its_card() -> None:
-    """A family whose class has a case of its own name claims it."""
-    for name, family in PACKED.items():
-        card = BY_CLASS.get(f"transformers.{family.model}")
-        if card is not None and name == card.name:
-            assert card.proven.get("packed") == name
+def test_what_is_proven_of_a_released_folder_stands_in_its_card() -> None:
     for name in RELEASED:
-        proofs = ("train", "lora", "data", "infer", "evaluate") if name in ANSWERING else ("train", "lora")
+        proofs = ["train", "lora"] + (["data", "infer", "evaluate"] if name in ANSWERING else [])
+        proofs += ["packed"] if name in PACKED else []
         assert all(BY_NAME[name].proven[proof] == name for proof in proofs), name
 
 
@@ -204,7 +200,7 @@ def test_a_wish_without_a_known_word_lists_what_there_is() -> None:
 
 def test_the_commands_print() -> None:
     assert "Qwen3-VL, dense" in mm("models").out
-    assert "test_packed_rows.py" in mm("models", "qwen3vl").out
+    assert "test_released_packed.py" in mm("models", "qwen3vl").out
     assert [each["name"] for each in json.loads(mm("models", "qwen3vl", "--json").out)] == ["qwen3vl"]
     assert "mm extract run.yaml" in mm("route", "make", "videos").out
 

@@ -37,8 +37,8 @@ PROOFS = {
         "tests/families/test_released_data.py::test_rows_are_what_the_processor_makes_of_them",
     ),
     "packed": Proof(
-        "packed rows give the loss and gradients of single ones, in fp64",
-        "tests/fsdp/models/test_packed_rows.py::test_packed_equals_one_by_one",
+        "a step on packed rows equals the step on each row alone, in fp64",
+        "tests/families/test_released_packed.py::test_packed_rows_are_trained_as_each_by_itself",
     ),
     "plans": Proof(
         "every parallel plan equals one process, in fp64",
