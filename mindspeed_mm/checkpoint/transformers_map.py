@@ -88,7 +88,10 @@ def loading_steps(
 
     def renamed(key: str) -> str:
         target, pattern = rename(key)
-        return target if pattern is None else rename_source_key(key, renamings, [])[0]
+        if pattern is None:
+            return target
+        name, prefix = rename_source_key(key, renamings, [])[0], f"{model.base_model_prefix}."
+        return name if target.startswith(prefix) else name.removeprefix(prefix)
 
     steps = _steps(model, tensors, rename, converters)
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
