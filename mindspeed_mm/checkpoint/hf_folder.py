@@ -14,7 +14,7 @@ import torch
 from mindspeed_mm.checkpoint.conversion.files import SafetensorsFile
 from mindspeed_mm.checkpoint.dequantized import sections_of, without_quantization
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
-from mindspeed_mm.checkpoint.safetensors_folder import find_entries
+from mindspeed_mm.checkpoint.safetensors_folder import find_entries, holds_safetensors
 from mindspeed_mm.checkpoint.safetensors_writing import write_safetensors
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
@@ -45,9 +45,9 @@ class DtypeRule:
         """What the source folder's weights and configuration say, or `dtype` for everything."""
         if dtype is not None:
             return cls({}, dtype)
-        has_weights = any(source.glob("*.safetensors"))
-        of_key = {key: entry.dtype for key, entry in find_entries(source).items()} if has_weights else {}
-        whole = {key: found for key, found in of_key.items() if found.itemsize > 1}  # codes are written as numbers
+        entries = find_entries(source) if holds_safetensors(source) else {}
+        # Codes of one byte are written as the numbers that they stand for.
+        whole = {key: entry.dtype for key, entry in entries.items() if entry.dtype.itemsize > 1}
         return cls(whole, config_dtype(source))
 
     def __call__(self, key: str, dtype: torch.dtype) -> torch.dtype:

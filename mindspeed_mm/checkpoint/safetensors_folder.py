@@ -16,6 +16,7 @@ from mindspeed_mm.checkpoint.safetensors_header import TensorEntry, read_header
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, Problem
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.model_kinds import expert_folders
 
 _STEMS = ("model", "diffusion_pytorch_model")
 """What transformers and diffusers call a model's weights, alone or as the stem of shards and index."""
@@ -24,7 +25,8 @@ _SHARD = re.compile(r"^(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors$")
 
 
 def find_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder by key, from the files' own headers.
+    """Every tensor of the folder by key, from the files' own headers. Of a generator with two transformers the keys of
+    both, behind the names of their folders.
 
     Raises:
         ModelFolderError: There are no safetensors, a file is damaged or a link out of the folder, or index and shards
@@ -32,6 +34,8 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
     """
     if folder.is_dir():
         check_links(folder)
+    if parts := expert_folders(folder):
+        return {f"{part.name}.{key}": entry for part in parts for key, entry in find_entries(part).items()}
     index = _find_index(folder)
     if index is None:
         return read_header(_single_file(folder))
@@ -41,6 +45,11 @@ def find_entries(folder: Path) -> dict[str, TensorEntry]:
     if problems:
         raise ModelFolderError(f"{folder}: index and shards disagree", problems=problems)
     return {key: headers[name][key] for key, name in weight_map.items()}
+
+
+def holds_safetensors(folder: Path) -> bool:
+    """Whether there are weights in a folder, or in those of its two transformers."""
+    return all(any(part.glob("*.safetensors")) for part in expert_folders(folder) or [folder])
 
 
 def check_same_tensors(made: Mapping[str, LazyTensor], source: Path, folder: Path) -> None:
@@ -82,6 +91,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ModelFolderError: There are no safetensors, or a shard that the index names is missing.
     """
+    if parts := expert_folders(folder):
+        return [file for part in parts for file in weight_files(part)]
     index = _find_index(folder)
     if index is None:
         return [_single_file(folder)]

@@ -61,6 +61,15 @@ GENERATOR = ModelKind(
 """Models that draw pictures and clips."""
 KINDS = (LANGUAGE, GENERATOR)
 
+EXPERT_PARTS = ("transformer", "transformer_2")
+"""The folders of a generator's two transformers, of much noise and of little, where it has two."""
+
+
+def expert_folders(folder: Path) -> list[Path]:
+    """Both folders of a generator with two transformers; none of any other folder."""
+    parts = [folder / name for name in EXPERT_PARTS]
+    return parts if all(part.is_dir() for part in parts) else []
+
 
 def kind_of_folder(folder: str | Path | None) -> ModelKind:
     """The kind of model that a folder holds, by its files."""

@@ -11,7 +11,7 @@ from mindspeed_mm.checkpoint.recognise import recognise
 from mindspeed_mm.core.artifacts import RunFolder, sha256_file
 from mindspeed_mm.core.errors import CheckpointError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import remove_written
-from mindspeed_mm.core.model_kinds import kind_of_folder
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS, expert_folders, kind_of_folder
 from mindspeed_mm.fsdp.checkpoint.committed import open_checkpoint
 from mindspeed_mm.fsdp.checkpoint.dcp_tensors import Weights
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_WEIGHTS, AdapterFile
@@ -82,9 +82,9 @@ def resolve_model(path: Path, weights: Weights | None = None) -> ModelSource:
     exported = _exported(path, run, weights, whole=not part)
     if not part:
         return ModelSource(exported, run)
-    if (exported / DIFFUSERS_WEIGHTS).is_file():
+    if any((exported / part / DIFFUSERS_WEIGHTS).is_file() for part in ("", *EXPERT_PARTS)):
         return ModelSource(base, run, lora=exported)
-    return ModelSource(base, run, transformer=exported / part)
+    return ModelSource(base, run, transformer=exported if expert_folders(exported) else exported / part)
 
 
 def _with_configuration(folder: Path) -> Path:

@@ -92,7 +92,8 @@ class Probed:
         self.decoded = torch.empty(0)
         """What the VAE was given to decode."""
         scheduler, decode = pipeline.scheduler, pipeline.vae.decode
-        handle = pipeline.transformer.register_forward_pre_hook(self._watch, with_kwargs=True)
+        parts = [part for name, part in pipeline.components.items() if part and name.startswith("transformer")]
+        handles = [part.register_forward_pre_hook(self._watch, with_kwargs=True) for part in parts]
         pipeline.scheduler = step = OneStep(scheduler, time, result)
 
         def watched(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +105,8 @@ class Probed:
             with torch.no_grad():
                 pipeline(**arguments)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             pipeline.scheduler, pipeline.vae.decode = scheduler, decode
         self.said, self.mu = step.said, step.mu
 

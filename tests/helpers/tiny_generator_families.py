@@ -275,6 +275,15 @@ def _z_image(folder: Path) -> None:
 # --- text to video ----------------------------------------------------------------------------------------------------
 
 
+def _wan2_2(folder: Path) -> None:
+    from diffusers import WanPipeline, WanTransformer3DModel
+
+    make_tiny_wan(folder)
+    whole = WanPipeline.from_pretrained(folder, local_files_only=True)
+    second = seeded(lambda: WanTransformer3DModel.from_config(whole.transformer.config), 9)
+    WanPipeline(**{**whole.components, "transformer_2": second}, boundary_ratio=0.75).save_pretrained(folder)
+
+
 def _cogvideox(folder: Path, **changes: Any) -> None:
     from diffusers import (
         AutoencoderKLCogVideoX,
@@ -440,6 +449,7 @@ FAMILIES: dict[str, TinyFamily] = {
     "flux2": TinyFamily(_flux2),
     "z_image": TinyFamily(_z_image, guidance=0.0),
     "wan": TinyFamily(make_tiny_wan, frames=5),
+    "wan2_2": TinyFamily(_wan2_2, frames=5),
     "cogvideox": TinyFamily(_cogvideox, side=32, frames=5),
     "cogvideox_1_5": TinyFamily(lambda folder: _cogvideox(folder, patch_size_t=2, patch_bias=False), 32, frames=9),
     "hunyuan_video": TinyFamily(_hunyuan_video, frames=5, guidance=3.5),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -25,7 +27,13 @@ from mindspeed_mm.fsdp.models.lora.files import (
     file_key,
     peft_settings,
 )
-from mindspeed_mm.fsdp.models.lora.names import INITIAL, adapter_weight, initial_weights
+from mindspeed_mm.fsdp.models.lora.names import (
+    INITIAL,
+    LoraReport,
+    adapter_weight,
+    initial_weights,
+    split_adapter_weight,
+)
 from mindspeed_mm.fsdp.models.structure.share import whole_of
 from mindspeed_mm.fsdp.utils.ranks import Ranks
 
@@ -81,15 +89,33 @@ def write_adapters(
     rule = DtypeRule({}, dtype)
     tensors = of_untouched_base(tensors)
     if facts_of(model).kind.library == "diffusers":
-        made = {file_key(name, DIFFUSERS_PREFIX): tensor for name, tensor in tensors.items()}
-        stem, metadata = DIFFUSERS_WEIGHTS.removesuffix(".safetensors"), diffusers_metadata(lora)
-        write_weights(made, draft, rule, inf, ranks, stem=stem, metadata=metadata)
+        stem = DIFFUSERS_WEIGHTS.removesuffix(".safetensors")
+        for folder, own, report in _of_transformers(model, tensors, lora):
+            made = {file_key(name, DIFFUSERS_PREFIX): tensor for name, tensor in own.items()}
+            ranks.first("making the folder", partial((draft / folder).mkdir, exist_ok=True))
+            write_weights(made, draft / folder, rule, inf, ranks, stem=stem, metadata=diffusers_metadata(report))
         return
     made = {file_key(name, PEFT_PREFIX): tensor for name, tensor in _with_aliases(model, tensors).items()}
     write_weights(made, draft, rule, inf, ranks, stem=PEFT_WEIGHTS.removesuffix(".safetensors"))
     settings = peft_settings(lora, str(base), _task_type(model))
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     ranks.first("writing the settings", lambda: (draft / PEFT_CONFIG).write_text(text, encoding="utf-8"))
+
+
+def _of_transformers(
+    model: nn.Module, tensors: Mapping[str, LazyTensor], lora: LoraReport
+) -> Iterator[tuple[str, Mapping[str, LazyTensor], LoraReport]]:
+    """What is written of a generator's adapters: all of it, or, of two transformers, each by itself in a folder of its
+    name, as `load_lora_weights` of pipelines takes them."""
+    adapter = facts_of(model).adapter
+    assert adapter is not None
+    if len(adapter.transformers) == 1:
+        yield "", tensors, lora
+        return
+    for part in adapter.transformers:
+        own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+        layers = {found[0] for found in map(split_adapter_weight, own) if found is not None}
+        yield part, own, replace(lora, peft_targets=tuple(sorted(layers)))
 
 
 def of_untouched_base(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -16,7 +16,7 @@ from mindspeed_mm.checkpoint.hf_folder import DtypeRule, config_dtype
 from mindspeed_mm.checkpoint.lazy_tensor import LazyTensor
 from mindspeed_mm.checkpoint.megatron.folder import step_files
 from mindspeed_mm.checkpoint.recognise import is_megatron_folder, recognise
-from mindspeed_mm.checkpoint.safetensors_folder import weight_files
+from mindspeed_mm.checkpoint.safetensors_folder import holds_safetensors, weight_files
 from mindspeed_mm.checkpoint.stored_weights import open_stored
 from mindspeed_mm.core.errors import Problem, told_as
 from mindspeed_mm.fsdp.models.diffusion.transformer import transformer_weights
@@ -66,7 +66,7 @@ def base_weights_mark(folder: Path) -> str:
 
 def has_weights(folder: Path) -> bool:
     """Whether a model folder holds any, and not its configuration alone."""
-    return any(folder.glob("*.safetensors")) or is_megatron_folder(folder)
+    return holds_safetensors(folder) or is_megatron_folder(folder)
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
 from mindspeed_mm.core.folder_writing import copy_plain
 from mindspeed_mm.core.json_file import read_json_object
-from mindspeed_mm.core.model_kinds import GENERATOR_INDEX
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
 from mindspeed_mm.fsdp.checkpoint.hf import hub_tensors, live_tensors
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.facts import facts_of
@@ -24,7 +26,6 @@ from mindspeed_mm.fsdp.utils.ranks import Ranks
 
 STEM = "diffusion_pytorch_model"
 """Stem of the file names that diffusers looks for."""
-TRANSFORMER = "transformer"
 
 
 def save_transformer(
@@ -48,7 +49,7 @@ def save_transformer(
     assert adapter is not None, "the model is not a generator"
     ranks = ranks or Ranks()
     made = hub_tensors(model, live_tensors(model))
-    rule = ranks.first("reading the source", lambda: DtypeRule.of_source(adapter.transformer_folder, dtype))
+    rule = ranks.first("reading the source", lambda: DtypeRule.of_source(adapter.weights_folder, dtype))
     with drafted_folder(folder, ranks, overwrite=overwrite) as draft:
         write_transformer(adapter, made, draft, rule, ranks=ranks)
 
@@ -61,7 +62,8 @@ def write_transformer(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     ranks: Ranks | None = None,
 ) -> None:
-    """Write `transformer/` into a folder that exists: the configuration with the run's changes, and the weights.
+    """Write `transformer/`, or both transformers, into a folder that exists: the configuration with the run's changes,
+    and the weights.
 
     Args:
         adapter: Of the run.
@@ -72,9 +74,20 @@ def write_transformer(
         ranks: Given when reading is a collective.
     """
     ranks = ranks or Ranks()
-    folder = draft / TRANSFORMER
-    ranks.first("writing the configuration", lambda: _write_config(adapter, folder))
-    write_weights(tensors, folder, rule, max_shard_bytes, ranks, stem=STEM)
+    for name in adapter.transformers:
+        config, folder = adapter.config_of(name), draft / name
+        ranks.first("writing the configuration", partial(_write_config, config, folder))
+        own, own_rule = (tensors, rule) if len(adapter.transformers) == 1 else _of_part(tensors, rule, f"{name}.")
+        write_weights(own, folder, own_rule, max_shard_bytes, ranks, stem=STEM)
+
+
+def _of_part(
+    tensors: Mapping[str, LazyTensor], rule: DtypeRule, prefix: str
+) -> tuple[dict[str, LazyTensor], DtypeRule]:
+    """What belongs to one of two transformers, under its own keys."""
+    own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    dtypes = {key.removeprefix(prefix): dtype for key, dtype in rule.of_key.items() if key.startswith(prefix)}
+    return own, DtypeRule(dtypes, rule.default)
 
 
 def copy_components(source: Path, draft: Path) -> list[str]:
@@ -101,7 +114,7 @@ def copy_components(source: Path, draft: Path) -> list[str]:
 
 
 def component_folders(source: Path) -> Iterator[Path]:
-    """The components that `model_index.json` lists and a pipeline needs beside its transformer.
+    """The components that `model_index.json` lists and a pipeline needs beside its transformers.
 
     Raises:
         ModelFolderError: One of them is not there.
@@ -109,7 +122,7 @@ def component_folders(source: Path) -> Iterator[Path]:
     index = read_json_object(source / GENERATOR_INDEX, ModelFolderError)
     for name, entry in index.items():
         is_present = isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
-        if not is_present or name == TRANSFORMER:
+        if not is_present or name in EXPERT_PARTS:
             continue
         if not (source / name).is_dir():
             raise ModelFolderError(
@@ -125,7 +138,7 @@ def components_bytes(source: Path) -> int:
     return sum(path.stat().st_size for folder in component_folders(source) for path in folder.rglob("*"))
 
 
-def _write_config(adapter: DiffusionAdapter, folder: Path) -> None:
+def _write_config(config: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir()
-    text = json.dumps(adapter.transformer_config, indent=2, sort_keys=True) + "\n"
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ from mindspeed_mm.checkpoint.safetensors_header import read_header
 from mindspeed_mm.core.errors import ModelFolderError
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class, load_encoders
+from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.loading.folder import check_all_loaded
 from mindspeed_mm.fsdp.models.lora.files import DIFFUSERS_PREFIX, DIFFUSERS_WEIGHTS
 from mindspeed_mm.fsdp.sampling.sampler import DiffusionSampler
@@ -31,11 +32,27 @@ def load_sampler(adapter: DiffusionAdapter, source: ModelSource, device: torch.d
     Raises:
         ModelFolderError: Weights are missing, left over or of another model.
     """
-    transformer = load_transformer(adapter, source.transformer or adapter.transformer_folder)
+    transformer = load_transformers(adapter, source.transformer or adapter.weights_folder)
     sampler = DiffusionSampler(adapter, transformer.to(device), load_encoders(adapter, device))
     if source.lora is not None:
         load_lora(sampler.pipeline, source.lora)
     return sampler
+
+
+def load_transformers(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
+    """What is trained of a generator: its transformer, or its two as one module.
+
+    Args:
+        adapter: Of the model.
+        folder: Of the one transformer, or with the folders of the two.
+
+    Raises:
+        ModelFolderError: As `load_transformer`.
+    """
+    if len(adapter.transformers) == 1:
+        return load_transformer(adapter, folder)
+    parts = [load_transformer(adapter, folder / name) for name in adapter.transformers]
+    return ExpertPair(*parts, boundary=adapter.boundary_time)
 
 
 def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
@@ -71,6 +88,14 @@ def load_lora(pipeline: Any, folder: Path) -> None:
     Raises:
         ModelFolderError: There are none, or they do not belong to this model.
     """
+    if isinstance(pipeline.transformer, ExpertPair):
+        for part, transformer in pipeline.transformer.named_children():
+            _load_lora(pipeline, transformer, folder / part)
+    else:
+        _load_lora(pipeline, pipeline.transformer, folder)
+
+
+def _load_lora(pipeline: Any, transformer: Any, folder: Path) -> None:
     path = folder / DIFFUSERS_WEIGHTS
     if not path.is_file():
         raise ModelFolderError(
@@ -79,14 +104,14 @@ def load_lora(pipeline: Any, folder: Path) -> None:
             key="--lora",
             way_out="Export a run that trained adapters.",
         )
-    _check_layers(pipeline.transformer, path)
+    _check_layers(transformer, path)
     try:
         with quiet("diffusers"):
             files = {"weight_name": DIFFUSERS_WEIGHTS, "local_files_only": True}
-            if hasattr(pipeline, "load_lora_weights"):
+            if transformer is pipeline.transformer and hasattr(pipeline, "load_lora_weights"):
                 pipeline.load_lora_weights(str(folder), **files)
-            else:  # some pipelines have no such door, their transformers do
-                pipeline.transformer.load_lora_adapter(str(folder), prefix="transformer", **files)
+            else:  # some pipelines have no such door, and none for one of two; their transformers do
+                transformer.load_lora_adapter(str(folder), prefix="transformer", **files)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelFolderError(
             f"the adapters do not belong to this model: {_first_line(error)}", where=str(path), key="--lora"

@@ -174,13 +174,20 @@ def test_geometry_and_shift_of_released_models(tmp_path: Path, content: Any, shi
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("transformer_2", ["diffusers", "WanTransformer3DModel"]), ("expand_timesteps", True)]
+    ("key", "value", "named"),
+    [
+        ("transformer_2", ["diffusers", "WanTransformer3DModel"], "boundary_ratio"),
+        ("boundary_ratio", 0.875, "transformer_2"),
+        ("expand_timesteps", True, "expand_timesteps"),
+    ],
 )
-def test_pipelines_of_wan_2_2_are_refused(copied_generator: Callable[[str], Path], key: str, value: Any) -> None:
+def test_halves_of_wan_2_2_are_refused(
+    copied_generator: Callable[[str], Path], key: str, value: Any, named: str
+) -> None:
     folder = copied_generator("t2v")
     index = folder / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {key: value}))
-    with pytest.raises(ModelFolderError, match=rf"{key}.*Wan2\.2"):
+    with pytest.raises(ModelFolderError, match=rf"{named}.*Wan2\.2"):
         find_adapter(folder)
 
 

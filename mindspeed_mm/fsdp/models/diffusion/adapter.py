@@ -168,13 +168,32 @@ class DiffusionAdapter(ABC):
 
     @property
     def transformer_folder(self) -> Path:
-        """Where the transformer's weights and configuration are."""
+        """Where the transformer's configuration is; of two the first one's."""
         return self.folder / "transformer"
+
+    @property
+    def transformers(self) -> tuple[str, ...]:
+        """The components that are trained: one transformer, or the two of `EXPERT_PARTS`."""
+        return ("transformer",)
+
+    @property
+    def boundary_time(self) -> float:
+        """Of two transformers, the time (0..1000) from which on the first one denoises."""
+        raise NotImplementedError
+
+    @property
+    def weights_folder(self) -> Path:
+        """Where the weights of what is trained are."""
+        return self.transformer_folder if len(self.transformers) == 1 else self.folder
 
     @cached_property
     def transformer_config(self) -> dict[str, Any]:
         """The transformer's configuration with the YAML's changes."""
-        return {**self.component_config("transformer"), **self._changes}
+        return self.config_of("transformer")
+
+    def config_of(self, name: str) -> dict[str, Any]:
+        """The configuration of one of `transformers`, with the YAML's changes."""
+        return {**self.component_config(name), **self._changes}
 
     @property
     def text_tokens(self) -> int:

@@ -69,7 +69,8 @@ def load_encoders(adapter: DiffusionAdapter, device: torch.device, dtype: torch.
 def load_pipeline(adapter: DiffusionAdapter, transformer: nn.Module, encoders: Any) -> Any:
     """The whole pipeline: a live transformer with the components that `load_encoders` loaded, which are shared."""
     scheduler = type(encoders.scheduler).from_config(encoders.scheduler.config)  # it counts steps: not to be shared
-    return _pipeline(adapter, encoders.components | {"transformer": transformer, "scheduler": scheduler})
+    trained = dict.fromkeys(adapter.transformers, transformer)  # two are one module, which knows whose turn it is
+    return _pipeline(adapter, encoders.components | trained | {"scheduler": scheduler})
 
 
 def encoder_files(adapter: DiffusionAdapter, absent: Collection[str] = ()) -> dict[str, list[Path]]:

@@ -12,11 +12,12 @@ from torch import nn
 
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.folder_links import check_links
-from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, kind_of_folder
+from mindspeed_mm.core.model_kinds import GENERATOR, LANGUAGE, ModelKind, expert_folders, kind_of_folder
 from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.models.behaviour.attention import set_attention_backend
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.components import diffusers_class
+from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.loading.folder import read_config, require_folder
@@ -64,7 +65,8 @@ def build_transformer(
     _check_config(adapter, model_class, changes)
     try:
         with parameters_on_meta(), quiet("diffusers"):
-            model = model_class.from_config(dict(adapter.transformer_config))
+            parts = [model_class.from_config(adapter.config_of(name)) for name in adapter.transformers]
+            model = parts[0] if len(parts) == 1 else ExpertPair(*parts, boundary=adapter.boundary_time)
     except (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError) as error:
         raise ModelFolderError(
             f"diffusers cannot build the transformer: {' '.join(str(error).split())}",
@@ -83,7 +85,12 @@ def weights_folder(model: nn.Module, folder: Path) -> Path:
 
 
 def transformer_weights(folder: Path) -> Path:
-    """Where a transformer's weights lie: `transformer/` of a folder in diffusers' layout, else the folder itself."""
+    """Where a transformer's weights lie: `transformer/` of a folder in diffusers' layout, else the folder itself, also
+    where it holds two transformers."""
+    if parts := expert_folders(folder):
+        for part in parts:
+            check_links(part)
+        return folder
     weights = folder / kind_of_folder(folder).trained_part
     if weights.is_dir():
         check_links(weights)

@@ -1,5 +1,5 @@
-"""Wan2.1 (text to video, image to video) as diffusers has it: latents with a time axis, text without a mask, time in
-0..1000."""
+"""Wan2.1 and Wan2.2 A14B (text to video, image to video) as diffusers has them: latents with a time axis, text without
+a mask, time in 0..1000."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.errors import ConfigError, ModelFolderError
 from mindspeed_mm.core.media_geometry import MediaGeometry
+from mindspeed_mm.core.model_kinds import EXPERT_PARTS, GENERATOR_INDEX
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
@@ -29,9 +30,10 @@ _PIPELINE_STEP = 16
 """The pipelines refuse other heights and widths than its multiples."""
 
 
+@model_register.register("wan2_2")
 @model_register.register("wan2_1")
 class WanAdapter(DiffusionAdapter):
-    """Wan2.1 1.3B and 14B."""
+    """Wan2.1 1.3B and 14B; Wan2.2 A14B, whose two transformers share the noise levels between them."""
 
     transformer_class = "WanTransformer3DModel"
     pipelines = {
@@ -107,9 +109,32 @@ class WanAdapter(DiffusionAdapter):
             Requirement("image_dim", image_width, "image_encoder"),
         ]
 
+    @property
+    def transformers(self) -> tuple[str, ...]:
+        """Wan2.2 A14B has two."""
+        return EXPERT_PARTS if self.has_component("transformer_2") else super().transformers
+
+    @property
+    def boundary_time(self) -> float:
+        """`boundary_ratio` of the pipeline, as the pipelines apply it."""
+        return 1000.0 * float(self.index["boundary_ratio"])
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        if (self.folder / GENERATOR_INDEX).is_file() and len(self.transformers) == 2:
+            vars(self).update(self._of_two())
+
+    def _of_two(self) -> dict[str, Any]:
+        """What is said of one transformer, for two: patterns of both. They take rows apart, so that neither samples nor
+        layers are spread over ranks; nobody knows how many samples each will have."""
+        patterns = {
+            name: tuple(f"{part}.{pattern}" for part in self.transformers for pattern in getattr(type(self), name))
+            for name in ("blocks", "lora_targets")
+        }
+        return {**patterns, "streams": {}, "sample_plan": None, "cut_points": None}
+
     def check(self) -> None:
-        """Also refuses Wan2.2's folders: of two transformers, or of one of them, which learns the timesteps on its side
-        of a boundary; and of one that takes a timestep for each token."""
+        """Also refuses half of a pair, a pair without its boundary, and one that takes a timestep for each token."""
         super().check()
         if self.task == "i2v" and self._tells_frames_apart:
             raise ConfigError(
@@ -118,14 +143,24 @@ class WanAdapter(DiffusionAdapter):
                 key="model.task",
                 way_out="Set model.task: flf2v.",
             )
-        for key in ("transformer_2", "boundary_ratio", "expand_timesteps"):
-            if self.index.get(key) not in (None, False, [None, None]):
-                raise ModelFolderError(
-                    "is set: this is a Wan2.2 pipeline, and 'wan2_1' trains Wan2.1",
-                    where=str(self.folder / "model_index.json"),
-                    key=key,
-                    way_out="Name a folder of Wan2.1.",
-                )
+        where = str(self.folder / "model_index.json")
+        is_pair, has_boundary = len(self.transformers) == 2, self.index.get("boundary_ratio") is not None
+        if is_pair != has_boundary:
+            raise ModelFolderError(
+                "Wan2.2 A14B has two transformers and the boundary between them: one of these is missing",
+                where=where,
+                key="boundary_ratio" if is_pair else "transformer_2",
+                way_out="Copy the model folder again.",
+            )
+        if is_pair and not self.has_component("transformer"):
+            raise ModelFolderError("the transformer of much noise is missing", where=where, key="transformer")
+        if self.index.get("expand_timesteps"):
+            raise ModelFolderError(
+                "is set: this is Wan2.2 5B, which takes a timestep for each token",
+                where=where,
+                key="expand_timesteps",
+                way_out="Name a folder of Wan2.1 or of Wan2.2 A14B.",
+            )
 
     # --- encoding ---------------------------------------------------------------------------------------------------
 
