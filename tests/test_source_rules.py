@@ -442,7 +442,7 @@ def families_named(source: str) -> list[str]:
 
 def test_the_engine_names_no_model_family() -> None:
     assert {"flux", "wan", "qwen3vl"} <= set(FAMILIES)
-    assert families_named("the Wan transformer") == ["wan"]
+    assert families_named("the Wan transformer") == ["wan", "wan_vace"]
     assert families_named("what is wanted") == []
     files = [path for folder in ENGINE for path in sorted((PACKAGE / "fsdp" / folder).rglob("*.py"))]
     for named_after_families in (WAYS_TO_ROUND, KINDS_OF_LAYERS):

@@ -52,7 +52,7 @@ def load_transformers(adapter: DiffusionAdapter, folder: Path) -> nn.Module:
     if len(adapter.transformers) == 1:
         return load_transformer(adapter, folder)
     parts = [load_transformer(adapter, folder / name) for name in adapter.transformers]
-    return ExpertPair(*parts, boundary=adapter.boundary_time)
+    return ExpertPair(parts[0], parts[1], adapter.boundary_time)
 
 
 def load_transformer(adapter: DiffusionAdapter, folder: Path) -> nn.Module:

@@ -66,7 +66,7 @@ def build_transformer(
     try:
         with parameters_on_meta(), quiet("diffusers"):
             parts = [model_class.from_config(adapter.config_of(name)) for name in adapter.transformers]
-            model = parts[0] if len(parts) == 1 else ExpertPair(*parts, boundary=adapter.boundary_time)
+            model = parts[0] if len(parts) == 1 else ExpertPair(parts[0], parts[1], adapter.boundary_time)
     except (TypeError, ValueError, ArithmeticError, RuntimeError, IndexError) as error:
         raise ModelFolderError(
             f"diffusers cannot build the transformer: {' '.join(str(error).split())}",
