@@ -50,6 +50,14 @@ def warm_up(reading: Reading) -> None:
                 draft.problem(f"{value} is more than all {steps} steps", place, "Lower it.")
                 return
             value, place = value / steps, derived(f"{place} {value} / {steps} steps")
+        elif name == "lr_warmup_fraction" and reading.has("lr_decay_iters") and isinstance(steps, int) and steps > 0:
+            # Of the decay's steps, as in Megatron's training.py.
+            decay_steps = reading.value("lr_decay_iters")
+            whole = f"{place} {value} of {reading.place('lr_decay_iters')} {decay_steps} / {steps} steps"
+            value, place = value * decay_steps / steps, derived(whole)
+            if value > 1:
+                draft.problem(f"{value:.3g} of all {steps} steps warm up", str(place), "Lower it.")
+                return
         draft.put("training.lr_warmup_ratio", value, place)
 
 
@@ -69,11 +77,14 @@ def decay(reading: Reading) -> None:
     for flag in ("lr_wsd_decay_iters", "lr_decay_iters"):
         if not reading.has(flag) or not isinstance(steps, int):
             continue
-        if flag != last:
-            draft.note(f"--{flag.replace('_', '-')} has no effect with --lr-decay-style {value}.")
-        else:
-            share = min(1.0, reading.value(flag) / steps)
+        if flag == last:
+            share = reading.value(flag) / steps
             draft.put("training.lr_decay_ratio", share, derived(f"{reading.place(flag)} / {steps} steps"))
+        elif flag == "lr_wsd_decay_iters":
+            draft.note(f"--lr-wsd-decay-iters has no effect with --lr-decay-style {value}.")
+        elif reading.value(flag) != steps:
+            what = f"{reading.value(flag)}, but WSD anneals up to the last of all {steps} steps"
+            draft.problem(what, reading.place(flag), "Leave it out, and set --lr-wsd-decay-iters.")
 
 
 def optimizer(reading: Reading) -> None:

@@ -195,6 +195,9 @@ def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
     for part, default in ((_TOWER, True), (_PROJECTOR, False), (_AUDIO, True), (_DECODER, False)):
         if find(root, part) is not None:
             given = value_at_key(root, f"{part}.freeze")
+            if given is not None and not isinstance(given, bool):
+                what = f"freeze is {given!r}, neither true nor false"
+                reading.draft.problem(what, place_at(root, f"{part}.freeze"), "Write true or false, without quotes.")
             frozen[part] = given if given is not None else default and with_defaults
     if not any(frozen.values()):
         return

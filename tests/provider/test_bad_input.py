@@ -55,6 +55,20 @@ def test_a_batch_that_does_not_divide_names_the_nearest() -> None:
     assert problems(f"{NEEDED} --global-batch-size 3")[0].endswith("Nearest: 8.")
 
 
+def test_steps_of_a_schedule_that_contradict() -> None:
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-iters 10 --lr-decay-iters 7"
+    assert problems(f"{NEEDED} {wsd}")[0].startswith("--lr-decay-iters  7, but WSD anneals up to the last of all ")
+
+
+def test_a_freeze_that_is_a_word() -> None:
+    for word in ("false", "yes", 1):
+        write_model({**MODEL, "text_decoder": {**MODEL.get("text_decoder", {}), "freeze": word}})
+        found = problems(f"{NEEDED} --mm-model model.json --mm-data data.json")
+        (told,) = [line for line in found if "freeze" in line]
+        assert told.endswith(f"freeze is {word!r}, neither true nor false. Write true or false, without quotes.")
+        assert told.startswith("model.json:")
+
+
 def test_too_few_ranks() -> None:
     sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 8"
     assert problems(f"{NEEDED} {sizes}") == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, UsageError
+from mindspeed_mm.fsdp.optimizer.schedules import Schedule
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
 from mindspeed_mm.provider.flags import FLAGS, LaunchFlag, by_dest
 from mindspeed_mm.provider.parse import fill_absent, parse
@@ -229,6 +231,24 @@ def test_a_flag_of_the_loop_is_in_the_namespace(flag: LaunchFlag) -> None:
     namespace = parse(words_of(more=[flag.spellings[0]]), {})
     assert getattr(namespace, flag.dest) is True
     assert translate(namespace).arguments == translate(parse(words_of(), {})).arguments
+
+
+@pytest.mark.parametrize(
+    ("style", "decay_steps", "fraction"), [("cosine", 400, 0.1), ("linear", 2000, 0.0), ("cosine", 100, 0.1)]
+)
+def test_the_learning_rate_is_megatron_s_formula(style: str, decay_steps: int, fraction: float) -> None:
+    """`OptimizerParamScheduler.get_lr` of Megatron-Core, whose warm-up begins a step later. Compared behind it."""
+    more = f"--lr 1e-3 --min-lr 1e-5 --train-iters 200 --lr-decay-style {style} --lr-decay-iters {decay_steps}"
+    words = [*words_of(without="training.train_iters", more=more.split()), "--lr-warmup-fraction", str(fraction)]
+    training = run(words).arguments.training
+    warm = round(fraction * decay_steps)
+    schedule = Schedule(
+        style, training.lr, training.lr_min, 0.0, round(training.lr_warmup_ratio * 200), training.lr_decay_ratio, 200
+    )
+    for step in range(warm, 200):
+        progress = min(1.0, (step - warm) / (decay_steps - warm))
+        share = 0.5 * (math.cos(math.pi * progress) + 1) if style == "cosine" else 1 - progress
+        assert schedule.at(step) == pytest.approx(1e-5 + share * (1e-3 - 1e-5), rel=1e-12)
 
 
 @pytest.mark.edge("R18")

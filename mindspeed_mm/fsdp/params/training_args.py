@@ -78,8 +78,9 @@ class TrainingArguments(Section):
         renamed(constant_with_warmup="constant", warmup_stable_decay="wsd"),
     ] = "constant"
     """Shape of the learning-rate schedule. wsd: warm up, stay constant, decay."""
-    lr_decay_ratio: Annotated[Ratio, Field(gt=0)] = 1.0
-    """Share of the steps after which the decay has ended; for wsd, the share of the steps that decay."""
+    lr_decay_ratio: Annotated[NotNegative, Field(gt=0)] = 1.0
+    """Share of the steps after which the decay has ended; above 1, the run ends before it. For wsd, the share of the
+    steps that decay."""
     lr_warmup_ratio: Ratio = 0.0
     """Share of the steps in which the learning rate warms up."""
     lr_scaling_plan: Annotated[tuple[LrScaling, ...], null_means(())] = ()
