@@ -226,7 +226,20 @@ def load_model(folder: Path) -> Any:
     unexpected = [key for key in report.get("unexpected_keys") or () if not re.match(OTHERS, key)]
     check_all_loaded({**report, "unexpected_keys": unexpected}, folder)
     fit_experts(model, model.dtype)
+    _choose_attention_everywhere(model.config)
     return model
+
+
+def _choose_attention_everywhere(config: Any) -> None:
+    """Give sections of a configuration that have no attention implementation that of the whole.
+
+    transformers 5.23 chooses none for a section whose modules are no model of their own, as Fun-ASR-Nano's adaptor. Its
+    masks then have the wrong form: padding is heard, and a row's answer depends on what shares its batch.
+    """
+    for name in config.sub_configs:
+        section = getattr(config, name, None)
+        if section is not None and getattr(section, "_attn_implementation", "") is None:
+            section._attn_implementation = config._attn_implementation
 
 
 def _joined_model(model_class: Any, config: Any, folder: Path) -> tuple[Any, dict[str, Any]]:

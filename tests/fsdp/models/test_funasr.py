@@ -14,11 +14,12 @@ import yaml
 
 from mindspeed_mm.fsdp.data import build_mm_dataset
 from mindspeed_mm.fsdp.data.data_utils.rows.sources import RowFormat
-from mindspeed_mm.fsdp.data.data_utils.sample import RowLocation
+from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem, RowLocation
 from mindspeed_mm.fsdp.params.data_args import DatasetParam
 from mindspeed_mm.fsdp.utils.torchvision_guard import ensure_torchvision
 from mindspeed_mm.tasks.answer.asking import QuestionEncoder
-from mindspeed_mm.tasks.answer.questions import question_of
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.questions import ask, question_of
 from tests.helpers.runs import mm, train
 from tests.helpers.tiny_funasr import build_processor, make_tiny_funasr
 from tests.helpers.tiny_run import tiny_config
@@ -114,6 +115,22 @@ def test_training_shows_what_is_asked(folder: Path, tmp_path: Path) -> None:
     first = int(np.flatnonzero(sample["labels"] != -100)[0])
     assert sample["input_ids"][:first].tolist() == asked["input_ids"][0].tolist()
     assert torch.equal(sample["media"][0].tensors["input_features"], asked["input_features"])
+
+
+def test_an_answer_does_not_depend_on_what_shares_its_batch(folder: Path) -> None:
+    generator = load_generator(folder / "model")
+    encoder, media = generator.encoder, generator.encoder.media(folder)
+    asked = [ask("Transcribe", [MediaItem("audio", name)]).sample for name in SECONDS]
+    questions = [encoder.encode(sample, media) for sample in asked]
+    assert len({len(question.input_ids) for question in questions}) > 1, "one of them is padded"
+
+    def next_scores(batch: list[Any]) -> torch.Tensor:
+        with torch.inference_mode():
+            scores: torch.Tensor = generator.model(**encoder.collate(batch)).logits[:, -1]
+        return scores
+
+    together, alone = next_scores(questions), torch.cat([next_scores([question]) for question in questions])
+    assert torch.allclose(together, alone, atol=1e-4 * float(alone.abs().max()))
 
 
 def test_two_steps_export_and_the_answers_of_transformers(folder: Path, tmp_path: Path) -> None:
