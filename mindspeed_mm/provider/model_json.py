@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.core.suggest import nearest
 from mindspeed_mm.fsdp.params.cards import model_cards
 from mindspeed_mm.fsdp.params.yaml.tree import MappingEntry, Node, find, plain, text_at, value_at_key
 from mindspeed_mm.provider.data_json import PROCESSOR, processor_folder
@@ -24,6 +25,21 @@ _SIZES = {
     "tensor_model_parallel_size": "parallel.tensor_parallel_size",
     "pipeline_model_parallel_size": "parallel.pipeline_parallel_size",
 }
+_ACTING = {
+    "": ("init_from_hf_path", "model_id", "freeze", "attn_implementation", "loss_cfg", "patch", "image_encoder",
+         "text_decoder", "audio_encoder", "text_encoder", "video_encoder"),
+    "image_encoder": ("vision_encoder", "vision_projector"),
+    "audio_encoder": ("audio_encoder",),
+    **dict.fromkeys((_TOWER, _PROJECTOR, _AUDIO, _DECODER), (
+        "freeze", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+        "vocab_size", "pipeline_num_layers", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+        "context_parallel_size", "recompute_granularity", "recompute_method", "recompute_num_layers",
+        "attn_implementation",
+    )),
+}  # fmt: skip
+"""Object of the file → keys in it that act, or that upstream's files have where they might be taken for a slip."""
+_LIKE = 0.85
+"""Keys of other systems are passed over in silence; one that is so like a key that acts is a slip."""
 _NO_EFFECT_OF_PATCH = ("use_fsdp1", "clip_grad_async", "scale_grad", "bridge_patch", "ae_float32", "infer_fa")
 _REFUSED_OF_PATCH = ("adaptive_clip_grad_norm", "layerwise_disaggregated_training")
 
@@ -39,6 +55,7 @@ def put_model(reading: Reading, root: Node) -> None:
     if is_of_generator(root):
         put_generator(reading, root)
         return
+    _check_form(reading, root)
     is_library_model = text_at(root, "init_from_hf_path") is not None
     folder = text_at(root, "init_from_hf_path") or _folder_of_data(reading)
     if folder is None:
@@ -190,7 +207,18 @@ def _flat(counts: Any) -> list[Any]:
 
 
 def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
-    """Which parts are not trained. VLModel freezes towers unless told otherwise, and trains the projector."""
+    """Which parts are not trained. VLModel freezes towers unless told otherwise, and trains the projector.
+
+    A `freeze` of the whole file names modules by patterns, and goes before what parts say.
+    """
+    patterns = value_at_key(root, "freeze")
+    if patterns is not None:
+        if isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns):
+            reading.draft.put("model.freeze", patterns, place_at(root, "freeze"))
+        else:
+            what = f"freeze is {patterns!r}, no list of patterns"
+            reading.draft.problem(what, place_at(root, "freeze"), 'Write ["model.visual"].')
+        return
     frozen = {}
     for part, default in ((_TOWER, True), (_PROJECTOR, False), (_AUDIO, True), (_DECODER, False)):
         if find(root, part) is not None:
@@ -208,7 +236,7 @@ def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
             way_out = "Write the YAML with mm config --from-flags, without freeze, and add model.freeze."
             reading.draft.problem("freeze: the parts of this model are not known by name", place, way_out)
         return
-    patterns: list[str] = []
+    patterns = []
     if (
         frozen.get(_TOWER)
         and frozen.get(_PROJECTOR)
@@ -223,8 +251,30 @@ def _put_frozen(reading: Reading, root: Node, *, with_defaults: bool) -> None:
     reading.draft.put("model.freeze", patterns, place)
 
 
+def _check_form(reading: Reading, root: Node) -> None:
+    """Values of another type than what is read from them, and keys that are nearly right."""
+    for name in ("init_from_hf_path", "model_id"):
+        value, place = value_at_key(root, name), place_at(root, name)
+        if value is not None and not isinstance(value, str):
+            reading.draft.problem(f"{name} is {value!r}, no text", place, "Write it in quotes.")
+    for section, acting in _ACTING.items():
+        entry = find(root, section) if section else None
+        node = entry.node if entry is not None else root
+        if (section and entry is None) or node.value is None:
+            continue
+        if not isinstance(node.value, dict):
+            reading.draft.problem(f"{section} is {plain(node)!r}, no object", node.place, "Put its settings into {}.")
+            continue
+        for key in node.value:
+            near = [] if key in acting else nearest(key, [name for name in acting if name not in node.value], 1, _LIKE)
+            for name in near:
+                where = place_at(root, f"{section}.{key}" if section else key)
+                reading.draft.problem(f"unknown key '{key}'", where, f"Did you mean '{name}'?")
+
+
 def _put_kernels(reading: Reading, root: Node) -> None:
-    attention = find(root, f"{_DECODER}.attn_implementation") or find(root, f"{_TOWER}.attn_implementation")
+    names = ("attn_implementation", f"{_DECODER}.attn_implementation", f"{_TOWER}.attn_implementation")
+    attention = next((entry for name in names if (entry := find(root, name)) is not None), None)
     if attention is not None and attention.node.value is not None:
         reading.draft.put("model.attn_implementation", plain(attention.node), attention.node.place)
     for name, key in (

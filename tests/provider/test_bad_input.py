@@ -69,6 +69,27 @@ def test_a_freeze_that_is_a_word() -> None:
         assert told.startswith("model.json:")
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"freze": ["x"]}, "unknown key 'freze'. Did you mean 'freeze'?"),
+        (
+            {"text_decoder": {"num_layers": 36, "hiden_size": 7}},
+            "unknown key 'hiden_size'. Did you mean 'hidden_size'?",
+        ),
+        ({"text_decoder": [1, 2]}, "text_decoder is [1, 2], no object. Put its settings into {}."),
+        ({"image_encoder": "x"}, "image_encoder is 'x', no object."),
+        ({"model_id": 5}, "model_id is 5, no text. Write it in quotes."),
+        ({"init_from_hf_path": ["hf"]}, "init_from_hf_path is ['hf'], no text."),
+        ({"freeze": "model.visual"}, "freeze is 'model.visual', no list of patterns."),
+    ],
+)
+def test_slips_in_model_json(changes: dict[str, Any], line: str) -> None:
+    write_model(MODEL | changes)
+    found = problems(f"{NEEDED} --mm-model model.json --mm-data data.json")
+    assert any(line in told and told.startswith("model.json:") for told in found), found
+
+
 def test_too_few_ranks() -> None:
     sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 8"
     assert problems(f"{NEEDED} {sizes}") == [

@@ -80,6 +80,13 @@ def test_a_model_of_transformers_freezes_what_it_says() -> None:
     assert run(model, data=False).arguments.model.freeze == WITHOUT_PROJECTOR
 
 
+def test_patterns_and_attention_of_the_whole_file() -> None:
+    model = {"init_from_hf_path": "hf", "freeze": ["model.visual.*"], "attn_implementation": "sdpa"}
+    arguments = run(model).arguments
+    assert arguments.model.freeze == ("model.visual.*",)
+    assert arguments.model.attn_implementation == "sdpa"
+
+
 def test_frozen_parts_of_a_model_that_is_not_known() -> None:
     Path("hf/config.json").write_text('{"model_type": "other"}')
     assert "freeze: the parts of this model are not known by name" in problem({**vlm(), "model_id": "x"})
