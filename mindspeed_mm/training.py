@@ -20,6 +20,7 @@ from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.params.cards import model_modules
 from mindspeed_mm.fsdp.params.loader import ResolvedConfig
 from mindspeed_mm.fsdp.train.provider.callbacks import Callbacks
+from mindspeed_mm.fsdp.train.provider.entry import end_scripts_by_their_errors
 from mindspeed_mm.fsdp.train.provider.hooks import AfterStepHook, reported
 from mindspeed_mm.fsdp.train.provider.json_section import JsonSection
 from mindspeed_mm.fsdp.train.provider.live import LIVE, live_args, live_trainer
@@ -91,8 +92,10 @@ def pretrain(
         args_defaults: Values of flags that are not given; `init_func`, a function, is called first.
 
     Raises:
-        MMError: Anything that a person can act on.
+        MMError: Anything that a person can act on. A script that does not catch it ends with its message and exit code,
+            and without a traceback (with one where `MM_TRACEBACK=1`).
     """
+    end_scripts_by_their_errors()
     if process_non_loss_data_func is not None:
         raise ConfigError(
             "outputs that are no loss are not collected here",

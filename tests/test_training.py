@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -157,6 +159,28 @@ def test_a_script_that_imports_megatron(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
+
+
+OWN = """
+from mindspeed_mm.training import pretrain
+try:
+    pretrain(None, None, None, None)
+except Exception as error:
+    print("caught", type(error).__name__)
+    raise ZeroDivisionError if {bug} else error
+"""
+
+
+@pytest.mark.parametrize(("bug", "code", "last"), [(False, 2, "--lrr  unknown flag."), (True, 1, "ZeroDivisionError")])
+def test_a_script_of_ones_own_ends_by_its_error(tmp_path: Path, bug: bool, code: int, last: str) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN.format(bug=bug))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    words = [sys.executable, str(script), *FLAGS.split(), str(tmp_path / "run"), "--lrr", "1"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == code and "caught UsageError" in done.stdout
+    assert last in done.stderr.splitlines()[-1]
+    assert ("Traceback" in done.stderr) is bug
 
 
 def test_unknown_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

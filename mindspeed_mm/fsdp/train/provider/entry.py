@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
 
 from mindspeed_mm.core.errors import ExitCode, MMError
 
@@ -26,11 +28,29 @@ def run_entry(call: Callable[[], object]) -> None:
     try:
         call()
     except MMError as error:
-        text = traceback.format_exc() if os.environ.get("MM_TRACEBACK") == "1" else str(error)
-        rank = os.environ.get("RANK", "0")
-        prefix = "" if rank == "0" else f"[rank {rank}] "
-        sys.stdout.flush()
-        print("\n".join(prefix + line for line in text.splitlines()), file=sys.stderr, flush=True)
-        if error.exit_code != ExitCode.RESUMABLE and "RANK" in os.environ:
-            os._exit(int(error.exit_code))  # collectives that are under way would be waited for
-        sys.exit(int(error.exit_code))
+        _end(error)
+
+
+def end_scripts_by_their_errors() -> None:
+    """Let an error that a script of one's own does not catch end it as `run_entry` does. Does nothing where somebody
+    else has taken `sys.excepthook`."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _end_or_trace
+
+
+def _end_or_trace(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, MMError):
+        _end(error)  # Python takes the exit code of a hook that exits
+    sys.__excepthook__(kind, error, trace)
+
+
+def _end(error: MMError) -> NoReturn:
+    is_traced = os.environ.get("MM_TRACEBACK") == "1"
+    text = "".join(traceback.format_exception(error)) if is_traced else str(error)
+    rank = os.environ.get("RANK", "0")
+    prefix = "" if rank == "0" else f"[rank {rank}] "
+    sys.stdout.flush()
+    print("\n".join(prefix + line for line in text.splitlines()), file=sys.stderr, flush=True)
+    if error.exit_code != ExitCode.RESUMABLE and "RANK" in os.environ:
+        os._exit(int(error.exit_code))  # collectives that are under way would be waited for
+    sys.exit(int(error.exit_code))
