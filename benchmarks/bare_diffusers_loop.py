@@ -57,7 +57,7 @@ def flux(model_folder: Path, latents: torch.Tensor) -> tuple[Any, Step, int]:
             hidden_states=FluxPipeline._pack_latents(noisy, *noisy.shape),
             encoder_hidden_states=batch["prompt_embeds"],
             pooled_projections=batch["pooled_prompt_embeds"],
-            timestep=batch["sigma"],
+            timestep=batch["time"],
             img_ids=positions,
             txt_ids=torch.zeros(batch["prompt_embeds"].shape[1], 3),
             return_dict=False,
@@ -73,7 +73,7 @@ def wan(model_folder: Path, latents: torch.Tensor) -> tuple[Any, Step, int]:
 
     def loss_of(batch: Batch) -> torch.Tensor:
         noisy, target = noised(batch)
-        time_of = 1000 * batch["sigma"]
+        time_of = 1000 * batch["time"]
         predicted = model(noisy, time_of, batch["prompt_embeds"], return_dict=False)[0]
         return torch.nn.functional.mse_loss(predicted, target)
 
@@ -85,7 +85,7 @@ def wan(model_folder: Path, latents: torch.Tensor) -> tuple[Any, Step, int]:
 def noised(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """x_σ = (1 − σ) x + σ ε, and what is learned: ε − x."""
     latents, noise = batch["latents"], batch["noise"]
-    sigma = batch["sigma"].view(-1, *[1] * (latents.dim() - 1))
+    sigma = batch["time"].view(-1, *[1] * (latents.dim() - 1))
     return (1 - sigma) * latents + sigma * noise, noise - latents
 
 

@@ -46,7 +46,7 @@ def test_the_bare_loop_has_our_loss(tmp_path: Path, family: str) -> None:
     model.train()
     loss = objective.terms(model, prepared)["loss"] / 2
     torch.testing.assert_close(loss_of(ready), loss, rtol=1e-6, atol=0)
-    assert loss_of(ready | {"sigma": ready["sigma"] * 0.99}).item() != pytest.approx(loss.item(), rel=1e-5)
+    assert loss_of(ready | {"time": ready["time"] * 0.99}).item() != pytest.approx(loss.item(), rel=1e-5)
     assert 2 * tokens == objective.tokens(prepared).real
 
 

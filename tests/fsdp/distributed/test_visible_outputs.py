@@ -58,7 +58,9 @@ def sharded(block_hides: bool, units: list[str]) -> nn.Module:
 
 def test_hidden_output_of_the_root_reaches_its_parameters() -> None:
     model = sharded(block_hides=True, units=[])
-    model(torch.ones(2, 4))["logits"].sum().backward()
+    output = model(torch.ones(2, 4))
+    assert isinstance(output, Output)
+    output.logits.sum().backward()
     gradient = model.block.linear.weight.grad
     assert gradient is not None and gradient.full_tensor().eq(2.0).all()
 

@@ -200,7 +200,7 @@ def _impossible(folder: Path) -> None:
 
 
 def _unknown_pipeline(folder: Path) -> None:
-    _write_json(folder / "model_index.json", _class_name="FluxFillPipeline")
+    _write_json(folder / "model_index.json", _class_name="FluxControlPipeline")
 
 
 def _unknown_family(folder: Path) -> None:
@@ -221,7 +221,7 @@ def _unknown_family(folder: Path) -> None:
         (_unknown_setting, r"window_size.*knows no such setting"),
         (_quantised, r"quantised \(bitsandbytes\)"),
         (_impossible, r"cannot build the transformer"),
-        (_unknown_pipeline, r"FluxFillPipeline is not a pipeline of FluxTransformer2DModel"),
+        (_unknown_pipeline, r"FluxControlPipeline is not a pipeline of FluxTransformer2DModel"),
         (_unknown_family, r"Did you mean 'FluxTransformer2DModel'"),
     ],
 )
