@@ -131,6 +131,8 @@ def _image_towers(model: nn.Module) -> list[Tower]:
         return Tower(kind, f"model.{name}", key, "model.language_model", run)
 
     towers = [tower("image", "pixel_values")]
+    if "pixel_values_local" in {p.name for p in parameters}:  # DeepSeek-OCR: the tiles of pictures in a call of their own
+        towers.append(Tower("tiles", f"model.{name}", "pixel_values_local", "model.language_model", towers[0].run))
     if make is _patches_with_grid and hasattr(inner, "get_video_features"):
         videos = Tower("video", f"model.{name}", "pixel_values_videos", "model.language_model", towers[0].run)
         towers.append(videos)
@@ -153,7 +155,12 @@ def _least_input(needed: set[str], taken: set[str], config: Any) -> LeastInput |
         return _image_of_any_size
     if "image_sizes" in needed:
         return _tiles
-    return _image_of_one_size if hasattr(config, "image_size") else None
+    return _image_of_one_size if hasattr(_with_side(config), "image_size") else None
+
+
+def _with_side(vision: Any) -> Any:
+    """The section of a tower's configuration that may tell its picture's side: DeepSeek-OCR2's tower begins with SAM."""
+    return getattr(vision, "sam_config", vision)
 
 
 def _image_of_one_size(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -197,7 +204,7 @@ def _patches_with_places(whole: nn.Module, dtype: torch.dtype) -> tuple[torch.Te
 
 
 def _side(whole: nn.Module) -> tuple[int, int]:
-    size: Any = whole.config.vision_config.image_size  # type: ignore[union-attr]
+    size: Any = _with_side(whole.config.vision_config).image_size  # type: ignore[union-attr]
     return (size[0], size[1]) if isinstance(size, (list, tuple)) else (size, size)
 
 
