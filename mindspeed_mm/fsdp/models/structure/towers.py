@@ -131,7 +131,7 @@ def _image_towers(model: nn.Module) -> list[Tower]:
         return Tower(kind, f"model.{name}", key, "model.language_model", run)
 
     towers = [tower("image", "pixel_values")]
-    if "pixel_values_local" in {p.name for p in parameters}:  # DeepSeek-OCR: the tiles of pictures in a call of their own
+    if "pixel_values_local" in {p.name for p in parameters}:  # DeepSeek-OCR: tiles of pictures in a call of their own
         towers.append(Tower("tiles", f"model.{name}", "pixel_values_local", "model.language_model", towers[0].run))
     if make is _patches_with_grid and hasattr(inner, "get_video_features"):
         videos = Tower("video", f"model.{name}", "pixel_values_videos", "model.language_model", towers[0].run)
@@ -159,7 +159,7 @@ def _least_input(needed: set[str], taken: set[str], config: Any) -> LeastInput |
 
 
 def _with_side(vision: Any) -> Any:
-    """The section of a tower's configuration that may tell its picture's side: DeepSeek-OCR2's tower begins with SAM."""
+    """The section of a tower's configuration that tells its picture's side: DeepSeek-OCR2's tower begins with SAM."""
     return getattr(vision, "sam_config", vision)
 
 
