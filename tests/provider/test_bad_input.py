@@ -72,7 +72,7 @@ def test_a_freeze_that_is_a_word() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"freze": ["x"]}, "unknown key 'freze'. Did you mean 'freeze'?"),
+        ({"freezes": ["x"]}, "unknown key 'freezes'. Did you mean 'freeze'?"),
         (
             {"text_decoder": {"num_layers": 36, "hiden_size": 7}},
             "unknown key 'hiden_size'. Did you mean 'hidden_size'?",
