@@ -32,6 +32,7 @@ def _no_sd3_of_our_own() -> Iterator[None]:
     own = {name: key for name, key in transformer_ids().items() if name != "SD3Transformer2DModel"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find, "transformer_ids", lambda: own)
+        patch.delitem(model_register._entries, transformer_ids()["SD3Transformer2DModel"], raising=False)
         yield
 
 

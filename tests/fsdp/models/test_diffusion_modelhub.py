@@ -16,10 +16,12 @@ from torch import nn
 from mindspeed_mm.core.errors import ConfigError, MMError, ModelFolderError
 from mindspeed_mm.core.patterns import resolve_patterns
 from mindspeed_mm.fsdp.models.behaviour.attention import attention_name
+from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.models.modelhub import ModelHub
 from mindspeed_mm.fsdp.models.structure.spec import resolve_spec
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
+from mindspeed_mm.fsdp.utils.register import model_register
 
 CPU = torch.device("cpu")
 KINDS = ["flux", "t2v", "i2v"]
@@ -263,3 +265,13 @@ def test_attention_that_a_cpu_lacks_gives_way(generators: dict[str, Path]) -> No
 def test_a_generators_id_asks_for_a_generators_folder(folders: dict[str, Path]) -> None:
     with pytest.raises(ModelFolderError, match=r"holds no model_index\.json"):
         ModelHub.build(arguments(folders["text"], model_id="flux"))
+
+
+def test_a_plugin_goes_before_the_family_that_is_built_in(
+    copied_generator: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = type("OwnFlux", (model_register.get("flux"),), {})
+    folder = copied_generator("flux")
+    assert type(find_adapter(folder)) is not own
+    monkeypatch.setitem(model_register._entries, "own_flux", own)
+    assert type(find_adapter(folder)) is own

@@ -59,8 +59,10 @@ def find_adapter(
 def _id_of(path: Path, index: Mapping[str, Any]) -> str:
     entry = index.get("transformer")
     name = str(entry[1]) if isinstance(entry, list) and len(entry) == 2 else "no transformer"
-    outside = {entry.transformer_class: key for key, entry in model_register.loaded().items() if _is_adapter(entry)}
-    ids = outside | transformer_ids()
+    built_in = transformer_ids()
+    loaded = {key: entry for key, entry in model_register.loaded().items() if key not in built_in.values()}
+    # A plugin that somebody has imported goes before the family that is built in.
+    ids = {**built_in, **{entry.transformer_class: key for key, entry in loaded.items() if _is_adapter(entry)}}
     if name not in ids:
         raise ModelFolderError(
             f"the transformer is {name}, which no family here has",

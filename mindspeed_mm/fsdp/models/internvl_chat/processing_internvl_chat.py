@@ -78,11 +78,13 @@ class InternVLChatProcessor(InternVLProcessor):
         pixels = _COLOURS | (read_json_object(path, ModelFolderError) if path.is_file() else {})
         vision = config.get("vision_config") or {}
         side = config.get("force_image_size") or vision.get("image_size", 448)
+        is_cut = bool(config["dynamic_image_size"])
         images = GotOcr2ImageProcessor(
             size={"height": side, "width": side},
-            crop_to_patches=bool(config["dynamic_image_size"]),
-            min_patches=config["min_dynamic_patch"],
-            max_patches=config["max_dynamic_patch"],
+            crop_to_patches=is_cut,
+            # transformers 5.17 asks for tiles whatever this processor says: then let there be one.
+            min_patches=config["min_dynamic_patch"] if is_cut else 1,
+            max_patches=config["max_dynamic_patch"] if is_cut else 1,
             **{name: pixels[name] for name in _COLOURS},
         )
         own = folder / "chat_template.jinja"
