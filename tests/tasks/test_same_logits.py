@@ -60,7 +60,15 @@ def test_tokens_and_a_picture_are_compared_on_every_way(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl_moe", "internvl_hf", "glm4v", "deepseek_vl"]
+    "name",
+    [
+        "qwen2_5_omni",
+        "internvl_hf",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v", "deepseek_vl")
+        ),
+    ],
 )
 def test_every_family_that_transformers_computes_is_compared(
     name: str, saved: Callable[[str], Path], tmp_path: Path

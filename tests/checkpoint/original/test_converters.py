@@ -46,10 +46,15 @@ def test_the_script_of_wan_2_2_converts_both_transformers_in_stages(tmp_path: Pa
     ("name", "case", "file", "environment"),
     [
         ("hunyuanvideo", "HunyuanVideo", "mp_rank_00_model_states.pt", {"TP": "2"}),
-        ("cogvideox", "CogVideoX", "", {"TP": "2", "PP_LAYERS": "[3,1]"}),
-        ("hunyuanvideo_1.5", "HunyuanVideo 1.5", "", {}),
-        ("ltx2", "LTX-2", "ltx-2.safetensors", {}),
-        ("flux", "FLUX.1", "flux1.safetensors", {}),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (
+                ("cogvideox", "CogVideoX", "", {"TP": "2", "PP_LAYERS": "[3,1]"}),
+                ("hunyuanvideo_1.5", "HunyuanVideo 1.5", "", {}),
+                ("ltx2", "LTX-2", "ltx-2.safetensors", {}),
+                ("flux", "FLUX.1", "flux1.safetensors", {}),
+            )
+        ),
     ],
 )
 def test_scripts_from_the_authors_files(
