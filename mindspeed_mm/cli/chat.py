@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -152,9 +152,9 @@ def obey(chat: Conversation, line: str) -> str:
     return actions[name](rest.strip())
 
 
-def show(chat: Conversation, kind: str, words: str) -> str:
+def show(chat: Conversation, kind: Literal["image", "video", "audio"], words: str) -> str:
     """Take a file for the next turn."""
-    chat.show(kind, named_file(words))  # type: ignore[arg-type]
+    chat.show(kind, named_file(words))
     return f"shown with what you say next: {len(chat.waiting)} file{'s' if len(chat.waiting) > 1 else ''}"
 
 
