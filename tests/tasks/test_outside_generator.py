@@ -18,21 +18,25 @@ from mindspeed_mm.fsdp.models.diffusion import find
 from mindspeed_mm.fsdp.models.diffusion.caption_lengths import CaptionLengths
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
 from mindspeed_mm.fsdp.params.cards import transformer_ids
-from mindspeed_mm.fsdp.utils.register import model_register
+from mindspeed_mm.fsdp.utils.register import import_plugin, model_register
 from tests.helpers.runs import lines, losses, mm, train
-from tests.helpers.sd3_plugin import T5_TOKENS, make_tiny_sd3
 from tests.helpers.tiny_generator_run import make_tiny_generator_run
+from tests.helpers.tiny_sd3 import T5_TOKENS, make_tiny_sd3
 
 PLUGIN = "tests.helpers.sd3_plugin"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_sd3_of_our_own() -> Iterator[None]:
-    """As if the family were one that is not built in."""
+    """As if the family were one that is not built in; the plugin, which would go before it, is forgotten after that."""
     own = {name: key for name, key in transformer_ids().items() if name != "SD3Transformer2DModel"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find, "transformer_ids", lambda: own)
-        patch.delitem(model_register._entries, transformer_ids()["SD3Transformer2DModel"], raising=False)
+        entries = dict(model_register.loaded())
+        entries.pop(transformer_ids()["SD3Transformer2DModel"], None)
+        patch.setattr(model_register, "_entries", entries)
+        patch.delitem(sys.modules, PLUGIN, raising=False)
+        import_plugin([PLUGIN])
         yield
 
 
