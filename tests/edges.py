@@ -88,7 +88,7 @@ EDGES = {
 }
 
 
-def tests_by_edge() -> dict[str, list[str]]:
+def proofs_by_edge() -> dict[str, list[str]]:
     """The tests that are marked for each edge, as pytest names them."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -124,5 +124,5 @@ def _marked(node: ast.stmt) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    for edge, tests in tests_by_edge().items():
+    for edge, tests in proofs_by_edge().items():
         print(edge, EDGES[edge], *tests, sep="\n    ")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.edges import EDGES, tests_by_edge
+from tests.edges import EDGES, proofs_by_edge
 
 
 def test_marks_name_edges() -> None:
-    assert not set(tests_by_edge()) - set(EDGES)
+    assert not set(proofs_by_edge()) - set(EDGES)
 
 
 def test_every_edge_has_a_test() -> None:
-    assert not set(EDGES) - set(tests_by_edge())
+    assert not set(EDGES) - set(proofs_by_edge())
