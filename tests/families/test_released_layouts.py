@@ -34,6 +34,8 @@ def reference(folder: Path) -> Any:
     assert not any(told.values()), told
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products have no fp64
+    if hasattr(model.config, "adaptor_config"):  # transformers 5.23 chooses no kernel there, and padding is heard
+        model.config.adaptor_config._attn_implementation = "sdpa"
     return model.eval()
 
 

@@ -30,6 +30,7 @@ from tests.helpers.released_layouts import (
 from tests.helpers.tiled_families import idefics3_processor, llava_onevision_processor
 from tests.helpers.tiny_deepseek_ocr import make_tiny_deepseek_ocr
 from tests.helpers.tiny_deepseek_vl2 import make_tiny_deepseek_vl2
+from tests.helpers.tiny_funasr import build_processor
 from tests.helpers.tiny_internvl_chat import make_tiny_internvl_chat
 from tests.helpers.tiny_kimi_vl import make_tiny_kimi_vl
 from tests.helpers.tiny_more_processors import CODES, MORE, chameleon_processor, code_tokens
@@ -358,6 +359,7 @@ def _ocr2(config: Config) -> Config:
 
 
 _SEES = ("image",)
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _CLIP_TILES = [[16, 16], [16, 32], [32, 16], [32, 32]]
 
 ROWS: dict[str, Row | WrittenRow] = {
@@ -469,6 +471,11 @@ ROWS: dict[str, Row | WrittenRow] = {
     "kimi_vl": WrittenRow(make_tiny_kimi_vl, "Kimi_K25Config"),
     "internvl_chat": WrittenRow(make_tiny_internvl_chat, "InternVLConfig"),
     "whisper": Row("whisper-large-v3", _of("whisper"), ("audio",), small={"max_source_positions": 100}),
+    "funasr": Row(
+        "fun-asr-nano", build_processor, ("audio",), {"audio_token_id": "<|object_ref_start|>"},
+        {"adaptor_config": {"projector_hidden_size": 48, "intermediate_size": 8}},
+        {"audio_config": {"num_timestamp_prediction_layers": 1, **NO_DROPOUT}, "adaptor_config": NO_DROPOUT},
+    ),
     "cosyvoice3": Row(
         "cosyvoice3-0.5b-llm", speech_tokenizer, small={"speech_token_size": COSYVOICE_CODES, "extra_speech_rows": 8},
         tied=("llm.model.lm_head.weight",), rows=write_cosyvoice_rows, dataset={"dataset_type": "cosyvoice"},

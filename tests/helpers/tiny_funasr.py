@@ -39,8 +39,12 @@ TEMPLATE = """\
 def build_processor() -> Any:
     """Its real processor, with 16 mel bands."""
     provide_fun_asr_features()
+    from transformers import (
+        FunAsrNanoFeatureExtractor,
+    )  # `transformers` above is no longer it, once processors are used
+
     return transformers.FunAsrNanoProcessor(
-        transformers.FunAsrNanoFeatureExtractor(feature_size=MEL_BINS),
+        FunAsrNanoFeatureExtractor(feature_size=MEL_BINS),
         byte_tokenizer(SPECIAL, TEMPLATE),
         chat_template=TEMPLATE,
     )

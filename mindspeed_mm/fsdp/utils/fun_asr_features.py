@@ -31,13 +31,18 @@ def asks_for_it(folder: Path) -> bool:
 
 def provide_fun_asr_features() -> None:
     """Put a feature extractor that needs no torchaudio where transformers (5.23) has a placeholder for its own, which
-    raises when it is used. Nothing is done where the own one works, or where transformers has no such model."""
-    import transformers  # seconds
+    raises when it is used. Nothing is done where the own one works, or where transformers has no such model.
 
-    if importlib.util.find_spec(_PACKAGE) is None or not getattr(getattr(transformers, NAME), "is_dummy", False):
+    The first import of `transformers.processing_utils` runs transformers' `__init__` once more and puts another module
+    into `sys.modules`. It comes before, so that the class stands in the module that stays, and in the one before it.
+    """
+    first = importlib.import_module("transformers")  # seconds
+    importlib.import_module("transformers.processing_utils")
+    if importlib.util.find_spec(_PACKAGE) is None:
         return
-    for module in (importlib.import_module(_PACKAGE), transformers):
-        setattr(module, NAME, _without_torchaudio())
+    for module in (first, *map(importlib.import_module, ("transformers", _PACKAGE))):
+        if getattr(getattr(module, NAME), "is_dummy", False):
+            setattr(module, NAME, _without_torchaudio())
 
 
 def __getattr__(name: str) -> Any:
