@@ -16,14 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
+from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
+from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
+from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
+from mindspeed_mm.fsdp.models.wan.modeling_wan import WanTokenTimeAdapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.sampling.prompts import Prompt
 from mindspeed_mm.fsdp.sampling.sampler import SampleOrder
@@ -35,7 +39,7 @@ from tests.helpers.parity import compare_steps
 from tests.helpers.pipeline_probe import Probed, drawn_time, encoded, in_layout_of, plain_pipeline
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.runs import losses, mm, tensors, train, watched_steps
-from tests.helpers.tiny_generator_families import FAMILIES
+from tests.helpers.tiny_generator_families import FAMILIES, TinyFamily
 from tests.helpers.tiny_generator_run import generator_config
 
 BY_DEFAULT = ("sd3", "wan2_2", "cogvideox")
@@ -55,50 +59,107 @@ def make_run(name: str, folder: Path) -> Path:
         shape = (family.frames, family.side, family.side, 3)
         pixels = np.frombuffer(bytes_of.randbytes(int(np.prod(shape))), dtype=np.uint8).reshape(shape)
         path = f"media/{index}.{'png' if family.frames == 1 else 'gif'}"
-        first, *others = [Image.fromarray(frame if family.frames == 1 else frame[:, :, 0]) for frame in pixels]
-        options = {"save_all": True, "append_images": others, "duration": 125, "loop": 0} if others else {}
-        first.save(folder / path, **options)
-        rows.append({"path": path, "cap": caption})
+        save_media(pixels, folder / path)
+        row = {"path": path, "cap": caption}
+        for role in find_adapter(folder / "model", task=family.task).media_roles:
+            row[role.columns[0]] = path.replace(f"{index}.", f"{index}_{role.name}.")
+            shown = pixels[::-1] if role.frames == "all" else pixels[:1, ::-1]
+            save_media(shown, folder / row[role.columns[0]])
+        rows.append(row)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"height": family.side, "width": family.side}
     sizes |= {"num_frames": family.frames} if family.frames > 1 else {}
     average = {"enable": True, "decay": 0.5, "warmup": False}
-    config = generator_config(folder, sizes, training={"train_iters": 2, "seed": SEED, "ema": average, "diffusion": {}})
+    model = {} if family.task is None else {"task": family.task}
+    config = generator_config(
+        folder, sizes, model=model, training={"train_iters": 2, "seed": SEED, "ema": average, "diffusion": {}}
+    )
     with (folder / "run.yaml").open("w") as file:
         YAML().dump(config, file)
     return folder / "run.yaml"
 
 
+def save_media(pixels_THWC: np.ndarray, path: Path) -> None:
+    """A picture, or a clip in shades of grey."""
+    is_clip = path.suffix == ".gif"
+    first, *others = [Image.fromarray(frame[:, :, 0] if is_clip else frame) for frame in pixels_THWC]
+    first.save(path, **({"save_all": True, "append_images": others, "duration": 125, "loop": 0} if others else {}))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_equals_its_pipeline(name: str, tmp_path: Path) -> None:
-    yaml, raw, seen = make_run(name, tmp_path), [], []
-    said = mm("extract", yaml, "--out", tmp_path / "features")
-    assert said.code == 0, said.err
-    with watched_steps(lambda _, batches: raw.extend(batches)):
-        train(yaml, tmp_path / "raw", "training.train_iters=1")
-    with watched_steps(lambda _, batches: seen.extend(batches)):
-        train(yaml, tmp_path / "run", FEATURES + str(tmp_path / "features"))
-    values = losses(tmp_path / "run")
-    assert len(values) == 2 and values[1] == pytest.approx(losses(tmp_path / "raw")[1], rel=2e-5)
-    expected = losses_by_hand(name, tmp_path / "model", raw[0], seen[0])
-    assert values[1] == pytest.approx(float(np.mean(expected)), rel=5e-5), expected
+    yaml = make_run(name, tmp_path)
+    check_losses(name, yaml, tmp_path)
     check_export(name, tmp_path)
     check_adapters(name, yaml, tmp_path)
+
+
+def check_losses(name: str, yaml: Path, folder: Path) -> None:
+    """Of a step on raw media and of one on features: equal to each other, and to the pipeline's."""
+    raw: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = []
+    said = mm("extract", yaml, "--out", folder / "features")
+    assert said.code == 0, said.err
+    with watched_steps(lambda _, batches: raw.extend(batches)):
+        train(yaml, folder / "raw", "training.train_iters=1")
+    with watched_steps(lambda _, batches: seen.extend(batches)):
+        train(yaml, folder / "run", FEATURES + str(folder / "features"))
+    values = losses(folder / "run")
+    assert len(values) == 2 and values[1] == pytest.approx(losses(folder / "raw")[1], rel=2e-5)
+    expected = losses_by_hand(name, folder / "model", raw[0], seen[0])
+    assert values[1] == pytest.approx(float(np.mean(expected)), rel=5e-5), expected
+
+
+def given_one_frame_later(self: Any, batch: Any) -> torch.Tensor:
+    """Fault: another latent frame stands there without noise."""
+    latents = batch["latents"]
+    return (torch.arange(latents.shape[2]) == 1).view(1, 1, -1, 1, 1)
+
+
+def experts_swapped(self: Any, timestep: torch.Tensor, **inputs: Any) -> Any:
+    """Fault: much noise is sent to the transformer of little noise."""
+    first, second = self.transformer, self.transformer_2
+    self.transformer, self.transformer_2 = second, first
+    try:
+        return PAIR_FORWARD(self, timestep, **inputs)
+    finally:
+        self.transformer, self.transformer_2 = first, second
+
+
+PAIR_FORWARD = ExpertPair.forward
+FAULTS = {
+    "wan2_2_5b_ti2v": (WanTokenTimeAdapter, "given_latents", given_one_frame_later),
+    "wan2_2": (ExpertPair, "forward", experts_swapped),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = make_run(name, tmp_path)
+    monkeypatch.setattr(*FAULTS[name])
+    with pytest.raises(AssertionError, match="comparison failed"):
+        check_losses(name, yaml, tmp_path)
 
 
 @torch.no_grad()
 def losses_by_hand(name: str, model: Path, raw: dict[str, Any], features: dict[str, Any]) -> list[float]:
     """Of each sample, by the plain pipeline; also compares latents and text features with it."""
-    pipeline, adapter = plain_pipeline(model), find_adapter(model)
-    sampling = SamplingArguments(guidance_scale=FAMILIES[name].guidance, num_inference_steps=50)
+    adapter, family = find_adapter(model, task=FAMILIES[name].task), FAMILIES[name]
+    pipeline = plain_pipeline(model, adapter.pipelines[adapter.task])
+    sampling = SamplingArguments(
+        guidance_scale=family.guidance, num_inference_steps=50, height=family.side, width=family.side
+    )
     adapter.prepare_pipeline(pipeline, sampling)
     found, times = [], []
     for row, sample in enumerate(raw["sample_ids"]):
         caption, x = raw["captions"][row], features["latents"][row : row + 1]
         assert features["sample_ids"][row] == sample
 
-        def call(latents: torch.Tensor, caption: str = caption) -> dict[str, Any]:
-            arguments = adapter.pipeline_arguments(sampling, [caption], latents)
+        media = adapter.pipeline_media(shown_media(adapter, raw, row), sampling)
+
+        def call(latents: torch.Tensor, caption: str = caption, media: dict[str, Any] = media) -> dict[str, Any]:
+            arguments = adapter.pipeline_arguments(sampling, [caption], latents) | media
             return {**arguments, "prompt": [caption], "output_type": "np", "return_dict": False}
 
         packed = call(x)["latents"]
@@ -119,10 +180,30 @@ def losses_by_hand(name: str, model: Path, raw: dict[str, Any], features: dict[s
         asked = torch.tensor(int(time)) if is_step else torch.tensor(1000 * time, dtype=torch.float32)
         second = Probed(pipeline, call(noisy.float()), asked, packed)
         difference = second.said - in_layout_of(call(target)["latents"], second.said)
-        found.append(float(difference.square().mean()))
+        found.append(float(learned_part(difference, x, family.given_frames).square().mean()))
     boundary = pipeline.config.get("boundary_ratio")
     assert boundary is None or min(times) < boundary <= max(times), times  # both transformers are compared
     return found
+
+
+def shown_media(adapter: DiffusionAdapter, raw: dict[str, Any], row: int) -> dict[str, Any]:
+    """What a sample is made from, as the pipeline is given it: role → picture, or pictures."""
+    media = {}
+    for role in adapter.roles.get(adapter.task, ()):
+        pixels = raw.get(role.batch_key, raw["pixels"])[row]
+        pictures = as_pil(pixels.transpose(0, 1))
+        media[role.name] = pictures if role.frames == "all" else pictures[0]
+    return media
+
+
+def learned_part(difference: torch.Tensor, latents_BCTHW: torch.Tensor, given_frames: int) -> torch.Tensor:
+    """Without what is given: frames stand first, in tokens too."""
+    if not given_frames:
+        return difference
+    if difference.dim() == 5:
+        return difference.narrow(2, given_frames, difference.shape[2] - given_frames)
+    given = given_frames * difference.shape[1] // latents_BCTHW.shape[2]
+    return difference[:, given:]
 
 
 def mixed(scheduler: Any, x: torch.Tensor, noise: torch.Tensor, time: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,25 +229,51 @@ def check_export(name: str, folder: Path) -> None:
         assert torch.equal(weights[key], value)
     assert any(not torch.equal(value, trained[f"model.{key}"]) for key, value in averages.items())
 
-    family, adapter = FAMILIES[name], find_adapter(folder / "exported")
+    family = FAMILIES[name]
+    adapter = find_adapter(folder / "exported", task=family.task)
     sampler = load_sampler(adapter, ModelSource(folder / "exported"), torch.device("cpu"))
     sampling = SamplingArguments(
         num_inference_steps=3, guidance_scale=3.0, height=family.side, width=family.side, num_frames=family.frames,
         batch_size=2,
     )  # fmt: skip
-    prompts = [Prompt(number, text, "here") for number, text in enumerate(CAPTIONS[:2])]
+    files = files_to_show(adapter, family, folder)
+    others = tuple((name, path) for name, path in files.items() if name != "image")
+    prompts = [
+        Prompt(number, text, "here", image=files.get("image"), others=others)
+        for number, text in enumerate(CAPTIONS[:2])
+    ]
     (ours,) = sampler.sample(prompts, sampling)
-    pipeline = plain_pipeline(folder / "exported")
+    pipeline = plain_pipeline(folder / "exported", adapter.pipelines[adapter.task])
     adapter.prepare_pipeline(pipeline, sampling)
+    pictures = {role.name: frames_of(files[role.prompt]) for role in adapter.roles.get(adapter.task, ())}
     for prompt, made in zip(prompts, ours, strict=True):
         noise = sampler.noise(
             SampleOrder(prompt, 0), sampling.seed, MediaSize(family.frames, family.side, family.side)
         )[None]
+        shown = {
+            role.name: pictures[role.name] if role.frames == "all" else pictures[role.name][0]
+            for role in adapter.roles.get(adapter.task, ())
+        }
         arguments = adapter.pipeline_arguments(sampling, [prompt.text], noise)
+        arguments |= adapter.pipeline_media(shown, sampling)
         drawn = pipeline(**{**arguments, "prompt": [prompt.text], "output_type": "np", "return_dict": False})[0]
         theirs = (np.asarray(drawn[0]) * 255).round().reshape(made.shape)
         assert np.abs(theirs - made).max() <= 1
     assert np.abs(ours[0].astype(int) - ours[1]).max() > 1
+
+
+def files_to_show(adapter: DiffusionAdapter, family: TinyFamily, folder: Path) -> dict[str, Path]:
+    """Field of a prompt → a file of noise, for each medium that samples are made from."""
+    files, draw = {}, np.random.default_rng(5)
+    for role in adapter.roles.get(adapter.task, ()):
+        frames = family.frames if role.frames == "all" else 1
+        files[role.prompt] = folder / f"shown_{role.name}.{'gif' if frames > 1 else 'png'}"
+        save_media(draw.integers(0, 255, (frames, family.side, family.side, 3), dtype=np.uint8), files[role.prompt])
+    return files
+
+
+def frames_of(path: Path) -> list[Image.Image]:
+    return [frame.convert("RGB") for frame in ImageSequence.Iterator(Image.open(path))]
 
 
 def exported_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -185,18 +292,20 @@ def check_adapters(name: str, yaml: Path, folder: Path) -> None:
     for option, out in ((), "lora"), (("--merge",), "merged"):
         said = mm("export", folder / "adapters", folder / out, *option)
         assert said.code == 0, said.err
-    beside, merged, base = (plain_pipeline(folder / each) for each in ("model", "merged", "model"))
+    adapter, family = find_adapter(folder / "model", task=FAMILIES[name].task), FAMILIES[name]
+    kind = adapter.pipelines[adapter.task]
+    beside, merged, base = (plain_pipeline(folder / each, kind) for each in ("model", "merged", "model"))
     if (folder / "lora/transformer_2").is_dir():
         beside.load_lora_weights(folder / "lora/transformer")
         beside.load_lora_weights(folder / "lora/transformer_2", load_into_transformer_2=True)
     else:
         load_lora(beside, folder / "lora")
-    adapter = find_adapter(folder / "model")
-    sampling = SamplingArguments(guidance_scale=FAMILIES[name].guidance)
-    family = FAMILIES[name]
+    sampling = SamplingArguments(guidance_scale=family.guidance, height=family.side, width=family.side)
     size = adapter.geometry.latent_shape(MediaSize(family.frames, family.side, family.side))
     latents = torch.randn(1, *size, generator=torch.Generator().manual_seed(1))
-    arguments = adapter.pipeline_arguments(sampling, [CAPTIONS[0]], latents)
+    files = files_to_show(adapter, family, folder)
+    shown = {role.name: frames_of(files[role.prompt])[0] for role in adapter.roles.get(adapter.task, ())}
+    arguments = adapter.pipeline_arguments(sampling, [CAPTIONS[0]], latents) | adapter.pipeline_media(shown, sampling)
     for time in (500, 900):
         said_by = []
         for pipeline in (beside, merged, base):
@@ -212,7 +321,10 @@ def check_adapters(name: str, yaml: Path, folder: Path) -> None:
 FP64 = ("parallel.fsdp_plan.param_dtype=fp64", "training.adam_fused=false", "training.ema.enable=false")
 
 
-@pytest.mark.parametrize("names", [BY_DEFAULT, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=len)
+SOME_AND_EACH = [BY_DEFAULT, *(pytest.param((name,), marks=pytest.mark.slow) for name in FAMILIES)]
+
+
+@pytest.mark.parametrize("names", SOME_AND_EACH, ids="-".join)
 def test_two_ranks_equal_one_process(names: Sequence[str], tmp_path: Path) -> None:
     """Loss, gradients and weights of two steps, in fp64."""
     yamls = {}

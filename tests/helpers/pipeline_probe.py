@@ -16,12 +16,12 @@ IMAGE_VAES = ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLFlux2")
 """VAEs that take pictures without a time axis."""
 
 
-def plain_pipeline(folder: Path) -> Any:
-    """The folder's pipeline as diffusers loads it."""
+def plain_pipeline(folder: Path, name: str | None = None) -> Any:
+    """The folder's pipeline as diffusers loads it, or another one of the same parts by the name of its class."""
     prepare_for_transformers()
     import diffusers
 
-    name = read_json_object(folder / "model_index.json", ValueError)["_class_name"]
+    name = name or read_json_object(folder / "model_index.json", ValueError)["_class_name"]
     pipeline = getattr(diffusers, name).from_pretrained(folder, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

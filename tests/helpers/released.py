@@ -121,6 +121,20 @@ WAN_2_1_I2V_14B = _wan(
     flow_shift=5.0,
 )
 
+_WAN_2_2_5B = _wan(
+    {"ffn_dim": 14336, "in_channels": 48, "num_attention_heads": 24, "num_layers": 30, "out_channels": 48},
+    flow_shift=5.0,
+)
+WAN_2_2_TI2V_5B = {
+    **_WAN_2_2_5B,
+    "model_index.json": {**_WAN_2_2_5B["model_index.json"], "boundary_ratio": None, "expand_timesteps": True},
+    "vae/config.json": {
+        **_WAN_2_2_5B["vae/config.json"],
+        "base_dim": 160, "z_dim": 48, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12,
+        "scale_factor_spatial": 16,
+    },
+}  # fmt: skip
+
 
 def write_folder(root: Path, content: Folder) -> Path:
     """A folder with these files."""

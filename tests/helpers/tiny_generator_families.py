@@ -45,6 +45,10 @@ class TinyFamily:
     """Scale that a pipeline is called with: 1 where it would guide, the trained one where it is an input."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of the pipeline that switch its own sizes off."""
+    task: str | None = None
+    """What is trained, where it is not the first that the folder is for."""
+    given_frames: int = 0
+    """Latent frames that the model is given without noise, and learns nothing of."""
 
 
 # --- tokenizers and language models -----------------------------------------------------------------------------------
@@ -284,6 +288,20 @@ def _wan2_2(folder: Path) -> None:
     WanPipeline(**{**whole.components, "transformer_2": second}, boundary_ratio=0.75).save_pretrained(folder)
 
 
+def _wan2_2_5b(folder: Path) -> None:
+    from diffusers import AutoencoderKLWan, WanPipeline
+
+    make_tiny_wan(folder, in_channels=6, out_channels=6)
+    whole = WanPipeline.from_pretrained(folder, local_files_only=True)
+    vae = {
+        **WAN_VAE, "z_dim": 6, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12,
+        "decoder_base_dim": 4, "temperal_downsample": [False, True, True], "scale_factor_spatial": 16,
+        "latents_mean": [0.1, -0.2, 0.3, 0.0, -0.1, 0.2], "latents_std": [1.5, 0.7, 2.0, 1.1, 0.8, 1.0],
+    }  # fmt: skip
+    parts = {**whole.components, "vae": seeded(lambda: AutoencoderKLWan(**vae), 1)}
+    WanPipeline(**parts, expand_timesteps=True).save_pretrained(folder)
+
+
 def _cogvideox(folder: Path, **changes: Any) -> None:
     from diffusers import (
         AutoencoderKLCogVideoX,
@@ -450,6 +468,8 @@ FAMILIES: dict[str, TinyFamily] = {
     "z_image": TinyFamily(_z_image, guidance=0.0),
     "wan": TinyFamily(make_tiny_wan, frames=5),
     "wan2_2": TinyFamily(_wan2_2, frames=5),
+    "wan2_2_5b": TinyFamily(_wan2_2_5b, side=32, frames=5),
+    "wan2_2_5b_ti2v": TinyFamily(_wan2_2_5b, side=32, frames=5, task="ti2v", given_frames=1),
     "cogvideox": TinyFamily(_cogvideox, side=32, frames=5),
     "cogvideox_1_5": TinyFamily(lambda folder: _cogvideox(folder, patch_size_t=2, patch_bias=False), 32, frames=9),
     "hunyuan_video": TinyFamily(_hunyuan_video, frames=5, guidance=3.5),

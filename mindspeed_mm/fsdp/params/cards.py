@@ -102,8 +102,8 @@ class ModelCard:
     released: Mapping[str, float | None]
     """Name on the hub → billions of parameters, where they are known."""
     proven: Mapping[str, str]
-    """What is proven, a key of `tasks.models.catalogue.PROOFS` → the case of its test that proves it, or a test of the
-    family alone: file::function."""
+    """What is proven, a key of `tasks.models.catalogue.PROOFS` → the case of its test that proves it, or several
+    with commas between them, or a test of the family alone: file::function."""
 
 
 @cache

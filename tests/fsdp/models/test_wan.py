@@ -19,7 +19,7 @@ from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from tests.helpers.denoising import denoise, text_batch
-from tests.helpers.released import WAN_2_1_I2V_14B, WAN_2_1_T2V_1_3B, WAN_2_1_T2V_14B, write_folder
+from tests.helpers.released import WAN_2_1_I2V_14B, WAN_2_1_T2V_1_3B, WAN_2_1_T2V_14B, WAN_2_2_TI2V_5B, write_folder
 from tests.helpers.tiny_generators import TEXT_TOKENS
 
 CPU = torch.device("cpu")
@@ -173,12 +173,28 @@ def test_geometry_and_shift_of_released_models(tmp_path: Path, content: Any, shi
     assert (adapter.task, adapter.released_shift(32_760)) == (task, shift)
 
 
+def test_the_released_5b_has_a_time_for_each_token(tmp_path: Path) -> None:
+    """704 × 1280 pixels, 121 frames: 27,280 tokens; `wan2_2` in a file stands for it, too."""
+    folder = write_folder(tmp_path, WAN_2_2_TI2V_5B)
+    adapter = find_adapter(folder, model_id="wan2_2", task="ti2v")
+    shape = adapter.geometry.latent_shape(MediaSize(121, 704, 1280))
+    assert shape == (48, 31, 44, 80)
+    assert (adapter.geometry.side_step, adapter.geometry.tokens(shape)) == (32, 27_280)
+    batch = {"latents": torch.zeros(1, 48, 3, 4, 4), "prompt_embeds": torch.zeros(1, 2, 4096)}
+    given = adapter.given_latents(batch)
+    assert given is not None and given.flatten().tolist() == [True, False, False]
+    times = adapter.inputs(batch["latents"], torch.tensor([0.25]), batch, 1.0)["timestep"]
+    assert times.tolist() == [[0.0] * 4 + [250.0] * 8]
+    plain = find_adapter(folder)
+    assert plain.task == "t2v" and plain.given_latents(batch) is None
+    assert plain.inputs(batch["latents"], torch.tensor([0.25]), batch, 1.0)["timestep"].tolist() == [[250.0] * 12]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
         ("transformer_2", ["diffusers", "WanTransformer3DModel"], "boundary_ratio"),
         ("boundary_ratio", 0.875, "transformer_2"),
-        ("expand_timesteps", True, "expand_timesteps"),
     ],
 )
 def test_halves_of_wan_2_2_are_refused(

@@ -93,6 +93,15 @@ class DiffusionAdapter(ABC):
         self.noted: Mapping[str, dict[str, Any]] = {}
         """Configurations of components that the folder lacks, see `note_components`."""
 
+    @classmethod
+    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+        """The class for a folder: another one where releases of a family differ in what a sample is made of.
+
+        Args:
+            index: The folder's `model_index.json`.
+        """
+        return cls
+
     # --- the folder -------------------------------------------------------------------------------------------------
 
     def component_config(self, name: str) -> dict[str, Any]:

@@ -41,8 +41,9 @@ def find_adapter(
             key="model.model_name_or_path",
             way_out="Name a folder in diffusers' layout: the one with transformer/, vae/ and scheduler/.",
         )
+    index = read_json(path / GENERATOR_INDEX)
     if model_id is None:
-        model_id = _id_of(path, read_json(path / GENERATOR_INDEX))
+        model_id = _id_of(path, index)
     entry = model_register.get(model_id)
     if not _is_adapter(entry):
         raise ConfigError(
@@ -51,6 +52,7 @@ def find_adapter(
             key="model.model_id",
             way_out=f"Leave model_id out, or name one of {', '.join(sorted(set(transformer_ids().values())))}.",
         )
+    entry = entry.of_release(index)
     adapter = entry(path, transformer) if task is None else entry(path, transformer, task)
     adapter.check()
     return adapter

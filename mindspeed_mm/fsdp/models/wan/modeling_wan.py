@@ -1,10 +1,11 @@
-"""Wan2.1 and Wan2.2 A14B (text to video, image to video) as diffusers has them: latents with a time axis, text without
-a mask, time in 0..1000."""
+"""Wan2.1 and Wan2.2 (text to video, image to video) as diffusers has them: latents with a time axis, text without a
+mask, time in 0..1000."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ class WanAdapter(DiffusionAdapter):
     """Wan2.1 1.3B and 14B; Wan2.2 A14B, whose two transformers share the noise levels between them."""
 
     transformer_class = "WanTransformer3DModel"
-    pipelines = {
+    pipelines: ClassVar[Mapping[str, str]] = {
         "t2v": "WanPipeline",
         "i2v": "WanImageToVideoPipeline",
         "flf2v": "WanImageToVideoPipeline",
@@ -64,7 +65,7 @@ class WanAdapter(DiffusionAdapter):
         "blocks.{*}.attn2.to_?": "caption",
         "blocks.{*}.attn2.add_*": "picture",
     }
-    memory_streams = ("caption", "picture", "samples")
+    memory_streams: ClassVar[tuple[str, ...]] = ("caption", "picture", "samples")
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")
 
@@ -119,6 +120,11 @@ class WanAdapter(DiffusionAdapter):
         """`boundary_ratio` of the pipeline, as the pipelines apply it."""
         return 1000.0 * float(self.index["boundary_ratio"])
 
+    @classmethod
+    def of_release(cls, index: Mapping[str, Any]) -> type[DiffusionAdapter]:
+        """Wan2.2 5B takes a time for each token."""
+        return WanTokenTimeAdapter if index.get("expand_timesteps") else cls
+
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         if (self.folder / GENERATOR_INDEX).is_file() and len(self.transformers) == 2:
@@ -134,7 +140,7 @@ class WanAdapter(DiffusionAdapter):
         return {**patterns, "streams": {}, "sample_plan": None, "cut_points": None}
 
     def check(self) -> None:
-        """Also refuses half of a pair, a pair without its boundary, and one that takes a timestep for each token."""
+        """Also refuses half of a pair, and a pair without its boundary."""
         super().check()
         if self.task == "i2v" and self._tells_frames_apart:
             raise ConfigError(
@@ -154,13 +160,6 @@ class WanAdapter(DiffusionAdapter):
             )
         if is_pair and not self.has_component("transformer"):
             raise ModelFolderError("the transformer of much noise is missing", where=where, key="transformer")
-        if self.index.get("expand_timesteps"):
-            raise ModelFolderError(
-                "is set: this is Wan2.2 5B, which takes a timestep for each token",
-                where=where,
-                key="expand_timesteps",
-                way_out="Name a folder of Wan2.1 or of Wan2.2 A14B.",
-            )
 
     # --- encoding ---------------------------------------------------------------------------------------------------
 
@@ -295,6 +294,53 @@ class WanAdapter(DiffusionAdapter):
         """The pipelines round to a multiple of the temporal ratio plus one, and with ratio 1 add one to any number."""
         ratio = self.geometry.temporal_ratio
         return (latent_frames - 1) * ratio + (ratio > 1)
+
+
+class WanTokenTimeAdapter(WanAdapter):
+    """Wan2.2 5B: text to video; with a first frame (ti2v), which stands among the latents without noise, at time 0.
+
+    In training the first frame is the clip's own: the VAE is causal, so that its latents are those of the picture
+    alone.
+    """
+
+    pipelines: ClassVar[Mapping[str, str]] = {"t2v": "WanPipeline", "ti2v": "WanImageToVideoPipeline"}
+    more_tasks: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "WanPipeline": ("ti2v",),
+        "WanImageToVideoPipeline": ("t2v",),
+    }
+    roles = {"ti2v": (replace(FIRST_FRAME, is_trained=False),)}
+    draws: ClassVar[frozenset[str]] = frozenset()
+    one_by_one: ClassVar[frozenset[str]] = frozenset()
+    sample_plan: ClassVar[SamplePlan | None] = SamplePlan(
+        image_inputs={"timestep": 1}, module_inputs={"blocks.0": 1}, module_outputs={"rope": 1}
+    )
+    streams: ClassVar[Mapping[str, str]] = {"condition_embedder.time*": "latents", **WanAdapter.streams}
+    memory_streams: ClassVar[tuple[str, ...]] = ("caption",)
+
+    @property
+    def _input_channels(self) -> int:
+        return self.geometry.latent_channels
+
+    def given_latents(self, batch: Batch) -> torch.Tensor | None:
+        """ti2v: the first latent frame, (1, 1, T, 1, 1)."""
+        if self.task != "ti2v":
+            return None
+        latents = batch["latents"]
+        return (torch.arange(latents.shape[2], device=latents.device) == 0).view(1, 1, -1, 1, 1)
+
+    def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
+        """Those of Wan with a time for each token, (B, N): 0 where the frame is given."""
+        inputs = super().inputs(noisy, sigma, batch, guidance)
+        frames, height, width = (side // p for side, p in zip(noisy.shape[-3:], self.geometry.patch, strict=True))
+        times = inputs["timestep"].view(-1, 1, 1).repeat(1, frames, height * width)
+        if self.task == "ti2v":
+            times[:, 0] = 0
+        return inputs | {"timestep": times.flatten(1)}
+
+    def stage_shapes(self, batch: Batch) -> list[tuple[int, ...]]:
+        """Those of Wan; of the time (B, N, D) and (B, N, 6 D)."""
+        hidden, _, _, *others = super().stage_shapes(batch)
+        return [hidden, hidden, (*hidden[:2], 6 * hidden[2]), *others]
 
 
 def _normalised_latents(vae: Any, video: torch.Tensor) -> torch.Tensor:
