@@ -20,6 +20,7 @@ _STYLES = {
     "WSD": "wsd",
     "wsd": "wsd",
 }
+_ANNEALS = ("linear", "cosine", "exponential", "minus_sqrt")
 _OPTIMIZERS = {"adam": "adamw", "muon": "muon"}
 _SELECTIONS = ("fused_adamw", "fused_torch_adamw", "fused_ema_adamw")
 _WEIGHTINGS = {
@@ -43,6 +44,9 @@ def warm_up(reading: Reading) -> None:
         draft.problem(what, reading.place(one), "Keep one of them.")
     for name in given[:1]:
         value, place = reading.value(name), reading.place(name)
+        if value < 0:
+            draft.problem(f"{value} is below 0", place, "Give the length of the warm-up.")
+            return
         if name in ("lr_warmup_iters", "lr_warmup_steps"):
             if not isinstance(steps, int) or steps < 1:
                 return
@@ -59,6 +63,7 @@ def warm_up(reading: Reading) -> None:
                 draft.problem(f"{value:.3g} of all {steps} steps warm up", str(place), "Lower it.")
                 return
         draft.put("training.lr_warmup_ratio", value, place)
+        draft.fill("training.lr_warmup_from_start", True, "the first step of a warm-up has --lr-warmup-init")
 
 
 def decay(reading: Reading) -> None:
@@ -72,19 +77,42 @@ def decay(reading: Reading) -> None:
         draft.put("training.lr_decay_style", _STYLES[value], place)
     elif not reading.has("learning_rate"):  # of the scripts in diffusers' manner, whose rate is constant
         draft.fill("training.lr_decay_style", _STYLES[value], "Megatron's default of --lr-decay-style")
-    steps = draft.value(LENGTH_OF_RUN)
-    last = "lr_wsd_decay_iters" if _STYLES.get(value) == "wsd" else "lr_decay_iters"
-    for flag in ("lr_wsd_decay_iters", "lr_decay_iters"):
-        if not reading.has(flag) or not isinstance(steps, int):
-            continue
-        if flag == last:
-            share = reading.value(flag) / steps
-            draft.put("training.lr_decay_ratio", share, derived(f"{reading.place(flag)} / {steps} steps"))
-        elif flag == "lr_wsd_decay_iters":
-            draft.note(f"--lr-wsd-decay-iters has no effect with --lr-decay-style {value}.")
-        elif reading.value(flag) != steps:
-            what = f"{reading.value(flag)}, but WSD anneals up to the last of all {steps} steps"
-            draft.problem(what, reading.place(flag), "Leave it out, and set --lr-wsd-decay-iters.")
+    if _STYLES.get(value) == "wsd":
+        _anneal(reading)
+    else:
+        for flag in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+            if reading.has(flag):
+                draft.note(f"--{flag.replace('_', '-')} has no effect with --lr-decay-style {value}.")
+        steps = draft.value(LENGTH_OF_RUN)
+        if reading.has("lr_decay_iters") and isinstance(steps, int):
+            place = reading.place("lr_decay_iters")
+            draft.put(
+                "training.lr_decay_ratio", reading.value("lr_decay_iters") / steps, derived(f"{place} / {steps} steps")
+            )
+
+
+def _anneal(reading: Reading) -> None:
+    """How many of the last steps anneal in a schedule of warm-up, stable part and decay, and in which shape."""
+    draft, steps = reading.draft, reading.draft.value(LENGTH_OF_RUN)
+    style, place = reading.value("lr_wsd_decay_style"), reading.place("lr_wsd_decay_style")
+    if style not in _ANNEALS:
+        draft.problem(f"'{style}' is not one of {', '.join(_ANNEALS)}", place, did_you_mean(style, _ANNEALS).strip())
+    elif reading.has("lr_wsd_decay_style"):
+        draft.put("training.lr_wsd_style", style, place)
+    else:
+        draft.fill("training.lr_wsd_style", style, "Megatron's default of --lr-wsd-decay-style")
+    if not isinstance(steps, int):
+        return
+    last, place = reading.value("lr_wsd_decay_iters"), reading.place("lr_wsd_decay_iters")
+    if last is None:
+        draft.problem("is not given, but WSD anneals", place, "Give the number of steps at the end that anneal.")
+    elif not 0 < last < steps:
+        draft.problem(f"{last} is not between 1 and {steps - 1}", place, f"They are the last of all {steps} steps.")
+    else:
+        draft.put("training.lr_decay_ratio", last / steps, derived(f"{place} / {steps} steps"))
+    if reading.value("lr_decay_iters", steps) != steps:
+        what = f"{reading.value('lr_decay_iters')}, but WSD anneals up to the last of all {steps} steps"
+        draft.problem(what, reading.place("lr_decay_iters"), "Leave it out, and set --lr-wsd-decay-iters.")
 
 
 def optimizer(reading: Reading) -> None:
@@ -94,12 +122,30 @@ def optimizer(reading: Reading) -> None:
         draft.problem(f"'{name}' is not built", reading.place("optimizer"), "There are adam and muon.")
     elif reading.has("optimizer"):
         draft.put("training.optimizer", _OPTIMIZERS[name], reading.place("optimizer"))
+    if reading.value("swap_optimizer") and name == "adam":
+        draft.replace("training.optimizer", "adamw_swap", reading.place("swap_optimizer"))
+    elif reading.value("swap_optimizer"):
+        draft.problem(
+            f"cannot be combined with --optimizer {name}", reading.place("swap_optimizer"), "Keep one of them."
+        )
     place = reading.place("optimizer_selection")
     if selection not in _SELECTIONS:
         way_out = f"{did_you_mean(selection, _SELECTIONS)}There are {', '.join(_SELECTIONS)}."
         draft.problem(f"'{selection}' is not built", place, way_out)
     elif selection == "fused_ema_adamw":
         draft.put("training.ema.enable", True, place)
+
+
+def constant_weight_decay(reading: Reading) -> None:
+    """Weight decay does not change in a run."""
+    style = reading.value("weight_decay_incr_style")
+    if style != "constant":
+        what = f"'{style}' is not built: weight decay is constant"
+        reading.draft.problem(what, reading.place("weight_decay_incr_style"), "Leave it out, and set --weight-decay.")
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if reading.has(name) and reading.value(name) != reading.value("weight_decay"):
+            what = f"{reading.value(name)}, but --weight-decay is {reading.value('weight_decay')} in all steps"
+            reading.draft.problem(what, reading.place(name), "Leave it out.")
 
 
 def undecayed_parameters(reading: Reading) -> None:
@@ -133,7 +179,7 @@ def starting_point(reading: Reading) -> None:
     draft, saved = reading.draft, reading.draft.value("training.save")
     if reading.has("data_path") and reading.has("load"):  # scripts of one model, which have no model.json
         draft.fill("model.model_name_or_path", reading.value("load"), "--load of a script without --mm-model")
-    for name in ("load_base_model", "load"):
+    for name in ("load_base_model", "pretrained_checkpoint", "load"):
         path = reading.value(name)
         if path is None or path == draft.value("model.model_name_or_path"):
             continue
@@ -141,9 +187,15 @@ def starting_point(reading: Reading) -> None:
             draft.note(f"--load and --save are {path}: a run continues by itself from the newest checkpoint there.")
         elif str(PurePosixPath(path)) != reading.folder_of_weights:
             draft.put("training.load", path, reading.place(name))
-    if reading.value("finetune"):
+    if reading.has("ckpt_step") and draft.value("training.load") is None:
+        draft.problem("is given without --load", reading.place("ckpt_step"), "Name the run whose step is meant.")
+    elif reading.has("ckpt_step"):
+        step = f"{draft.value('training.load')}/iter_{reading.value('ckpt_step'):07d}"
+        draft.replace("training.load", step, reading.place("ckpt_step"))
+    weights_alone = [name for name in ("finetune", "pretrained_checkpoint") if reading.value(name)]
+    for name in weights_alone[:1]:
         for key in ("no_load_optim", "no_load_rng"):
-            draft.put(f"training.{key}", True, reading.place("finetune"))
+            draft.put(f"training.{key}", True, reading.place(name))
 
 
 def checkpoint_format(reading: Reading) -> None:
@@ -234,6 +286,20 @@ def adapters(reading: Reading) -> None:
             draft.put(f"training.lora.{key}", reading.value(name), reading.place(name))
         else:
             draft.fill(f"training.lora.{key}", reading.value(name), f"Megatron's default of {reading.place(name)}")
+
+
+def profiled_steps(reading: Reading) -> None:
+    """Which steps of which ranks are profiled. Megatron counts steps from 0."""
+    for name, key in (("profile_step_start", "start_step"), ("profile_step_end", "end_step")):
+        if reading.has(name):
+            where = f"tools.profile.static_param.{key}"
+            reading.draft.put(where, reading.value(name) + 1, reading.place(name))
+    if reading.has("profile_ranks"):
+        words, place = reading.value("profile_ranks"), reading.place("profile_ranks")
+        if all(word.isdigit() for word in words):
+            reading.draft.put("tools.profile.ranks", [int(word) for word in words], place)
+        else:
+            reading.draft.problem(f"'{' '.join(words)}' are not numbers of ranks", place)
 
 
 def picture_size(reading: Reading) -> None:

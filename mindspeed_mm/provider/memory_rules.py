@@ -11,6 +11,8 @@ _PLAN = "features.recompute_plan"
 def recomputation(reading: Reading) -> None:
     """Which layers are computed again in the backward pass."""
     granularity, place = reading.value("recompute_granularity"), reading.place("recompute_granularity")
+    if granularity is None and reading.value("recompute_activations"):  # as Megatron reads it
+        granularity, place = "selective", reading.place("recompute_activations")
     if "recompute_granularity" in reading.settled:
         return
     if granularity is None:

@@ -13,7 +13,7 @@ from mindspeed_mm.fsdp.params.value_types import show
 from mindspeed_mm.fsdp.params.yaml.config_text import read_config_text
 from mindspeed_mm.fsdp.params.yaml.parser import parse_yaml
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition, clone, plain
-from mindspeed_mm.provider.flags import by_spelling
+from mindspeed_mm.provider.flags import by_spelling, nearest_flag
 
 _FLAGS = ("gpt_args", "lora_args")
 _FILES = ("data", "model")
@@ -77,8 +77,8 @@ def _add(found: OneYaml, name: str, node: Node, problems: list[Problem]) -> None
     value: Any = plain(node)
     flag = by_spelling().get(f"--{name}")
     if flag is None:
-        spellings = [spelling.removeprefix("--") for spelling in by_spelling()]
-        problems.append(Problem("unknown flag", str(node.place), name, did_you_mean(name, spellings).strip()))
+        meant = nearest_flag(name, by_spelling()).removeprefix("--")
+        problems.append(Problem("unknown flag", str(node.place), name, f"Did you mean '{meant}'?" if meant else ""))
     elif value is None or value is False:
         return
     elif flag.kind == "switch" and value is not True:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mindspeed_mm.core.errors import Problem, UsageError
-from mindspeed_mm.core.suggest import did_you_mean
 from mindspeed_mm.fsdp.params.yaml.tree import Node, SourcePosition
-from mindspeed_mm.provider.flags import FLAGS, LaunchFlag, by_dest, by_spelling
+from mindspeed_mm.provider.flags import FLAGS, by_dest, by_spelling, nearest_flag
+from mindspeed_mm.provider.launch_flag import LaunchFlag
 from mindspeed_mm.provider.one_yaml import OneYaml, read_one_yaml
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
@@ -66,10 +66,15 @@ def parse(
     file = read_one_yaml(Path(words[0])) if words and words[0].endswith((".yaml", ".yml")) else OneYaml()
     flags = list(words[1:]) if file.path else list(words)
     parser = build_parser()
+    ours = dict(parser._option_string_actions)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
     known, left = parser.parse_known_args([*file.words, *flags])
     given = GivenFlags({**file.places, **_given(flags)}, file.sections)
+    for name, action in ours.items():
+        row = by_spelling().get(name)
+        if row is not None and (row.idle or row.refused) and parser._option_string_actions.get(name) is not action:
+            given.places.pop(row.dest, None)  # a user's own flag that has the name of one that would say nothing here
     problems = [] if ignore_unknown else _unknown(left, flags, _spellings(parser))
     problems += _convert(known, given)
     if problems:
@@ -145,7 +150,13 @@ def _unknown(left: Sequence[str], words: Sequence[str], known: Sequence[str]) ->
     for word in left:
         if word.startswith("--"):
             name = word.split("=", 1)[0]
-            problems.append(Problem("unknown flag", name, way_out=did_you_mean(name, known).strip()))
+            problems.append(
+                Problem(
+                    "unknown flag",
+                    name,
+                    way_out=f"Did you mean '{meant}'?" if (meant := nearest_flag(name, known)) else "",
+                )
+            )
         elif word in owned:
             owned.remove(word)
         else:

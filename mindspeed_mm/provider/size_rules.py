@@ -84,8 +84,9 @@ def accumulation(reading: Reading) -> None:
 def pipeline_schedule(reading: Reading) -> None:
     """Interleaved where chunks are asked for; all forward passes first where micro-batches are fewer than stages."""
     stages, draft = reading.size("pipeline_parallel_size"), reading.draft
-    chunks = reading.value("virtual_pipeline_model_parallel_size", 1)
-    place = reading.place("virtual_pipeline_model_parallel_size")
+    older, newer = "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
+    name = newer if reading.has(newer) else older
+    chunks, place = reading.value(name, 1), reading.place(name)
     if chunks > 1 and stages == 1:
         draft.problem(f"{chunks}, but there is one pipeline stage", place, "Leave it out.")
     elif chunks > 1:
@@ -106,6 +107,14 @@ def token_dispatcher(reading: Reading) -> None:
     elif reading.size("expert_parallel_size") > 1:
         words = "Megatron's default of --moe-token-dispatcher-type"
         reading.draft.fill("parallel.ep_plan.dispatcher", _DISPATCHERS[name], words)
+
+
+def whole_experts(reading: Reading) -> None:
+    """Each expert lies on one rank of a tensor group."""
+    size = reading.value("expert_tensor_parallel_size", 1)
+    if size != 1:
+        way_out = "Leave it out: --expert-model-parallel-size divides the experts among ranks."
+        reading.draft.problem(f"{size} is not built", reading.place("expert_tensor_parallel_size"), way_out)
 
 
 def sequence_parallel(reading: Reading) -> None:
@@ -143,7 +152,7 @@ def sharding(reading: Reading) -> None:
 
 
 def floating_point_types(reading: Reading) -> None:
-    """The type of the computation; fsdp2_config.yaml, which is read before, wins."""
+    """The types of the computation and of its sums; fsdp2_config.yaml, which is read before, wins, and it is told."""
     mixed = reading.value("mixed_precision", "no")
     chosen = [name for name in ("bf16", "fp16") if reading.value(name)]
     if len(chosen) == 2:
@@ -153,6 +162,13 @@ def floating_point_types(reading: Reading) -> None:
     elif chosen or mixed != "no":
         dtype = chosen[0] if chosen else mixed
         place = reading.place(dtype if chosen else "mixed_precision")
-        for key, value in (("param_dtype", dtype), ("reduce_dtype", "fp32")):
-            if reading.draft.value(f"parallel.fsdp_plan.{key}") is None:
+        sums = "bf16" if reading.value("grad_reduce_in_bf16") else "fp32"
+        for key, value in (("param_dtype", dtype), ("reduce_dtype", sums)):
+            held = reading.draft.value(f"parallel.fsdp_plan.{key}")
+            if held is None:
                 reading.draft.replace(f"parallel.fsdp_plan.{key}", value, place)
+            elif key == "param_dtype" and held != value:
+                says = reading.draft.place(f"parallel.fsdp_plan.{key}")
+                reading.draft.note(f"{place} has no effect: {says} says {key}: {held}.")
+    if reading.value("grad_reduce_in_bf16") and not (chosen or mixed != "no"):
+        reading.draft.note("--grad-reduce-in-bf16 has no effect without --bf16.")

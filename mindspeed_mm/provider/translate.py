@@ -30,12 +30,14 @@ RULES: tuple[Callable[[Reading], None], ...] = (
     size_rules.accumulation,
     size_rules.pipeline_schedule,
     size_rules.token_dispatcher,
+    size_rules.whole_experts,
     size_rules.sequence_parallel,
     size_rules.sharding,
     size_rules.floating_point_types,
     flag_rules.warm_up,
     flag_rules.decay,
     flag_rules.optimizer,
+    flag_rules.constant_weight_decay,
     flag_rules.undecayed_parameters,
     flag_rules.scaled_learning_rates,
     flag_rules.loss_of_samples,
@@ -43,6 +45,7 @@ RULES: tuple[Callable[[Reading], None], ...] = (
     flag_rules.checkpoint_format,
     flag_rules.validation,
     flag_rules.waiting_times,
+    flag_rules.profiled_steps,
     flag_rules.longest_sample,
     flag_rules.worker_processes,
     flag_rules.order_of_rows,
@@ -198,7 +201,7 @@ def _checked(reading: Reading, plugin_keys: PluginKeys | None) -> ResolvedConfig
     problems: list[Problem] = list(reading.draft.problems)
     config = None
     try:
-        config = load_config(reading.draft.root, plugin_keys=plugin_keys)
+        config = load_config(reading.draft.root, reading.value("mm_set", ()), plugin_keys=plugin_keys)
     except ConfigError as error:
         problems += error.problems
     if config is None or problems:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +14,11 @@ import pytest
 
 from mindspeed_mm.core.config_path import value_at
 from mindspeed_mm.core.errors import ConfigError, UsageError
-from mindspeed_mm.fsdp.optimizer.schedules import Schedule
+from mindspeed_mm.fsdp.params.argument import Arguments
 from mindspeed_mm.fsdp.params.schema_walk import walk_fields
-from mindspeed_mm.provider.flags import FLAGS, LaunchFlag, by_dest
+from mindspeed_mm.fsdp.train.build_engine import build_lr_schedule
+from mindspeed_mm.provider.flags import FLAGS, by_dest
+from mindspeed_mm.provider.launch_flag import LaunchFlag
 from mindspeed_mm.provider.parse import fill_absent, parse
 from mindspeed_mm.provider.translate import RULES, Translated, from_flags, translate
 
@@ -88,6 +91,23 @@ CASES = {
     "lr_scheduler": Case("--lr_scheduler constant_with_warmup", "training.lr_decay_style", "constant"),
     "lr_decay_iters": Case("--lr-decay-iters 50", "training.lr_decay_ratio", 0.5),
     "lr_wsd_decay_iters": Case("--lr-decay-style WSD --lr-wsd-decay-iters 20", "training.lr_decay_ratio", 0.2),
+    "lr_wsd_decay_style": Case(
+        "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style cosine", "training.lr_wsd_style", "cosine"
+    ),
+    "grad_reduce_in_bf16": Case("--bf16 --grad-reduce-in-bf16", "parallel.fsdp_plan.reduce_dtype", "bf16"),
+    "num_virtual_stages_per_pipeline_rank": Case(
+        f"{PP} 2 --num-virtual-stages-per-pipeline-rank 3 --global-batch-size 32",
+        "parallel.pp_plan.virtual_stages",
+        3,
+    ),
+    "swap_optimizer": Case("--swap-optimizer", "training.optimizer", "adamw_swap"),
+    "recompute_activations": Case("--recompute-activations", "features.recompute_plan.mode", "selective"),
+    "pretrained_checkpoint": Case("--pretrained-checkpoint weights", "training.no_load_optim", True),
+    "ckpt_step": Case("--load runs/a --ckpt-step 12", "training.load", "runs/a/iter_0000012"),
+    "profile_step_start": Case("--profile-step-start 3", "tools.profile.static_param.start_step", 4),
+    "profile_step_end": Case("--profile-step-end 13", "tools.profile.static_param.end_step", 14),
+    "profile_ranks": Case("--profile-ranks 1 2", "tools.profile.ranks", (1, 2)),
+    "mm_set": Case("--mm-set training.on_nonfinite=skip training.ns_steps=7", "training.ns_steps", 7),
     "optimizer": Case("--optimizer muon", "training.optimizer", "muon"),
     "optimizer_selection": Case("--optimizer-selection fused_ema_adamw", "training.ema.enable", True),
     "weight_decay_exclude_modules": Case(
@@ -140,7 +160,14 @@ CASES = {
 }
 """Flags whose rule is more than a key: name → words, and what they set."""
 
-ONLY_NOTED = {"validation_epochs": "--validation_epochs 3", "ai_framework": "--ai-framework pytorch"}
+ONLY_NOTED = {
+    "validation_epochs": "--validation_epochs 3",
+    "ai_framework": "--ai-framework pytorch",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
+    "start_weight_decay": "--start-weight-decay 0.01",
+    "end_weight_decay": "--end-weight-decay 0.01",
+    "weight_decay_incr_style": "--weight-decay-incr-style constant",
+}
 """Flags with a rule that sets nothing in the case that is allowed."""
 
 
@@ -158,6 +185,12 @@ def words_of(*, without: str = "", more: Sequence[str] = ()) -> list[str]:
 
 def run(words: Sequence[str], world_size: int | None = 8) -> Translated:
     return translate(parse(words, {} if world_size is None else {"WORLD_SIZE": str(world_size)}))
+
+
+@cache
+def plain() -> Arguments:
+    """Of the flags that every training needs."""
+    return run(words_of()).arguments
 
 
 def value(arguments: Any, key: str) -> Any:
@@ -185,7 +218,7 @@ def test_each_flag_does_one_thing() -> None:
     assert len(by_dest()) == len(FLAGS)
     keys = {key for key, _ in walk_fields()}
     assert {flag.key for flag in OF_KIND["key"]} <= keys
-    assert {flag.rule for flag in OF_KIND["rule"]} - {"files"} == {rule.__name__ for rule in RULES}
+    assert {flag.rule for flag in OF_KIND["rule"]} - {"files", "settings"} == {rule.__name__ for rule in RULES}
 
 
 @pytest.mark.edge("R18")
@@ -195,14 +228,14 @@ def test_a_flag_with_a_key_sets_it(flag: LaunchFlag) -> None:
     arguments = run(words_of(without=flag.key, more=[flag.spellings[0], *given])).arguments
     assert value(arguments, flag.key) == (type(value(arguments, flag.key))(given[0]) if given else True)
     if flag.key not in BASE:
-        assert value(run(words_of()).arguments, flag.key) != value(arguments, flag.key)
+        assert value(plain(), flag.key) != value(arguments, flag.key)
 
 
 @pytest.mark.edge("R18")
 @names("rule")
 def test_a_flag_with_a_rule_acts(flag: LaunchFlag) -> None:
     if flag.dest in ONLY_NOTED:
-        assert run(words_of(more=ONLY_NOTED[flag.dest].split())).arguments == run(words_of()).arguments
+        assert run(words_of(more=ONLY_NOTED[flag.dest].split())).arguments == plain()
         return
     case = CASES[flag.dest]
     words = case.words.split()
@@ -219,11 +252,13 @@ def test_a_flag_with_a_rule_acts(flag: LaunchFlag) -> None:
 
 
 @pytest.mark.edge("R18")
-@names("idle")
-def test_a_flag_without_effect_says_why(flag: LaunchFlag) -> None:
-    found = run(words_of(more=[flag.spellings[0], *example(flag)]))
-    assert found.arguments == run(words_of()).arguments
-    assert [f"--{flag.name} has no effect: {flag.idle}."] == list(found.notes)
+@pytest.mark.parametrize("reason", dict.fromkeys(flag.idle for flag in OF_KIND["idle"]))
+def test_flags_without_effect_say_why(reason: str) -> None:
+    flags = [flag for flag in OF_KIND["idle"] if flag.idle == reason]
+    found = run(words_of(more=[word for flag in flags for word in (flag.spellings[0], *example(flag))]))
+    assert found.arguments == plain()
+    has = "has" if len(flags) == 1 else "have"
+    assert found.notes == (f"{', '.join(f'--{flag.name}' for flag in flags)} {has} no effect: {reason}.",)
 
 
 @names("of_loop")
@@ -233,31 +268,75 @@ def test_a_flag_of_the_loop_is_in_the_namespace(flag: LaunchFlag) -> None:
     assert translate(namespace).arguments == translate(parse(words_of(), {})).arguments
 
 
+def megatron_rate(step: int, style: str, warm: float, decay: int, anneal: tuple[str, int], start: float) -> float:
+    """`OptimizerParamScheduler.get_lr` of Megatron-Core 0.12.1, with rates from 1e-3 down to 1e-5, counted in steps."""
+    high, low = 1e-3, 1e-5
+    if warm > 0 and step <= warm:
+        return start + (high - start) * step / warm
+    if style == "constant":
+        return high
+    if step > decay:
+        return low
+    ratio = (step - warm) / (decay - warm)
+    if style == "WSD":
+        shape, last = anneal
+        ratio = (step - (decay - last)) / last
+        if ratio <= 0:
+            return high
+        shares = {
+            "linear": 1.0 - ratio,
+            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+            "exponential": 2.0 * math.pow(0.5, ratio) - 1.0,
+            "minus_sqrt": 1.0 - math.sqrt(ratio),
+        }
+        return low + shares[shape] * (high - low)
+    share = 1.0 - ratio if style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    return low + share * (high - low)
+
+
 @pytest.mark.parametrize(
-    ("style", "decay_steps", "fraction"), [("cosine", 400, 0.1), ("linear", 2000, 0.0), ("cosine", 100, 0.1)]
+    ("words", "style", "warm", "decay", "anneal", "start"),
+    [
+        ("cosine --lr-decay-iters 400 --lr-warmup-fraction 0.1", "cosine", 40, 400, ("", 0), 0.0),
+        ("linear --lr-decay-iters 2000", "linear", 0, 2000, ("", 0), 0.0),
+        ("cosine --lr-decay-iters 100 --lr-warmup-fraction 0.1", "cosine", 10, 100, ("", 0), 0.0),
+        ("linear --lr-warmup-iters 7 --lr-warmup-init 1e-4", "linear", 7, 200, ("", 0), 1e-4),
+        ("constant --lr-warmup-iters 2", "constant", 2, 200, ("", 0), 0.0),
+        ("cosine --lr-warmup-fraction 0.003", "cosine", 0.6, 200, ("", 0), 0.0),
+        ("cosine --lr-warmup-fraction 0.0333", "cosine", 6.66, 200, ("", 0), 0.0),
+        ("WSD --lr-wsd-decay-iters 40", "WSD", 0, 200, ("exponential", 40), 0.0),
+        *(
+            (
+                f"WSD --lr-wsd-decay-iters 40 --lr-warmup-iters 9 --lr-wsd-decay-style {shape}",
+                "WSD",
+                9,
+                200,
+                (shape, 40),
+                0.0,
+            )
+            for shape in ("linear", "cosine", "minus_sqrt")
+        ),
+    ],
 )
-def test_the_learning_rate_is_megatron_s_formula(style: str, decay_steps: int, fraction: float) -> None:
-    """`OptimizerParamScheduler.get_lr` of Megatron-Core, whose warm-up begins a step later. Compared behind it."""
-    more = f"--lr 1e-3 --min-lr 1e-5 --train-iters 200 --lr-decay-style {style} --lr-decay-iters {decay_steps}"
-    words = [*words_of(without="training.train_iters", more=more.split()), "--lr-warmup-fraction", str(fraction)]
-    training = run(words).arguments.training
-    warm = round(fraction * decay_steps)
-    schedule = Schedule(
-        style, training.lr, training.lr_min, 0.0, round(training.lr_warmup_ratio * 200), training.lr_decay_ratio, 200
-    )
-    for step in range(warm, 200):
-        progress = min(1.0, (step - warm) / (decay_steps - warm))
-        share = 0.5 * (math.cos(math.pi * progress) + 1) if style == "cosine" else 1 - progress
-        assert schedule.at(step) == pytest.approx(1e-5 + share * (1e-3 - 1e-5), rel=1e-12)
+def test_the_learning_rate_is_megatron_s(
+    words: str, style: str, warm: float, decay: int, anneal: tuple[str, int], start: float
+) -> None:
+    """At every step of the run, its first included."""
+    more = f"--lr 1e-3 --min-lr 1e-5 --train-iters 200 --lr-decay-style {words}".split()
+    schedule = build_lr_schedule(run(words_of(without="training.train_iters", more=more)).arguments, 200)
+    for step in range(200):
+        expected = megatron_rate(step, style, warm, decay, anneal, start)
+        assert schedule.at(step) == pytest.approx(expected, rel=1e-12, abs=1e-18), step
 
 
 @pytest.mark.edge("R18")
-@names("refused")
-def test_a_refused_flag_says_why(flag: LaunchFlag) -> None:
+@pytest.mark.parametrize("reason", dict.fromkeys(flag.refused for flag in OF_KIND["refused"]))
+def test_refused_flags_say_why(reason: str) -> None:
+    flags = [flag for flag in OF_KIND["refused"] if flag.refused == reason]
     with pytest.raises(ConfigError) as raised:
-        run(words_of(more=[flag.spellings[0], *example(flag)]))
-    (problem,) = raised.value.problems
-    assert (problem.where, problem.what) == (f"--{flag.name}", f"is not built: {flag.refused}")
+        run(words_of(more=[word for flag in flags for word in (flag.spellings[0], *example(flag))]))
+    found = [(problem.where, problem.what) for problem in raised.value.problems]
+    assert found == [(f"--{flag.name}", f"is not built: {reason}") for flag in flags]
 
 
 def test_reasons_are_said_once() -> None:
@@ -292,6 +371,40 @@ def test_a_user_s_own_flags() -> None:
     namespace = parse(["--my-size", "4", *words_of()], {}, provider)
     assert (namespace.my_size, namespace.seed) == (4, 5)
     assert translate(namespace).arguments.training.lr == 1e-3
+
+
+def test_a_user_s_own_flag_may_have_the_name_of_one_without_effect() -> None:
+    def provider(parser: Any) -> None:
+        parser.add_argument("--stage", type=int)
+        parser.add_argument("--split", type=float)
+
+    found = translate(parse(words_of(more=["--stage", "2", "--split", "0.5"]), {}, provider))
+    assert found.notes == ()
+    with pytest.raises(ConfigError, match="--stage"):
+        run(words_of(more=["--stage", "2"]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("--lrr", "--lr"),
+        ("--train-iter", "--train-iters"),
+        ("--micro-batchsize", "--micro-batch-size"),
+        ("--num-worker", "--num-workers"),
+        ("--my-flag", ""),
+        ("--hps-reward-sav", ""),  # it is an error itself
+        ("--something-else", ""),
+    ],
+)
+def test_only_near_flags_that_work_are_offered(wrong: str, meant: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse([wrong, "3"], {})
+    assert raised.value.problems[0].way_out == (f"Did you mean '{meant}'?" if meant else "")
+
+
+def test_settings_of_the_yaml_are_judged_as_there() -> None:
+    with pytest.raises(ConfigError, match=r"training.on_nonfinit.*Did you mean 'on_nonfinite'"):
+        run(words_of(more=["--mm-set", "training.on_nonfinit=skip"]))
 
 
 def test_a_user_s_own_flag_that_is_required() -> None:

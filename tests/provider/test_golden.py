@@ -28,6 +28,7 @@ LAUNCHES = (
     "features.sh",
     "drawing.sh",
     "one_model.sh",
+    "older.sh",
 )
 """One of each kind that MindSpeed-MM's scripts are of."""
 

@@ -12,9 +12,15 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda _progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "wsd": lambda progress: 1.0 - progress,
 }
 """Share of the way from `lr_min` up to `lr`, by progress through the decay in [0, 1]."""
+ANNEALS: dict[str, Callable[[float], float]] = {
+    "linear": DECAYS["linear"],
+    "cosine": DECAYS["cosine"],
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""The same for the last part of `wsd`; the shapes that Megatron-Core has (`optimizer_param_scheduler.py`, 0.12.1)."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +29,25 @@ class Schedule:
 
     `constant` holds `lr`. `linear` and `cosine` (Loshchilov & Hutter 2017, eq. 5, one cycle) decay over the first
     `decay_ratio` of all steps and hold `lr_min` from there on; `wsd` (warm-up, stable, decay: Hu et al. 2024) holds
-    `lr` and decays linearly over the *last* `decay_ratio` of all steps.
+    `lr` and decays in the shape of `wsd_style` over the *last* `decay_ratio` of all steps.
+
+    Step s of a warm-up of w steps, counted from 0, has the share (s + 1) / w of the way; with `warms_from_start` s / w,
+    as in Megatron-Core, where w need not be whole: the first step has `lr_start` itself.
     """
 
     style: str
     lr: float
     lr_min: float
     lr_start: float
-    warmup_steps: int
+    warmup_steps: float
     decay_ratio: float
     total_steps: int
+    wsd_style: str = "linear"
+    warms_from_start: bool = False
 
     def __post_init__(self) -> None:
-        if self.style not in DECAYS:
-            raise ConfigError(f"'{self.style}' is not one of {', '.join(DECAYS)}", key="training.lr_decay_style")
+        if self.style not in (*DECAYS, "wsd"):
+            raise ConfigError(f"'{self.style}' is not one of {', '.join(DECAYS)}, wsd", key="training.lr_decay_style")
         if self.style == "wsd" and self.decay_ratio >= 1.0:
             raise ConfigError(
                 "'wsd' decays over the last lr_decay_ratio of all steps: at 1.0 nothing stays stable",
@@ -47,10 +58,12 @@ class Schedule:
     def at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
-            return self.lr_start + (self.lr - self.lr_start) * (step + 1) / self.warmup_steps
+            done = step if self.warms_from_start else step + 1
+            return self.lr_start + (self.lr - self.lr_start) * done / self.warmup_steps
         decay_steps = max(1, round(self.decay_ratio * self.total_steps))
-        begin, end = self.warmup_steps, decay_steps
-        if self.style == "wsd":
+        begin, end, share = self.warmup_steps, decay_steps, DECAYS.get(self.style)
+        if share is None:
+            share = ANNEALS[self.wsd_style]
             begin, end = max(self.warmup_steps, self.total_steps - decay_steps), self.total_steps
         progress = min(max((step - begin) / max(1, end - begin), 0.0), 1.0)
-        return self.lr_min + (self.lr - self.lr_min) * DECAYS[self.style](progress)
+        return self.lr_min + (self.lr - self.lr_min) * share(progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -105,14 +106,19 @@ def build_forward_backward(
 def build_lr_schedule(arguments: Arguments, total_steps: int) -> Schedule:
     """The learning-rate schedule of the configuration."""
     training = arguments.training
+    warmup_steps = training.lr_warmup_ratio * total_steps
+    if not training.lr_warmup_from_start or math.isclose(warmup_steps, round(warmup_steps)):
+        warmup_steps = round(warmup_steps)
     return Schedule(
         style=training.lr_decay_style,
         lr=training.lr,
         lr_min=training.lr_min,
         lr_start=training.lr_start,
-        warmup_steps=round(training.lr_warmup_ratio * total_steps),
+        warmup_steps=warmup_steps,
         decay_ratio=training.lr_decay_ratio,
         total_steps=total_steps,
+        wsd_style=training.lr_wsd_style,
+        warms_from_start=training.lr_warmup_from_start,
     )
 
 
