@@ -435,8 +435,8 @@ KINDS_OF_LAYERS = "fsdp/features/memory/skipped_kernels.py"
 
 
 def families_named(source: str) -> list[str]:
-    """Model families that a source text names."""
-    stems = {family: re.match("[a-z]+", family)[0] for family in FAMILIES}  # type: ignore[index]
+    """Model families that a source text names; a step is an ordinary word."""
+    stems = {family: re.match("step3|[a-z]+", family)[0] for family in FAMILIES}  # type: ignore[index]
     return [family for family, stem in stems.items() if re.search(rf"(?<![a-z]){stem}(?![a-z])", source, re.IGNORECASE)]
 
 

@@ -358,6 +358,24 @@ def _ocr2(config: Config) -> Config:
     }  # fmt: skip
 
 
+def _step3(config: Config) -> Config:
+    """The record has the text model at the top; the tower's sizes are the class's own."""
+    apart = ("architectures", "model_type", "num_experts", "first_k_dense_replace")
+    dense, depth = config["first_k_dense_replace"], config["num_hidden_layers"]
+    return {
+        "architectures": ["Step3p7ForConditionalGeneration"],
+        "model_type": "step3p7",
+        "text_config": {key: value for key, value in config.items() if key not in apart}
+        | {"n_routed_experts": config["num_experts"]}
+        | {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (depth - dense)},
+        "vision_config": {
+            "hidden_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 16, "image_size": 728,
+            "patch_size": 14, "mlp_ratio": 8960 / 1536,
+        },
+        "image_token_id": 0,
+    }  # fmt: skip
+
+
 _SEES = ("image",)
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _CLIP_TILES = [[16, 16], [16, 32], [32, 16], [32, 32]]
@@ -398,6 +416,10 @@ ROWS: dict[str, Row | WrittenRow] = {
         {"image_token_index": "]<]image[>[", "video_token_index": "]<]video[>["},
         {"text_config": {"dense_intermediate_size": 64, "shared_intermediate_size": 24, "rotary_dim": 4,
                          "index_n_heads": 2, "index_head_dim": 8}, "projector_hidden_size": 40}, base=_minimax,
+    ),
+    "step3_vl": Row(
+        "step-3.7-flash", _of("step3p7"), _SEES, {"image_token_id": "<im_patch>"},
+        {"text_config": {"share_expert_dim": 40}, "vision_config": {"patch_size": 4, "mlp_ratio": 2.0}}, base=_step3,
     ),
     "qwen3_asr": Row(
         "qwen3-asr-0.6b", _asr_processor, ("audio",), {"audio_token_id": "<|audio_pad|>"},

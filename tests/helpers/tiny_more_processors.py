@@ -64,7 +64,7 @@ def _step3p7() -> Any:
     marks = ("patch_start", "patch_end", "patch_newline", "im_start", "im_end")
     special = _NAMED | {"image_token": "<im_patch>"} | {f"mark_{mark}": f"<{mark}>" for mark in marks}
     images = transformers.Step3p7ImageProcessor(
-        size=dict(_SQUARE), patch_size=16, max_image_size=128, vision_patch_size=4, downsampler_stride=2
+        size=dict(_SQUARE), patch_size=16, max_image_size=128, vision_patch_size=4, downsampler_stride=4
     )
     template = _template("<im_patch>")
     return transformers.Step3p7Processor(images, byte_tokenizer(special, template), chat_template=template)

@@ -59,7 +59,10 @@ def check_processor(model: nn.Module, processor: Any) -> None:
 def _check_sizes(config: Any, processor: Any, where: str) -> None:
     for section, key, part, attribute in _SIZES:
         wanted = getattr(getattr(config, section, None) if section else config, key, None)
-        made = getattr(getattr(processor, part, None), attribute, None)
+        tool = getattr(processor, part, None)
+        if hasattr(tool, f"vision_{attribute}"):  # Step-3.7 calls the crops that it cuts patches, too
+            attribute = f"vision_{attribute}"
+        made = getattr(tool, attribute, None)
         if isinstance(wanted, int) and isinstance(made, int) and wanted != made:
             raise ModelFolderError(
                 f"is {wanted}, the {part.replace('_', ' ')}'s {attribute} is {made}",

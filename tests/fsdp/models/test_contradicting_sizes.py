@@ -34,6 +34,7 @@ def checked(folder: Path, section: str = "", **changes: Any) -> None:
         ("qwen3_omni", "audio_config", {"output_dim": 48}, r"audio_config.output_dim  is 48, but the decoder's"),
         ("qwen3_omni", "audio_config", {"num_mel_bins": 80}, r"is 80, the feature extractor's feature_size is 16"),
         ("kimi_k25", "vision_config", {"patch_size": 16}, r"is 16, the image processor's patch_size is 8"),
+        ("step3_vl", "vision_config", {"patch_size": 8}, r"is 8, the image processor's vision_patch_size is 4"),
     ],
 )
 def test_it_names_both(family: str, section: str, changes: dict[str, int], words: str, tmp_path: Path) -> None:
