@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil
 from mindspeed_mm.fsdp.params.diffusion_args import DiffusionArguments, SamplingArguments
 from mindspeed_mm.fsdp.train.configuration import load_with_plugins
 from tests.helpers.denoising import denoise, text_batch
+from tests.helpers.pipeline_probe import of_the_mode
 from tests.helpers.runs import lines, losses, mm, train
 from tests.helpers.tiny_conditioned import make_tiny_conditioned
 from tests.helpers.tiny_generator_run import generator_config
@@ -361,15 +362,6 @@ def test_the_adapters_inputs_denoise_as_the_pipeline_does(folders: Callable[[str
 def unpacked(tokens: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     B, C, H, W = shape
     return tokens.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(shape)
-
-
-def of_the_mode(encode: Any) -> Any:
-    def encoded(*args: Any, **kwargs: Any) -> Any:
-        found = encode(*args, **kwargs)
-        found.latent_dist.sample = lambda generator=None: found.latent_dist.mode()
-        return found
-
-    return encoded
 
 
 class TestTheTask:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from mindspeed_mm.core.media_geometry import MediaSize
 from mindspeed_mm.core.seeds import derive_seed
 from mindspeed_mm.fsdp.loss.denoising import noise_of
+from mindspeed_mm.fsdp.models.cogvideox.modeling_cogvideox import CogVideoXAdapter, noised_picture
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter
 from mindspeed_mm.fsdp.models.diffusion.experts import ExpertPair
 from mindspeed_mm.fsdp.models.diffusion.find import find_adapter
@@ -36,7 +37,7 @@ from mindspeed_mm.tasks.model_source import ModelSource
 from mindspeed_mm.tasks.verify.precision import keeping_double
 from tests.helpers.distributed import run_ranks
 from tests.helpers.parity import compare_steps
-from tests.helpers.pipeline_probe import Probed, drawn_time, encoded, in_layout_of, plain_pipeline
+from tests.helpers.pipeline_probe import Probed, drawn_time, encoded, in_layout_of, of_the_mode, plain_pipeline
 from tests.helpers.planned_steps import train_steps
 from tests.helpers.runs import losses, mm, tensors, train, watched_steps
 from tests.helpers.tiny_generator_families import FAMILIES, TinyFamily
@@ -147,6 +148,7 @@ def losses_by_hand(name: str, model: Path, raw: dict[str, Any], features: dict[s
     """Of each sample, by the plain pipeline; also compares latents and text features with it."""
     adapter, family = find_adapter(model, task=FAMILIES[name].task), FAMILIES[name]
     pipeline = plain_pipeline(model, adapter.pipelines[adapter.task])
+    pipeline.vae.encode = of_the_mode(pipeline.vae.encode)
     sampling = SamplingArguments(
         guidance_scale=family.guidance, num_inference_steps=50, height=family.side, width=family.side
     )
@@ -193,6 +195,8 @@ def shown_media(adapter: DiffusionAdapter, raw: dict[str, Any], row: int) -> dic
         pixels = raw.get(role.batch_key, raw["pixels"])[row]
         pictures = as_pil(pixels.transpose(0, 1))
         media[role.name] = pictures if role.frames == "all" else pictures[0]
+        if isinstance(adapter, CogVideoXAdapter):
+            media[role.name] = noised_picture(pixels[None])[:, :, 0]
     return media
 
 
@@ -234,7 +238,7 @@ def check_export(name: str, folder: Path) -> None:
     sampler = load_sampler(adapter, ModelSource(folder / "exported"), torch.device("cpu"))
     sampling = SamplingArguments(
         num_inference_steps=3, guidance_scale=3.0, height=family.side, width=family.side, num_frames=family.frames,
-        batch_size=2,
+        batch_size=1 if adapter.task in adapter.one_by_one else 2,
     )  # fmt: skip
     files = files_to_show(adapter, family, folder)
     others = tuple((name, path) for name, path in files.items() if name != "image")
@@ -242,20 +246,20 @@ def check_export(name: str, folder: Path) -> None:
         Prompt(number, text, "here", image=files.get("image"), others=others)
         for number, text in enumerate(CAPTIONS[:2])
     ]
-    (ours,) = sampler.sample(prompts, sampling)
+    ours = [made for batch in sampler.sample(prompts, sampling) for made in batch]
     pipeline = plain_pipeline(folder / "exported", adapter.pipelines[adapter.task])
     adapter.prepare_pipeline(pipeline, sampling)
     pictures = {role.name: frames_of(files[role.prompt]) for role in adapter.roles.get(adapter.task, ())}
     for prompt, made in zip(prompts, ours, strict=True):
-        noise = sampler.noise(
-            SampleOrder(prompt, 0), sampling.seed, MediaSize(family.frames, family.side, family.side)
-        )[None]
+        order = SampleOrder(prompt, 0)
+        noise = sampler.noise(order, sampling.seed, MediaSize(family.frames, family.side, family.side))[None]
+        draw = torch.Generator().manual_seed(derive_seed(order.noise_seed(sampling.seed), "steps") % 2**63)
         shown = {
             role.name: pictures[role.name] if role.frames == "all" else pictures[role.name][0]
             for role in adapter.roles.get(adapter.task, ())
         }
         arguments = adapter.pipeline_arguments(sampling, [prompt.text], noise)
-        arguments |= adapter.pipeline_media(shown, sampling)
+        arguments |= adapter.pipeline_media(shown, sampling) | {"generator": draw}
         drawn = pipeline(**{**arguments, "prompt": [prompt.text], "output_type": "np", "return_dict": False})[0]
         theirs = (np.asarray(drawn[0]) * 255).round().reshape(made.shape)
         assert np.abs(theirs - made).max() <= 1
@@ -306,6 +310,8 @@ def check_adapters(name: str, yaml: Path, folder: Path) -> None:
     files = files_to_show(adapter, family, folder)
     shown = {role.name: frames_of(files[role.prompt])[0] for role in adapter.roles.get(adapter.task, ())}
     arguments = adapter.pipeline_arguments(sampling, [CAPTIONS[0]], latents) | adapter.pipeline_media(shown, sampling)
+    for pipeline in (beside, merged, base):
+        pipeline.vae.encode = of_the_mode(pipeline.vae.encode)
     for time in (500, 900):
         said_by = []
         for pipeline in (beside, merged, base):

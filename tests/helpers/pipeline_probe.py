@@ -36,6 +36,18 @@ def encoded(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     return output.latent if hasattr(output, "latent") else output.latent_dist.mode()
 
 
+def of_the_mode(encode: Any) -> Any:
+    """A VAE's `encode` whose posterior has no deviation: some pipelines draw from it, and features are the mode."""
+
+    def encoded(*args: Any, **kwargs: Any) -> Any:
+        found = encode(*args, **kwargs)
+        if hasattr(found, "latent_dist"):
+            found.latent_dist.sample = lambda generator=None: found.latent_dist.mode()
+        return found
+
+    return encoded
+
+
 def in_layout_of(latents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Latents as a pipeline was given them in the layout that it works in: FLUX.2's packs (B, C, H, W) itself."""
     return latents if latents.dim() == like.dim() else latents.flatten(2).transpose(1, 2)

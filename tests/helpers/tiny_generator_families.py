@@ -302,20 +302,18 @@ def _wan2_2_5b(folder: Path) -> None:
     WanPipeline(**parts, expand_timesteps=True).save_pretrained(folder)
 
 
-def _cogvideox(folder: Path, **changes: Any) -> None:
-    from diffusers import (
-        AutoencoderKLCogVideoX,
-        CogVideoXDDIMScheduler,
-        CogVideoXPipeline,
-        CogVideoXTransformer3DModel,
-    )
+def _cogvideox(
+    folder: Path, pipeline: str = "CogVideoXPipeline", invert_scale_latents: bool = False, **changes: Any
+) -> None:
+    import diffusers
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
     from transformers import T5EncoderModel
 
     t5 = t5_tokenizer()
     vae = {
         "down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4,
         "block_out_channels": (8, 8, 8, 8), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2,
-        "temporal_compression_ratio": 4, "scaling_factor": 0.7,
+        "temporal_compression_ratio": 4, "scaling_factor": 0.7, "invert_scale_latents": invert_scale_latents,
     }  # fmt: skip
     transformer = {
         "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "time_embed_dim": 4,
@@ -323,11 +321,11 @@ def _cogvideox(folder: Path, **changes: Any) -> None:
         "patch_size": 2, "max_text_seq_length": 24, "use_rotary_positional_embeddings": True, **changes,
     }  # fmt: skip
     v_steps = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "snr_shift_scale": 3.0}
-    CogVideoXPipeline(
+    getattr(diffusers, pipeline)(
         tokenizer=t5,
         text_encoder=seeded(lambda: T5EncoderModel(t5_config(t5)), 0),
         vae=seeded(lambda: AutoencoderKLCogVideoX(**vae), 1),
-        transformer=seeded(lambda: CogVideoXTransformer3DModel(**transformer), 2),
+        transformer=seeded(lambda: CogVideoXTransformer3DModel(**transformer).float(), 2),
         scheduler=CogVideoXDDIMScheduler(timestep_spacing="trailing", set_alpha_to_one=True, **v_steps),
     ).save_pretrained(folder)
 
@@ -458,6 +456,8 @@ def _sana_video(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+_COGVIDEOX_I2V = "CogVideoXImageToVideoPipeline"
+
 FAMILIES: dict[str, TinyFamily] = {
     "flux": TinyFamily(make_tiny_flux),
     "sd3": TinyFamily(_sd3),
@@ -472,6 +472,25 @@ FAMILIES: dict[str, TinyFamily] = {
     "wan2_2_5b_ti2v": TinyFamily(_wan2_2_5b, side=32, frames=5, task="ti2v", given_frames=1),
     "cogvideox": TinyFamily(_cogvideox, side=32, frames=5),
     "cogvideox_1_5": TinyFamily(lambda folder: _cogvideox(folder, patch_size_t=2, patch_bias=False), 32, frames=9),
+    "cogvideox_i2v": TinyFamily(
+        lambda folder: _cogvideox(
+            folder,
+            _COGVIDEOX_I2V,
+            in_channels=8,
+            use_learned_positional_embeddings=True,
+            sample_width=4,
+            sample_frames=5,
+        ),
+        side=32,
+        frames=5,
+    ),
+    "cogvideox_1_5_i2v": TinyFamily(
+        lambda folder: _cogvideox(
+            folder, _COGVIDEOX_I2V, True, in_channels=8, patch_size_t=2, patch_bias=False, ofs_embed_dim=4
+        ),
+        side=32,
+        frames=9,
+    ),
     "hunyuan_video": TinyFamily(_hunyuan_video, frames=5, guidance=3.5),
     "hunyuan_video_1_5": TinyFamily(_hunyuan_video_1_5, frames=5),
     "ltx_video": TinyFamily(_ltx_video, side=32, frames=5),

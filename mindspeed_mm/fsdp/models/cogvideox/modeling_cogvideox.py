@@ -1,9 +1,11 @@
-"""CogVideoX 1.0 and 1.5 (text to video) as diffusers has them: learned in 1000 steps with v prediction, frames before
-channels, text without a mask."""
+"""CogVideoX 1.0 and 1.5 (text to video, image to video) as diffusers has them: learned in 1000 steps with v prediction,
+frames before channels, text without a mask."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,17 +16,26 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.components import load_component
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
+from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
+
+_LOG_NOISE = (-3.0, 0.5)
+"""Mean and deviation of the logarithm of how much noise the released models saw on the given picture."""
+_OFS = 2.0
+"""What 1.5 takes for `ofs` in image to video; in no configuration."""
 
 
 @model_register.register("cogvideox")
 class CogVideoXAdapter(DiffusionAdapter):
-    """CogVideoX 2B, 5B and 1.5 5B."""
+    """CogVideoX 2B, 5B and 1.5 5B; 5B and 1.5 5B of image to video."""
 
     transformer_class = "CogVideoXTransformer3DModel"
-    pipelines = {"t2v": "CogVideoXPipeline"}
+    pipelines = {"t2v": "CogVideoXPipeline", "i2v": "CogVideoXImageToVideoPipeline"}
+    roles = {"i2v": (FIRST_FRAME,)}
+    one_by_one = frozenset({"i2v"})
     blocks = ("transformer_blocks.{*}",)
     lora_targets = tuple(f"*.attn1.to_{name}" for name in ("q", "k", "v", "out.0"))
     tokenizer = "tokenizer"
@@ -49,15 +60,18 @@ class CogVideoXAdapter(DiffusionAdapter):
             spatial_ratio=2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1),
             temporal_ratio=int(vae.get("temporal_compression_ratio", 4)),
             patch=(int(patch_t or 1), patch, patch),
-            latent_channels=int(transformer.get("in_channels", 16)),
+            latent_channels=int(transformer.get("in_channels", 16)) // (2 if self.task == "i2v" else 1),
             is_video=True,
             leading_frames=int(patch_t or 1) - 1,
         )
 
     def requirements(self) -> list[Requirement]:
-        """Channels of the VAE, width of the text encoder."""
+        """Channels of the VAE, twice for i2v; width of the text encoder."""
+        channels = self.component_config("vae").get("latent_channels")
+        taken = 2 * channels if channels and self.task == "i2v" else channels
         return [
-            Requirement("in_channels", self.component_config("vae").get("latent_channels"), "vae: latent_channels"),
+            Requirement("in_channels", taken, f"vae: latent_channels, for {self.task}"),
+            Requirement("out_channels", channels, "vae: latent_channels"),
             Requirement("text_embed_dim", self.component_config("text_encoder").get("d_model"), "text_encoder"),
         ]
 
@@ -82,15 +96,39 @@ class CogVideoXAdapter(DiffusionAdapter):
         first = latents[:, :, :1].expand(-1, -1, self.geometry.leading_frames, -1, -1)
         return torch.cat([first, latents], dim=2)
 
+    @torch.no_grad()
+    def encode_conditions(self, pipeline: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """i2v: `condition_latents` (B, C, 1, H, W) of the first frame with a little noise; for VAEs that say so
+        divided by scaling_factor, as the model was trained."""
+        if self.task != "i2v":
+            return {}
+        vae = pipeline.vae
+        latents = vae.encode(noised_picture(media["first_frame"]).to(vae.device, vae.dtype)).latent_dist.mode()
+        is_divided = vae.config.invert_scale_latents
+        found = (latents.double() / vae.config.scaling_factor).to(vae.dtype) if is_divided else scaled(vae, latents)
+        return {"condition_latents": found}
+
+    def condition_shapes(self, latent_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As above."""
+        return {"condition_latents": (latent_shape[0], 1, *latent_shape[2:])} if self.task == "i2v" else {}
+
     def inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, batch: Batch, guidance: float) -> dict[str, Any]:
-        """(B, T, C, H, W), the number of the step, and rotary tables where the transformer takes them."""
+        """(B, T, C, H, W), the number of the step, and rotary tables where the transformer takes them. i2v: the picture
+        stands behind the channels of the first latent frame, zeros behind the others."""
+        hidden = noisy
+        if "condition_latents" in batch:
+            behind = torch.zeros_like(noisy)
+            behind[:, :, :1] = batch["condition_latents"].to(noisy.dtype)
+            hidden = torch.cat([noisy, behind], dim=1)
         inputs = {
-            "hidden_states": noisy.transpose(1, 2),
+            "hidden_states": hidden.transpose(1, 2),
             "timestep": sigma.long(),
             "encoder_hidden_states": batch["prompt_embeds"],
         }
         if self.transformer_config.get("use_rotary_positional_embeddings"):
             inputs["image_rotary_emb"] = self.rotary_tables(tuple(noisy.shape[-3:]), noisy.device)
+        if self.transformer_config.get("ofs_embed_dim"):
+            inputs["ofs"] = noisy.new_full((1,), _OFS)
         return inputs
 
     def rotary_tables(self, latent_size: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,6 +163,25 @@ class CogVideoXAdapter(DiffusionAdapter):
     ) -> dict[str, Any]:
         """Classifier-free guidance."""
         return self.guided(sampling, prompts, latents) | {"latents": latents.transpose(1, 2)}
+
+
+def noised_picture(pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 → −1..1 with noise of deviation exp(N(−3, ½)), so that the model does not copy the given picture to every
+    frame (Yang et al. 2024, arXiv 2408.06072; the values are those of the authors' training code). It is drawn from
+    the picture: features and raw media have the same.
+
+    Args:
+        pixels: (B, 3, 1, H, W).
+    """
+    noised: list[torch.Tensor] = []
+    for picture in model_range(pixels).split(1):
+        bytes_of = pixels[len(noised)].cpu().contiguous().numpy().tobytes()
+        seed = int.from_bytes(hashlib.sha256(bytes_of).digest()[:7], "little")
+        generator = torch.Generator().manual_seed(seed)
+        mean, deviation = _LOG_NOISE
+        sigma = math.exp(mean + deviation * float(torch.randn((), generator=generator)))
+        noised.append(picture + sigma * torch.randn(picture.shape, generator=generator).to(picture.device))
+    return torch.cat(noised)
 
 
 def _covered(grid: tuple[int, int], trained: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
