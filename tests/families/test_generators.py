@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ CAPTIONS = ("a red box", "two blue lines", 'a "seven" moving left', "grain, larg
 SEED = 7
 
 
-def make_run(name: str, folder: Path) -> Path:
-    """Model, four captioned pictures or clips, and the YAML."""
-    family = FAMILIES[name]
+def make_run(name: str, folder: Path, side: int = 0) -> Path:
+    """Model, four captioned pictures or clips (of `side` pixels, else of the family's own size), and the YAML."""
+    family = FAMILIES[name] if not side else replace(FAMILIES[name], side=side)
     family.make(folder / "model")
     (folder / "media").mkdir()
     bytes_of, rows = random.Random(3), []

@@ -378,7 +378,7 @@ class _Check:
         latents = batch["latents"]
         inputs: dict[str, Any] = self.adapter.inputs(latents, torch.ones(len(latents)), batch, guidance=1.0)
         if self.plan.parallel.context is not None:
-            check_sample_tokens(self.outline.model, inputs, self.plan.parallel.context)
+            check_sample_tokens(self.outline.model, latents, self.plan.parallel.context)
         return inputs
 
     def samples(self) -> None:

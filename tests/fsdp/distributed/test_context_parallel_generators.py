@@ -157,7 +157,7 @@ def summed_over_ranks() -> AbstractContextManager[Any]:
 def own_keys_only() -> AbstractContextManager[Any]:
     """Each rank attends to what it holds."""
 
-    def attend(self: ContextShare, q: Any, k: Any, v: Any, *, causal: bool, scale: float | None) -> torch.Tensor:
+    def attend(self: ContextShare, q: Any, k: Any, v: Any, *, scale: float | None, **_: Any) -> torch.Tensor:
         tensors = (tensor.transpose(1, 2) for tensor in (q, k, v))
         return nn.functional.scaled_dot_product_attention(*tensors, scale=scale).transpose(1, 2)
 
@@ -214,29 +214,25 @@ def test_planted_fault_is_seen(name: str, folders: dict[str, str]) -> None:
 
 
 def test_a_call_without_a_share_and_other_models_stay_as_they_were(folders: dict[str, str]) -> None:
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    default, names = _AttentionBackendRegistry.get_active_backend(), list(AttentionBackendName)
     spread, objective = load(folders["flux"])
     other, _ = load(folders["flux"])
     apply_to_generator(spread, ContextGroups())
     batch = objective.prepare(make_batches("flux")[0])
     torch.testing.assert_close(objective.terms(spread, batch), objective.terms(other, batch), rtol=0, atol=0)
-    assert _AttentionBackendRegistry.get_active_backend() == default
-    assert list(AttentionBackendName) == names
-    assert {module.processor._attention_backend for module in other.modules() if hasattr(module, "processor")} == {
-        AttentionBackendName.NATIVE
-    }
+    processors = [type(module.processor) for module in other.modules() if hasattr(module, "processor")]
+    assert processors and all(each.__module__.startswith("diffusers.") for each in processors)
 
 
 def test_a_family_that_does_not_say_where_it_is_cut_is_refused(folders: dict[str, str]) -> None:
     model, _ = load(folders["flux"])
     facts_of(model).adapter.sample_plan = None
-    with pytest.raises(ConfigError, match="FluxTransformer2DModel cannot spread a sample over ranks"):
+    with pytest.raises(
+        ConfigError, match=r"FluxTransformer2DModel cannot .* over ranks: its adapter has no sample_plan"
+    ):
         apply_to_generator(model, ContextGroups())
 
 
 def test_fewer_tokens_than_ranks_are_refused() -> None:
     groups: Any = SimpleNamespace(ring_size=2, ulysses_size=3)
-    with pytest.raises(DataError, match="a sample of 5 tokens cannot be spread over 6 ranks"):
-        SpreadSample(groups).place(5, None)
+    with pytest.raises(DataError, match=r"a sample of 5 tokens \(text\) cannot be spread over 6 ranks"):
+        SpreadSample(groups).place("text", 5)

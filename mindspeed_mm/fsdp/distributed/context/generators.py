@@ -1,27 +1,37 @@
 """Context parallelism of image and video generators of diffusers: image tokens are spread, text where it attends with
 them; the loss is that of the whole sample on every rank.
 
-Attention goes through diffusers' own dispatcher, by a backend that is set on the processors of this model alone.
+What a family's plan names is cut and put together by hooks. Its attention processors are given another function to
+attend by, on this model alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError, DataError
+from mindspeed_mm.core.patterns import compile_pattern
+from mindspeed_mm.fsdp.models.behaviour.rebinding import function_with
 from mindspeed_mm.fsdp.models.facts import facts_of
 from mindspeed_mm.fsdp.ops.attention import AttentionError
 from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
 from mindspeed_mm.fsdp.ops.context_attention.layout import SequenceLayout, build_layout, concatenate_layouts
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, Along, SamplePlan, Streams
 from mindspeed_mm.fsdp.ops.context_attention.share import CONTEXT_KEY, ContextShare
+from mindspeed_mm.fsdp.ops.forward_stack import CallArguments
 
-BACKEND = "mm_context"
-Inputs = dict[str, Any]
+KEYS = "parallel.ring_attention_size · parallel.ulysses_parallel_size"
+_DISPATCH, _SDPA = "dispatch_attention_fn", "scaled_dot_product_attention"
+"""By which processors attend: diffusers' dispatcher (B, L, H, D), or torch's own function (B, H, L, D)."""
 
 
 class SpreadSample:
@@ -36,37 +46,72 @@ class SpreadSample:
 
     def __init__(self, groups: ContextGroups) -> None:
         self._groups = groups
-        self.clear()
+        self.begin(False)
 
-    def clear(self) -> None:
-        """The next sample is whole on this rank."""
-        self.image: ContextShare | None = None
-        self.text: ContextShare | None = None
-        self.attended: ContextShare | None = None
-        """The tokens that attend to each other: those of the image, or text and image."""
+    def begin(self, is_spread: bool) -> None:
+        """The next sample is whole on this rank, or spread."""
+        self.is_spread = is_spread
+        self._shares: dict[Streams, ContextShare] = {}
+        self._masks: dict[Streams, Tensor] = {}
 
-    def place(self, image_tokens: int, text_tokens: int | None) -> None:
-        """Spread a sample.
-
-        Args:
-            image_tokens: Of all ranks.
-            text_tokens: Given: text is spread too and stands in front of the image, rank by rank.
+    def place(self, stream: str, tokens: int) -> ContextShare:
+        """Spread a stream of so many tokens, of all ranks.
 
         Raises:
             DataError: There are fewer tokens than ranks.
         """
-        image, text = (None if n is None else self._layout(n) for n in (image_tokens, text_tokens))
-        assert image is not None
-        self.image = self.attended = ContextShare(self._groups, image)
-        if text is not None:
-            self.text = ContextShare(self._groups, text)
-            self.attended = ContextShare(self._groups, concatenate_layouts(text, image))
+        layout = spread_layout(tokens, self._groups.ring_size, self._groups.ulysses_size, stream)
+        self._shares[stream,] = ContextShare(self._groups, layout)
+        return self._shares[stream,]
 
-    def _layout(self, tokens: int) -> SequenceLayout:
-        return spread_layout(tokens, self._groups.ring_size, self._groups.ulysses_size)
+    def share(self, *streams: str) -> ContextShare:
+        """What this rank holds of streams, rank by rank one behind the other; they have been placed."""
+        if streams not in self._shares:
+            layout, *others = (self._shares[stream,].layout for stream in streams)
+            for other in others:
+                layout = concatenate_layouts(layout, other)
+            self._shares[streams] = ContextShare(self._groups, layout)
+        return self._shares[streams]
+
+    def own(self, value: Any, along: Along | tuple[Along, ...]) -> Any:
+        """Own tokens of a tensor, or of each of several; what is none, or not of the whole length, stays."""
+        if isinstance(value, tuple | list):
+            each = along if isinstance(along[0], tuple) else (along,) * len(value)
+            return type(value)(self.own(one, its) for one, its in zip(value, each, strict=True))
+        stream, dim = cast(Along, along)
+        if not isinstance(value, Tensor) or value.dim() <= dim:
+            return value
+        share = self._shares.get((stream,)) or self.place(stream, value.shape[dim])
+        return share.take(value, dim) if value.shape[dim] == share.layout.length else value
+
+    def key_mask(self, streams: Streams, mask: Tensor) -> Tensor:
+        """(B, tokens of all ranks) bool: the keys that a mask of attention, (B, 1, 1 or queries, keys), shows to
+        anyone. Its keys are all of the streams', or the own ones. Layers of a sample mask alike: the first is asked.
+
+        Raises:
+            AttentionError: The mask is of another shape or kind.
+        """
+        if streams not in self._masks:
+            share, shown = self.share(*streams), mask.shape[-1]
+            own, whole = len(share.positions), share.layout.length
+            if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or shown not in (own, whole):
+                what = f"{mask.dtype} {tuple(mask.shape)}"
+                raise AttentionError(f"a generator masks attention to {whole} tokens across ranks by {what}")
+            keys_BL = mask.any(dim=-2)[:, 0]
+            # Cut before it was put together, it has the own keys alone.
+            known = keys_BL if shown == whole else share.gather(keys_BL.int(), 1, sum_gradients=False).bool()
+            self._masks[streams] = known
+        return self._masks[streams]
+
+    def attend(
+        self, streams: Streams, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Attention of streams to themselves across ranks, (B, own tokens, H, D)."""
+        known = None if mask is None else self.key_mask(streams, mask)
+        return self.share(*streams).attend(q_BLHD, k_BLHD, v_BLHD, causal=False, scale=scale, key_mask=known)
 
 
-def spread_layout(tokens: int, ring: int, ulysses: int) -> SequenceLayout:
+def spread_layout(tokens: int, ring: int, ulysses: int, stream: str = IMAGE) -> SequenceLayout:
     """The layout of tokens over `ring × ulysses` ranks, each of which has some.
 
     Raises:
@@ -75,8 +120,8 @@ def spread_layout(tokens: int, ring: int, ulysses: int) -> SequenceLayout:
     layout = build_layout(tokens, ring, ulysses)
     if layout.leaves_ranks_empty:
         raise DataError(
-            f"a sample of {tokens} tokens cannot be spread over {ring * ulysses} ranks",
-            key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
+            f"a sample of {tokens} tokens ({stream}) cannot be spread over {ring * ulysses} ranks",
+            key=KEYS,
             way_out=f"Let their product be at most {tokens}, or take larger samples.",
         )
     return layout
@@ -86,15 +131,16 @@ def require_sample_plan(model: nn.Module) -> SamplePlan:
     """Where a generator's family is cut.
 
     Raises:
-        ConfigError: The family does not say.
+        ConfigError: The family does not say, or says why it cannot be.
     """
     adapter = facts_of(model).adapter
     plan = adapter.sample_plan if adapter is not None else None
     if adapter is None or plan is None:
+        why = adapter.whole_because if adapter is not None else ""
         raise ConfigError(
-            f"{type(model).__name__} cannot spread a sample over ranks",
-            key="parallel.ring_attention_size · parallel.ulysses_parallel_size",
-            way_out="Set both sizes to 1; its adapter has no sample_plan.",
+            f"{type(model).__name__} cannot spread a sample over ranks: {why or 'its adapter has no sample_plan'}",
+            key=KEYS,
+            way_out="Set both sizes to 1.",
         )
     return plan
 
@@ -106,97 +152,138 @@ def apply_to_generator(model: nn.Module, groups: ContextGroups) -> None:
         model: Bears its adapter, which says where its family is cut.
         groups: Who shares a sample.
     """
+    plan, sample = require_sample_plan(model), SpreadSample(groups)
     adapter: Any = facts_of(model).adapter
-    plan = require_sample_plan(model)
-    sample = SpreadSample(groups)
-
-    def before_model(_: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[Any, ...], Inputs]:
-        is_spread = kwargs.pop(CONTEXT_KEY, None) is not None
-        sample.clear()
-        return args, take_inputs(kwargs, plan, sample, adapter.geometry.tokens) if is_spread else kwargs
-
-    def whole_output(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output if sample.image is None else sample.image.gather(output, plan.gathered[1], sum_gradients=False)
-
-    model.register_forward_pre_hook(before_model, with_kwargs=True)
-    for name, dim in plan.module_inputs.items():
-        # In front: what else is hooked in works on own tokens.
-        model.get_submodule(name).register_forward_pre_hook(partial(_own_input, sample, dim), prepend=True)
-    for name, dim in plan.module_outputs.items():
-        model.get_submodule(name).register_forward_hook(partial(_own_outputs, sample, dim))
-    model.get_submodule(plan.gathered[0]).register_forward_hook(whole_output)
-    set_backend(model, sample)
+    model.register_forward_pre_hook(partial(_begin, plan, sample, adapter.geometry.tokens), with_kwargs=True)
+    for pattern, arguments in plan.blocks.items():
+        for block in _matched(model, pattern):
+            order = tuple(inspect.signature(block.forward).parameters)
+            hook = partial(_cut_arguments, sample, arguments, order)
+            # In front: what else is hooked in works on own tokens.
+            block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    for name, along in plan.rejoined.items():
+        module = model.get_submodule(name)
+        last = module[-1] if isinstance(module, nn.ModuleList) else module
+        last.register_forward_hook(partial(_whole_output, sample, along, True))
+    for name, along in plan.gathered:
+        model.get_submodule(name).register_forward_hook(partial(_whole_output, sample, along, False))
+    for pattern, streams in plan.attention.items():
+        for module in _matched(model, pattern):
+            attend_across_ranks(module, sample, streams)
 
 
-def take_inputs(
-    inputs: Inputs, plan: SamplePlan, sample: SpreadSample, tokens_of: Callable[[tuple[int, ...]], int]
-) -> Inputs:
-    """Arguments of a call with those along image tokens, and along text where it is spread, cut to the own ones.
+def _matched(model: nn.Module, pattern: str) -> list[nn.Module]:
+    """None, too: releases of a family differ in what their blocks hold."""
+    expression = compile_pattern(pattern, key="sample_plan")
+    return [module for name, module in model.named_modules() if expression.fullmatch(name)]
+
+
+def _begin(
+    plan: SamplePlan,
+    sample: SpreadSample,
+    tokens_of: Callable[[tuple[int, ...]], int],
+    _: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> CallArguments:
+    """Hook in front of the model."""
+    sample.begin(kwargs.pop(CONTEXT_KEY, None) is not None)
+    if not sample.is_spread or not plan.inputs:
+        return args, kwargs
+    if "hidden_states" not in plan.inputs:  # latents, of which tokens are made inside
+        sample.place(IMAGE, tokens_of(tuple(kwargs["hidden_states"].shape[1:])))
+    return args, kwargs | {key: sample.own(kwargs[key], along) for key, along in plan.inputs.items() if key in kwargs}
+
+
+def _cut_arguments(
+    sample: SpreadSample,
+    arguments: Mapping[str, Along | tuple[Along, ...]],
+    order: tuple[str, ...],
+    _: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> CallArguments:
+    if not sample.is_spread:
+        return args, kwargs
+    given, by_name = list(args), dict(kwargs)
+    for name, along in arguments.items():
+        place = order.index(name)
+        if place < len(given):
+            given[place] = sample.own(given[place], along)
+        elif name in by_name:
+            by_name[name] = sample.own(by_name[name], along)
+    return tuple(given), by_name
+
+
+def _whole_output(
+    sample: SpreadSample, along: Along, sum_gradients: bool, _: nn.Module, __: Any, output: Tensor
+) -> Tensor:
+    stream, dim = along
+    return sample.share(stream).gather(output, dim, sum_gradients=sum_gradients) if sample.is_spread else output
+
+
+def check_tokens(model: nn.Module, latent_shape: tuple[int, ...], ring: int, ulysses: int) -> None:
+    """Raise `DataError` when a sample, (C, …) of latents, has fewer tokens than there are ranks to spread it over."""
+    adapter: Any = facts_of(model).adapter
+    spread_layout(adapter.geometry.tokens(latent_shape), ring, ulysses)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attend_across_ranks(module: nn.Module, sample: SpreadSample, streams: Streams) -> None:
+    """Let a module's attention processor attend across ranks while a sample is spread.
 
     Args:
-        inputs: Of the whole sample.
-        plan: Of the family.
-        sample: Is placed here.
-        tokens_of: Shape of latents without batch → image tokens, for families that take latents.
+        module: Of diffusers, with a `processor`; it gets one of its own.
+        sample: Says when.
+        streams: What attends to itself there.
+
+    Raises:
+        ConfigError: The processor attends by no function that is known here.
     """
-    sample.place(*token_counts(inputs, plan, tokens_of))
-    own = {key: sample.image.take(inputs[key], dim) for key, dim in plan.image_inputs.items()}  # type: ignore[union-attr]
-    if sample.text is not None:
-        own |= {key: sample.text.take(inputs[key], dim) for key, dim in plan.text_inputs.items()}
-    return inputs | own
+    processor = copy.copy(module.processor)
+    call: Any = inspect.unwrap(type(processor).__call__)
+    used = set(call.__code__.co_names)
+    others: dict[str, Any] = {}
+    if _DISPATCH in used:
+        others[_DISPATCH] = _dispatching(sample, streams, call.__globals__[_DISPATCH])
+    if _SDPA in used:
+        others["F"] = _functions_with(_by_heads(sample, streams))
+    if not others:
+        raise ConfigError(
+            f"{type(processor).__name__} attends neither by {_DISPATCH} nor by {_SDPA}",
+            key=KEYS,
+            way_out="Set both sizes to 1.",
+        )
+    own_class = type(type(processor).__name__, (type(processor),), {"__call__": function_with(call, others)})
+    processor.__class__ = own_class
+    module.processor = processor
 
 
-def token_counts(
-    inputs: Inputs, plan: SamplePlan, tokens_of: Callable[[tuple[int, ...]], int]
-) -> tuple[int, int | None]:
-    """Tokens of the image and, where it is spread, of the text; arguments as of `take_inputs`."""
-    hidden, text = inputs["hidden_states"], inputs["encoder_hidden_states"]
-    is_packed = "hidden_states" in plan.image_inputs
-    image = hidden.shape[plan.image_inputs["hidden_states"]] if is_packed else tokens_of(tuple(hidden.shape[1:]))
-    return image, text.shape[plan.text_inputs["encoder_hidden_states"]] if plan.text_inputs else None
+def _dispatching(sample: SpreadSample, streams: Streams, whole: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """In the place of diffusers' dispatcher."""
+
+    def dispatch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **others: Any,
+    ) -> Tensor:
+        if not sample.is_spread:
+            return whole(query, key, value, attn_mask, dropout_p, is_causal, scale, **others)
+        _refuse(dropout_p, is_causal)
+        return sample.attend(streams, query, key, value, attn_mask, scale)
+
+    return dispatch
 
 
-def _own_input(sample: SpreadSample, dim: int, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    hidden, *others = args
-    return (hidden if sample.image is None else sample.image.take(hidden, dim), *others)
-
-
-def _own_outputs(
-    sample: SpreadSample, dim: int, _: nn.Module, __: Any, outputs: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    return tuple(each if sample.image is None else sample.image.take(each, dim) for each in outputs)
-
-
-def set_backend(model: nn.Module, sample: SpreadSample) -> None:
-    """Let the attention processors of this model attend across ranks. What they compute on whole sequences
-    (cross-attention to text) stays with the backend that they had."""
-    for module in model.modules():
-        processor = getattr(module, "processor", None)
-        if processor is not None and hasattr(processor, "_attention_backend"):
-            processor._attention_backend = register_backend(processor._attention_backend)
-            processor._parallel_config = sample
-
-
-def register_backend(whole: Any) -> Any:
-    """A backend of diffusers' dispatcher that attends across ranks, and by `whole` where a sequence is whole here.
-
-    diffusers (0.42) has no way to add one: the new member of its enumeration is known to the registry alone, so that
-    neither its default nor its list of names changes.
-
-    Args:
-        whole: A member of `AttentionBackendName`, or None for the process's own default.
-    """
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry  # seconds to import
-
-    registry = _AttentionBackendRegistry
-    whole = registry.get_active_backend()[0] if whole is None else AttentionBackendName(whole)
-    name = f"{BACKEND}_{whole.value}"
-    for known in registry._backends:
-        if known.value == name:
-            return known
-    member = str.__new__(AttentionBackendName, name)
-    member._name_, member._value_ = name.upper(), name
-    attend_whole, taken = registry._backends[whole], registry._supported_arg_names[whole]
+def _by_heads(sample: SpreadSample, streams: Streams) -> Callable[..., Tensor]:
+    """In the place of torch's function, which has heads before tokens."""
 
     def attend(
         query: Tensor,
@@ -206,17 +293,24 @@ def register_backend(whole: Any) -> Any:
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,
-        _parallel_config: SpreadSample | None = None,
+        **others: Any,
     ) -> Tensor:
-        share = _parallel_config.attended if _parallel_config is not None else None
-        how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        if share is None:
-            how |= {"scale": scale, "enable_gqa": enable_gqa}
-            return attend_whole(query, key, value, **{name: setting for name, setting in how.items() if name in taken})
-        if any(setting is not None and setting for setting in how.values()):
-            raise AttentionError(f"a generator asks for attention across ranks with one of {', '.join(how)}")
-        return share.attend(query, key, value, causal=False, scale=scale)
+        if not sample.is_spread:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, **others)
+        _refuse(dropout_p, is_causal)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return sample.attend(streams, q, k, v, attn_mask, scale).transpose(1, 2)
 
-    registry.register(member)(attend)
-    return member
+    return attend
+
+
+def _refuse(dropout_p: float, is_causal: bool) -> None:
+    if dropout_p or is_causal:
+        raise AttentionError("a generator asks for attention across ranks that is causal, or drops out")
+
+
+def _functions_with(attend: Callable[..., Tensor]) -> ModuleType:
+    """`torch.nn.functional` with another attention."""
+    functions = ModuleType(F.__name__)
+    functions.__dict__.update(F.__dict__ | {_SDPA: attend})
+    return functions

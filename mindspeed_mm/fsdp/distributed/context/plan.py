@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_mm.core.errors import ConfigError
 from mindspeed_mm.fsdp.distributed.context.decoders import context_problems, find_decoder
-from mindspeed_mm.fsdp.distributed.context.generators import require_sample_plan, spread_layout, token_counts
+from mindspeed_mm.fsdp.distributed.context.generators import check_tokens, require_sample_plan
 from mindspeed_mm.fsdp.distributed.context.towers import can_be_spread
 from mindspeed_mm.fsdp.models.facts import facts_of
 
@@ -57,9 +56,7 @@ def resolve_context_plan(model: nn.Module, ring: int, ulysses: int, towers: Coll
     return ContextPlan(ring, ulysses, towers=tuple(spread))
 
 
-def check_sample_tokens(model: nn.Module, inputs: dict[str, Any], plan: ContextPlan) -> None:
-    """Raise `DataError` when a generator's sample has fewer tokens than there are ranks to spread it over."""
-    adapter: Any = facts_of(model).adapter
-    for tokens in token_counts(inputs, require_sample_plan(model), adapter.geometry.tokens):
-        if tokens is not None:
-            spread_layout(tokens, plan.ring, plan.ulysses)
+def check_sample_tokens(model: nn.Module, latents: Tensor, plan: ContextPlan) -> None:
+    """Raise `DataError` when a generator's samples, (B, C, …) latents, have fewer tokens than there are ranks to spread
+    them over."""
+    check_tokens(model, tuple(latents.shape[1:]), plan.ring, plan.ulysses)

@@ -198,7 +198,7 @@ def _follows(model: nn.Module, before: str, name: str) -> bool:
 
 def _check_one_stream(model: nn.Module) -> None:
     adapter = facts_of(model).adapter
-    if adapter is not None and (adapter.sample_plan is None or adapter.sample_plan.text_inputs):
+    if adapter is not None and (adapter.sample_plan is None or not adapter.sample_plan.is_of_images_alone):
         raise ConfigError(
             f"text and image go through the blocks of {type(model).__name__} side by side, and join inside of them: "
             "slices of both would stand in another order than their positions",

@@ -29,13 +29,19 @@ def global_of(module: nn.Module, name: str) -> Any:
 
 def rebind_globals(module: nn.Module, others: Mapping[str, Callable[..., Any]]) -> None:
     """Let a module's forward find other functions under these names; call it once on a module."""
-    own = _forward_of(module)
+    replace_forward(module, ForwardKind.KERNEL, MethodType(function_with(_forward_of(module), others), module))
+
+
+def function_with(function: FunctionType, others: Mapping[str, Any]) -> FunctionType:
+    """A function that finds other things under these names of its globals."""
     # Without its name the compiler takes these globals, and not the module's of that name.
-    names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
-    forward = FunctionType(own.__code__, names | dict(others), own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
-    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
-    replace_forward(module, ForwardKind.KERNEL, MethodType(forward, module))
+    names = {name: value for name, value in function.__globals__.items() if name != "__name__"}
+    other = FunctionType(
+        function.__code__, names | dict(others), function.__name__, function.__defaults__, function.__closure__
+    )
+    other.__kwdefaults__ = function.__kwdefaults__
+    other.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return other
 
 
 def _forward_of(module: nn.Module) -> FunctionType:

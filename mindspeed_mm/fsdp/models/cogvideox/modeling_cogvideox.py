@@ -19,6 +19,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, sca
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME
 from mindspeed_mm.fsdp.models.diffusion.noise_paths import DiscretePath, NoisePath
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -37,6 +38,16 @@ class CogVideoXAdapter(DiffusionAdapter):
     roles = {"i2v": (FIRST_FRAME,)}
     one_by_one = frozenset({"i2v"})
     blocks = ("transformer_blocks.{*}",)
+    sample_plan = SamplePlan(
+        blocks={
+            "transformer_blocks.{*}": {
+                "hidden_states": (IMAGE, 1),
+                "encoder_hidden_states": (TEXT, 1),
+                "image_rotary_emb": (IMAGE, 0),
+            }
+        },
+        attention={"*.attn1": (TEXT, IMAGE)},
+    )
     lora_targets = tuple(f"*.attn1.to_{name}" for name in ("q", "k", "v", "out.0"))
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")

@@ -69,6 +69,8 @@ class DiffusionAdapter(ABC):
     """Patterns of the transformer's repeated blocks in execution order: what is sharded and recomputed one by one."""
     sample_plan: ClassVar[SamplePlan | None] = None
     """Where forward is cut when a sample is spread over ranks; None: it cannot be."""
+    whole_because: ClassVar[str] = ""
+    """Why it cannot be."""
     cut_points: ClassVar[CutPoints | None] = None
     """Where the transformer is cut into stages; None: it cannot be."""
     lora_targets: ClassVar[tuple[str, ...]]

@@ -15,7 +15,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import scaled
 from mindspeed_mm.fsdp.models.diffusion.media_roles import MASK_OF_PICTURE, PICTURE_AROUND_MASK, SOURCE_PICTURE
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -33,8 +33,13 @@ class FluxAdapter(DiffusionAdapter):
     draws = one_by_one = frozenset({"fill"})
     blocks = ("transformer_blocks.{*}", "single_transformer_blocks.{*}")
     sample_plan = SamplePlan(
-        image_inputs={"hidden_states": -2, "img_ids": -2},
-        text_inputs={"encoder_hidden_states": -2, "txt_ids": -2},
+        inputs={
+            "hidden_states": (IMAGE, -2),
+            "img_ids": (IMAGE, -2),
+            "encoder_hidden_states": (TEXT, -2),
+            "txt_ids": (TEXT, -2),
+        },
+        attention={"*transformer_blocks.{*}.attn": (TEXT, IMAGE)},
     )
     lora_targets = (
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),

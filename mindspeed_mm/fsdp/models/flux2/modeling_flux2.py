@@ -14,6 +14,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -29,6 +30,15 @@ class Flux2Adapter(DiffusionAdapter):
     transformer_class = "Flux2Transformer2DModel"
     pipelines = {"t2i": "Flux2KleinPipeline", "t2i by dev": "Flux2Pipeline"}
     blocks = ("transformer_blocks.{*}", "single_transformer_blocks.{*}")
+    sample_plan = SamplePlan(
+        inputs={
+            "hidden_states": (IMAGE, -2),
+            "img_ids": (IMAGE, -2),
+            "encoder_hidden_states": (TEXT, -2),
+            "txt_ids": (TEXT, -2),
+        },
+        attention={"*transformer_blocks.{*}.attn": (TEXT, IMAGE)},
+    )
     lora_targets = (
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
         *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),

@@ -14,6 +14,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -29,6 +30,17 @@ class HunyuanVideo15Adapter(DiffusionAdapter):
     transformer_class = "HunyuanVideo15Transformer3DModel"
     pipelines = {"t2v": "HunyuanVideo15Pipeline"}
     blocks = ("context_embedder.token_refiner.refiner_blocks.{*}", "transformer_blocks.{*}")
+    sample_plan = SamplePlan(
+        blocks={
+            "transformer_blocks.{*}": {
+                "hidden_states": (IMAGE, 1),
+                "encoder_hidden_states": (TEXT, 1),
+                "attention_mask": (TEXT, 1),
+                "freqs_cis": (IMAGE, 0),
+            }
+        },
+        attention={"transformer_blocks.{*}.attn": (IMAGE, TEXT)},
+    )
     lora_targets = (
         *(f"transformer_blocks.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
         *(f"transformer_blocks.{{*}}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),

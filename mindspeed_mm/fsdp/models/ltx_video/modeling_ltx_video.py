@@ -16,6 +16,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Require
 from mindspeed_mm.fsdp.models.diffusion.init_tables import init_scale_shift_table
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -32,6 +33,11 @@ class LTXVideoAdapter(DiffusionAdapter):
     transformer_class = "LTXVideoTransformer3DModel"
     pipelines = {"t2v": "LTXPipeline"}
     blocks = ("transformer_blocks.{*}",)
+    sample_plan = SamplePlan(
+        inputs={"hidden_states": (IMAGE, 1), "timestep": (IMAGE, 1)},
+        blocks={"transformer_blocks.{*}": {"hidden_states": (IMAGE, 1), "image_rotary_emb": (IMAGE, 1)}},
+        attention={"*.attn1": (IMAGE,)},
+    )
     lora_targets = tuple(f"*.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")

@@ -14,6 +14,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -28,6 +29,15 @@ class Lumina2Adapter(DiffusionAdapter):
     transformer_class = "Lumina2Transformer2DModel"
     pipelines = {"t2i": "Lumina2Pipeline"}
     blocks = ("context_refiner.{*}", "noise_refiner.{*}", "layers.{*}")
+    sample_plan = SamplePlan(
+        blocks={
+            "noise_refiner.{*}": {"hidden_states": (IMAGE, 1), "image_rotary_emb": (IMAGE, 1)},
+            "layers.{*}": {"hidden_states": (BOTH, 1), "image_rotary_emb": (BOTH, 1)},
+        },
+        attention={"noise_refiner.{*}.attn": (IMAGE,), "layers.{*}.attn": (BOTH,)},
+        rejoined={"noise_refiner": (IMAGE, 1)},
+        gathered=(("norm_out", (BOTH, 1)),),
+    )
     lora_targets = tuple(f"layers.{{*}}.attn.to_{name}" for name in ("q", "k", "v", "out.0"))
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")

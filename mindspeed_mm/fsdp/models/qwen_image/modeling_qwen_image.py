@@ -14,6 +14,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Require
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, standardised
 from mindspeed_mm.fsdp.models.diffusion.packing import PATCH, pack, unpack
 from mindspeed_mm.fsdp.models.diffusion.text_rows import own_rows, pad_rows
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -25,6 +26,17 @@ class QwenImageAdapter(DiffusionAdapter):
     transformer_class = "QwenImageTransformer2DModel"
     pipelines = {"t2i": "QwenImagePipeline"}
     blocks = ("transformer_blocks.{*}",)
+    sample_plan = SamplePlan(
+        blocks={
+            "transformer_blocks.{*}": {
+                "hidden_states": (IMAGE, 1),
+                "encoder_hidden_states": (TEXT, 1),
+                "encoder_hidden_states_mask": (TEXT, 1),
+                "image_rotary_emb": ((IMAGE, 0), (TEXT, 0)),
+            }
+        },
+        attention={"*.attn": (TEXT, IMAGE)},
+    )
     lora_targets = (
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
         *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),

@@ -32,6 +32,7 @@ class SanaAdapter(DiffusionAdapter):
     transformer_class = "SanaTransformer2DModel"
     pipelines = {"t2i": "SanaPipeline"}
     blocks = ("transformer_blocks.{*}",)
+    whole_because = "its feed-forward layers are convolutions over neighbouring tokens, which other ranks would hold"
     lora_targets = tuple(f"*.attn{n}.to_{name}" for n in (1, 2) for name in ("q", "k", "v", "out.0"))
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")

@@ -12,6 +12,7 @@ from mindspeed_mm.core.batch import Batch
 from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, TEXT, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -23,6 +24,15 @@ class StableDiffusion3Adapter(DiffusionAdapter):
     transformer_class = "SD3Transformer2DModel"
     pipelines = {"t2i": "StableDiffusion3Pipeline"}
     blocks = ("transformer_blocks.{*}",)
+    sample_plan = SamplePlan(
+        blocks={
+            "transformer_blocks.{*}": {
+                "hidden_states": (IMAGE, 1),
+                "encoder_hidden_states": (TEXT, 1),
+            }
+        },
+        attention={"*.attn": (IMAGE, TEXT), "*.attn2": (IMAGE,)},
+    )
     lora_targets = (
         *(f"*.attn.to_{name}" for name in ("q", "k", "v", "out.0")),
         *(f"*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),

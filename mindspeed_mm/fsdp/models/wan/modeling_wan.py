@@ -21,7 +21,7 @@ from mindspeed_mm.fsdp.models.diffusion.latent_scales import standardised
 from mindspeed_mm.fsdp.models.diffusion.media_roles import FIRST_FRAME, LAST_FRAME, SOURCE_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import as_pil, model_range
 from mindspeed_mm.fsdp.models.structure.cut_points import CutPoints
-from mindspeed_mm.fsdp.ops.context_attention.sample_plan import SamplePlan
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -48,7 +48,11 @@ class WanAdapter(DiffusionAdapter):
     draws: ClassVar[frozenset[str]] = frozenset({"v2v"})
     one_by_one: ClassVar[frozenset[str]] = frozenset({"v2v"})
     blocks: ClassVar[tuple[str, ...]] = ("blocks.{*}",)
-    sample_plan: ClassVar[SamplePlan | None] = SamplePlan(module_inputs={"blocks.0": 1}, module_outputs={"rope": 1})
+    sample_plan: ClassVar[SamplePlan | None] = SamplePlan(
+        inputs={"timestep": (IMAGE, 1)},
+        blocks={"blocks.{*}": {"hidden_states": (IMAGE, 1), "rotary_emb": (IMAGE, 1)}},
+        attention={"blocks.{*}.attn1": (IMAGE,)},
+    )
     cut_points: ClassVar[CutPoints | None] = CutPoints(
         layers="blocks",
         behind=("norm_out", "proj_out"),
@@ -131,13 +135,15 @@ class WanAdapter(DiffusionAdapter):
             vars(self).update(self._of_two())
 
     def _of_two(self) -> dict[str, Any]:
-        """What is said of one transformer, for two: patterns of both. They take rows apart, so that neither samples nor
-        layers are spread over ranks; nobody knows how many samples each will have."""
+        """What is said of one transformer, for two: patterns of both. They take rows apart, so that layers are not
+        spread over ranks; nobody knows how many samples each will have."""
         patterns = {
             name: tuple(f"{part}.{pattern}" for part in self.transformers for pattern in getattr(type(self), name))
             for name in ("blocks", "lora_targets")
         }
-        return {**patterns, "streams": {}, "sample_plan": None, "cut_points": None}
+        plan = type(self).sample_plan
+        spread = plan and plan.inside(self.transformers)
+        return {**patterns, "streams": {}, "sample_plan": spread, "cut_points": None}
 
     def check(self) -> None:
         """Also refuses half of a pair, and a pair without its boundary."""

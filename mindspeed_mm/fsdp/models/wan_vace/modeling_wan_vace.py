@@ -12,6 +12,7 @@ from mindspeed_mm.fsdp.models.diffusion.adapter import Requirement
 from mindspeed_mm.fsdp.models.diffusion.media_roles import CONTROL_VIDEO, MASK_OF_VIDEO
 from mindspeed_mm.fsdp.models.diffusion.pixels import model_range
 from mindspeed_mm.fsdp.models.wan.modeling_wan import WanAdapter
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import IMAGE, SamplePlan
 from mindspeed_mm.fsdp.utils.register import model_register
 
 
@@ -26,7 +27,13 @@ class WanVACEAdapter(WanAdapter):
     draws: ClassVar[frozenset[str]] = frozenset()
     one_by_one = frozenset({"vace"})
     blocks = ("blocks.{*}", "vace_blocks.{*}")
-    sample_plan = None
+    sample_plan: ClassVar[SamplePlan | None] = SamplePlan(
+        blocks={
+            "*blocks.{*}": {"hidden_states": (IMAGE, 1), "rotary_emb": (IMAGE, 1)},
+            "vace_blocks.{*}": {"control_hidden_states": (IMAGE, 1)},
+        },
+        attention={"*blocks.{*}.attn1": (IMAGE,)},
+    )
     cut_points = None
     lora_targets = tuple(
         f"{rows}.{{*}}.attn{n}.to_{name}"

@@ -15,6 +15,7 @@ from mindspeed_mm.core.media_geometry import MediaGeometry
 from mindspeed_mm.fsdp.models.diffusion.adapter import DiffusionAdapter, Requirement, TextFeatures
 from mindspeed_mm.fsdp.models.diffusion.latent_scales import posterior_mode, scaled
 from mindspeed_mm.fsdp.models.diffusion.text_rows import pad_rows
+from mindspeed_mm.fsdp.ops.context_attention.sample_plan import BOTH, IMAGE, SamplePlan
 from mindspeed_mm.fsdp.params.diffusion_args import SamplingArguments
 from mindspeed_mm.fsdp.utils.register import model_register
 
@@ -26,6 +27,15 @@ class ZImageAdapter(DiffusionAdapter):
     transformer_class = "ZImageTransformer2DModel"
     pipelines = {"t2i": "ZImagePipeline"}
     blocks = ("noise_refiner.{*}", "context_refiner.{*}", "layers.{*}")
+    sample_plan = SamplePlan(
+        blocks={
+            "noise_refiner.{*}": {"x": (IMAGE, 1), "freqs_cis": (IMAGE, 1)},
+            "layers.{*}": {"x": (BOTH, 1), "freqs_cis": (BOTH, 1)},
+        },
+        attention={"noise_refiner.{*}.attention": (IMAGE,), "layers.{*}.attention": (BOTH,)},
+        rejoined={"noise_refiner": (IMAGE, 1)},
+        gathered=(("all_final_layer.2-1", (BOTH, 1)),),
+    )
     lora_targets = tuple(f"layers.{{*}}.attention.to_{name}" for name in ("q", "k", "v", "out.0"))
     tokenizer = "tokenizer"
     encoders = ("vae", "text_encoder", "tokenizer")

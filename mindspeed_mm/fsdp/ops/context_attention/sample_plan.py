@@ -3,22 +3,49 @@ it, context parallelism reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+Along = tuple[str, int]
+"""A stream of tokens, and the dimension of a tensor that runs along it."""
+Streams = tuple[str, ...]
+IMAGE, TEXT, BOTH = "image", "text", "text and image"
+"""Names of streams: tokens of the picture or video, those of the caption, and both where they are one sequence before
+the blocks begin. A family may have others."""
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Names of arguments and modules, each with the dimension of its tensors that runs along tokens."""
+    """Names of arguments and modules, and along which stream of tokens their tensors run.
 
-    image_inputs: Mapping[str, int] = field(default_factory=dict)
-    """Arguments of forward along image tokens. Without `hidden_states` among them it takes latents, and tokens are made
-    inside."""
-    text_inputs: Mapping[str, int] = field(default_factory=dict)
-    """Arguments along text tokens that attend together with the image's. Empty: every rank reads the whole text."""
-    module_inputs: Mapping[str, int] = field(default_factory=dict)
-    """Modules whose first input, given by position, is along image tokens."""
-    module_outputs: Mapping[str, int] = field(default_factory=dict)
-    """Modules that return tuples along image tokens."""
-    gathered: tuple[str, int] = ("proj_out", 1)
-    """The module whose output is put together again."""
+    A tensor is cut where it is still whole: the first one named of a stream says how long that is. An argument that is
+    a tuple has one entry for all of its tensors, or one for each. Patterns are module patterns.
+    """
+
+    attention: Mapping[str, Streams]
+    """Attention modules → what attends to itself there, in the order in which the module puts it together. Any other
+    attention (to a caption that every rank has) is computed as ever."""
+    blocks: Mapping[str, Mapping[str, Along | tuple[Along, ...]]] = field(default_factory=dict)
+    """Blocks → arguments that are cut in front of each of them."""
+    inputs: Mapping[str, Along | tuple[Along, ...]] = field(default_factory=dict)
+    """Arguments of the model's forward that are cut."""
+    rejoined: Mapping[str, Along] = field(default_factory=dict)
+    """Modules inside, or lists of modules for their last one, whose output is put together for others to go on with."""
+    gathered: tuple[tuple[str, Along], ...] = (("proj_out", (IMAGE, 1)),)
+    """Modules whose output is put together at the end: all ranks go on with it alike, without parameters."""
+
+    @property
+    def is_of_images_alone(self) -> bool:
+        """Whether captions are attended to, and never spread."""
+        return all(streams == (IMAGE,) for streams in self.attention.values())
+
+    def inside(self, parts: Iterable[str]) -> SamplePlan:
+        """The plan of several equal models that stand side by side in one, under these names."""
+        names = tuple(parts)
+        return replace(
+            self,
+            attention={f"{part}.{name}": value for part in names for name, value in self.attention.items()},
+            blocks={f"{part}.{name}": value for part in names for name, value in self.blocks.items()},
+            rejoined={f"{part}.{name}": value for part in names for name, value in self.rejoined.items()},
+            gathered=tuple((f"{part}.{name}", value) for part in names for name, value in self.gathered),
+        )

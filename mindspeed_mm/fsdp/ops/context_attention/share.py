@@ -64,10 +64,20 @@ class ContextShare:
         """
         return _Gathered.apply(own, self, dim, sum_gradients)
 
-    def attend(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, *, causal: bool, scale: float | None) -> Tensor:
-        """Self-attention of the spread sequence, (B, T, H, Dv)."""
+    def attend(
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Self-attention of the spread sequence, (B, T, H, Dv); arguments as of `context_attention`."""
+        queries = keys = self.layout
         return context_attention(
-            q_BTHD, k_BTKD, v_BTKD, self.groups, self.layout, self.layout, causal=causal, scale=scale
+            q_BTHD, k_BTKD, v_BTKD, self.groups, queries, keys, causal=causal, scale=scale, key_mask=key_mask
         )
 
     @property

@@ -1,0 +1,101 @@
+"""Every family of generators under every plan that it can have: loss, gradients and weights of two steps are those of
+one process in fp64, and what cannot be is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mindspeed_mm.fsdp.distributed.context.generators import SpreadSample
+from mindspeed_mm.fsdp.ops.attention import AttentionError
+from mindspeed_mm.fsdp.ops.context_attention.layer import ContextGroups
+from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.families.test_conditioned_generators import write_run
+from tests.families.test_generators import FP64, make_run
+from tests.helpers.distributed import run_ranks
+from tests.helpers.parity import ParityError, compare_steps
+from tests.helpers.planned_steps import train_steps
+from tests.helpers.runs import mm
+from tests.helpers.tiny_generator_families import FAMILIES
+
+TOLERANCE = 1e-6
+"""Some families turn positions in fp32."""
+SIDE = 32
+"""Pixels: the families' own sizes have too few tokens for four ranks."""
+RING, ULYSSES = "parallel.ring_attention_size=2", "parallel.ulysses_parallel_size=2"
+PLANS = {"ring": (2, (RING,)), "ulysses": (2, (ULYSSES,)), "both": (4, (RING, ULYSSES))}
+GIVEN_MEDIA = ("kontext", "fill", "flf2v", "vace")
+SPREAD = tuple(name for name in FAMILIES if not name.startswith("sana"))
+BY_DEFAULT = {"ring": ("qwen_image",), "ulysses": ("hunyuan_video",), "both": ()}
+
+
+def yamls_of(names: tuple[str, ...], folder: Path) -> dict[str, str]:
+    """Name → its YAML."""
+    yamls = {}
+    for name in names:
+        (folder / name).mkdir()
+        yaml = make_run(name, folder / name, SIDE) if name in FAMILIES else write_run(folder / name, name) / "run.yaml"
+        yamls[name] = str(yaml)
+    return yamls
+
+
+def steps_of(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
+    """Name → its recorded steps, on this rank."""
+    with keeping_double():
+        return {name: train_steps(yaml, [*FP64, "training.micro_batch_size=2", *words]) for name, yaml in yamls.items()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        *[(plan, names) for plan, names in BY_DEFAULT.items() if names],
+        *[pytest.param(plan, SPREAD, marks=pytest.mark.slow) for plan in PLANS],
+        *[pytest.param(plan, GIVEN_MEDIA, marks=pytest.mark.slow) for plan in ("ring", "ulysses")],
+    ],
+)
+def test_a_spread_sample_trains_like_a_whole_one(plan: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    ranks, words = PLANS[plan]
+    yamls = yamls_of(names, tmp_path)
+    expected = steps_of(yamls, ())
+    for measured in run_ranks(ranks, steps_of, yamls, words, timeout_s=400.0):
+        for name in names:
+            print(name, end=": ")
+            compare_steps(expected[name], measured[name], TOLERANCE)
+
+
+def without_masks(yamls: dict[str, str], words: tuple[str, ...]) -> dict[str, Any]:
+    """A planted fault: keys that are hidden are attended to."""
+    with mock.patch.object(SpreadSample, "key_mask", lambda *_: None):
+        return steps_of(yamls, words)
+
+
+def test_a_mask_that_is_lost_is_seen(tmp_path: Path) -> None:
+    yamls = yamls_of(("lumina2",), tmp_path)
+    expected = steps_of(yamls, ())["lumina2"]
+    measured = run_ranks(2, without_masks, yamls, (RING,), timeout_s=120.0)[0]["lumina2"]
+    with pytest.raises(ParityError):
+        compare_steps(expected, measured, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(1, 1, 1, 6), torch.ones(1, 2, 6, 6, dtype=torch.bool), torch.ones(1, 1, 1, 5).bool()]
+)
+def test_masks_that_are_not_understood_are_refused(mask: torch.Tensor) -> None:
+    sample = SpreadSample(ContextGroups())
+    sample.place("image", 6)
+    assert sample.key_mask(("image",), torch.ones(1, 1, 6, 6, dtype=torch.bool)).shape == (1, 6)
+    sample.begin(True)
+    sample.place("image", 6)
+    with pytest.raises(AttentionError, match=r"masks attention to 6 tokens across ranks by torch\."):
+        sample.key_mask(("image",), mask)
+
+
+@pytest.mark.parametrize("name", ["sana", pytest.param("sana_video", marks=pytest.mark.slow)])
+def test_convolutions_over_tokens_are_refused(name: str, tmp_path: Path) -> None:
+    said = mm("check", make_run(name, tmp_path, SIDE), RING, "--nproc", 2)
+    assert said.code != 0
+    assert "cannot spread a sample over ranks: its feed-forward layers are convolutions" in said.err + said.out
