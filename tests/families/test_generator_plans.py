@@ -30,7 +30,7 @@ RING, ULYSSES = "parallel.ring_attention_size=2", "parallel.ulysses_parallel_siz
 PLANS = {"ring": (2, (RING,)), "ulysses": (2, (ULYSSES,)), "both": (4, (RING, ULYSSES))}
 GIVEN_MEDIA = ("kontext", "fill", "flf2v", "vace")
 SPREAD = tuple(name for name in FAMILIES if not name.startswith("sana"))
-BY_DEFAULT = {"ring": ("qwen_image",), "ulysses": ("hunyuan_video",), "both": ()}
+BY_DEFAULT = {"ring": ("qwen_image", "wan2_2_5b_ti2v"), "ulysses": ("hunyuan_video",)}
 
 
 def yamls_of(names: tuple[str, ...], folder: Path) -> dict[str, str]:

@@ -317,9 +317,6 @@ class WanTokenTimeAdapter(WanAdapter):
     roles = {"ti2v": (replace(FIRST_FRAME, is_trained=False),)}
     draws: ClassVar[frozenset[str]] = frozenset()
     one_by_one: ClassVar[frozenset[str]] = frozenset()
-    sample_plan: ClassVar[SamplePlan | None] = SamplePlan(
-        image_inputs={"timestep": 1}, module_inputs={"blocks.0": 1}, module_outputs={"rope": 1}
-    )
     streams: ClassVar[Mapping[str, str]] = {"condition_embedder.time*": "latents", **WanAdapter.streams}
     memory_streams: ClassVar[tuple[str, ...]] = ("caption",)
 
