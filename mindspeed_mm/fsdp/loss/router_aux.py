@@ -73,9 +73,14 @@ class RouterLogits:
 
 
 def find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Modules that choose experts, with the place of the logits in what they return."""
+    """Modules that choose experts, with the place of the logits in what they return; none of those parts of a model
+    that it runs without a gradient (`run_without_gradient`)."""
     found: dict[nn.Module, int] = {}
+    unlearnt = [model.get_submodule(name) for name in getattr(model, "run_without_gradient", ())]
+    left_out = {module for part in unlearnt for module in part.modules()}
     for parent in model.modules():
+        if parent in left_out:
+            continue
         recorder = (getattr(parent, "_can_record_outputs", None) or {}).get("router_logits")
         target = getattr(recorder, "target_class", recorder)
         if not isinstance(target, type):

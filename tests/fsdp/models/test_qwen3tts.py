@@ -26,6 +26,7 @@ from mindspeed_mm.fsdp.params.data_args import CollateParam, DatasetParam
 from mindspeed_mm.fsdp.params.feature_args import FeatureArguments
 from mindspeed_mm.fsdp.params.model_args import ModelArguments
 from mindspeed_mm.tasks.verify.precision import keeping_double
+from tests.helpers.distributed import run_ranks
 from tests.helpers.packed_families import InDouble
 from tests.helpers.parity import compare_steps
 from tests.helpers.planned_steps import train_steps
@@ -253,6 +254,18 @@ def test_a_step_has_a_denominator_for_each_term(run: Path) -> None:
     parts = ["training.micro_batch_size=1", "training.gradient_accumulation_steps=2"]
     with keeping_double(), InDouble():
         compare_steps(train_steps(str(run), words), train_steps(str(run), [*words, *parts]), 1e-9)
+
+
+def steps_of(yaml: str, words: list[str]) -> Any:
+    with keeping_double(), InDouble():
+        return train_steps(yaml, ["parallel.fsdp_plan.param_dtype=fp64", *words])
+
+
+@pytest.mark.slow
+def test_two_tensor_ranks_equal_one_process(run: Path) -> None:
+    expected = steps_of(str(run), [])
+    for measured in run_ranks(2, steps_of, str(run), ["parallel.tensor_parallel_size=2"], timeout_s=120):
+        compare_steps(expected, measured, 1e-8)
 
 
 # --- names and rows ---------------------------------------------------------------------------------------------------

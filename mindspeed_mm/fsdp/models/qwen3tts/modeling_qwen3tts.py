@@ -7,32 +7,18 @@ Qwen2.5-Omni. Shapes: B rows of L places, T places of all rows, N frames among t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3Model
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
-from mindspeed_mm.core.batch import IGNORED_LABEL
+from mindspeed_mm.fsdp.models.behaviour.spoken_frames import CODE_LOSS_FACTOR, SpokenFrames, SpokenOutput
 from mindspeed_mm.fsdp.models.qwen3tts.configuration_qwen3tts import Qwen3TTSConfig
 from mindspeed_mm.fsdp.ops.host_values import host_values
-from mindspeed_mm.fsdp.ops.linear_cross_entropy import wide_dtype
 from mindspeed_mm.fsdp.utils.register import model_register
-
-
-@dataclass
-class Qwen3TTSOutput(CausalLMOutputWithPast):
-    """Logits of the first codebook in `logits`, (B, L, rows); those of the others beside them."""
-
-    code_logits: torch.Tensor | None = None
-    """(N, G − 1, rows)."""
-    code_targets: torch.Tensor | None = None
-    """(N, G − 1) codes that are to be told."""
 
 
 class Qwen3TTSTalkerModel(Qwen3Model):
@@ -65,7 +51,7 @@ class Qwen3TTSPredictorModel(Qwen3Model):
 
 
 class Qwen3TTSCodePredictor(nn.Module):
-    """The codebooks behind the first, of frame after frame.
+    """The codebooks behind the first, of frame after frame: the parts that `SpokenFrames` puts to use.
 
     Args:
         config: `code_predictor_config`.
@@ -79,23 +65,6 @@ class Qwen3TTSCodePredictor(nn.Module):
         self.lm_head = nn.ModuleList(nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in others)
         is_same = width == config.hidden_size
         self.small_to_mtp_projection = nn.Identity() if is_same else nn.Linear(width, config.hidden_size)
-
-    def embed(self, codes: torch.Tensor) -> torch.Tensor:
-        """(N, G − 1) codes → (N, G − 1, D)."""
-        tables = self.model.codec_embedding
-        return torch.stack([table(codes[:, number]) for number, table in enumerate(tables)], dim=1)
-
-    def forward(self, hidden: torch.Tensor, first: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """Logits of each codebook from those before it, (N, G − 1, rows).
-
-        Args:
-            hidden: (N, D) of the talker, where it told the first code.
-            first: (N, D) embeddings of the first codes.
-            others: (N, G − 1, D) of the others.
-        """
-        told = torch.cat([hidden[:, None], first[:, None], others[:, :-1]], dim=1)
-        made = self.model(inputs_embeds=self.small_to_mtp_projection(told), use_cache=False).last_hidden_state
-        return torch.stack([head(made[:, number + 1]) for number, head in enumerate(self.lm_head)], dim=1)
 
 
 class Qwen3TTSTextProjection(nn.Module):
@@ -148,8 +117,7 @@ class Qwen3TTSForConditionalGeneration(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _no_split_modules: ClassVar[list[str]] = ["Qwen3DecoderLayer"]
-    code_loss_factor = 0.3
-    """Of the code predictor's loss, beside that of the talker, as in the published fine-tuning."""
+    code_loss_factor = CODE_LOSS_FACTOR
 
     def __init__(self, config: Qwen3TTSConfig) -> None:
         super().__init__(config)
@@ -182,7 +150,7 @@ class Qwen3TTSForConditionalGeneration(PreTrainedModel):
         speaker_features: torch.Tensor | None = None,
         speaker_frames: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-    ) -> Qwen3TTSOutput:
+    ) -> SpokenOutput:
         """What each place stands for is the sum of its text and of its codes.
 
         Args:
@@ -197,12 +165,9 @@ class Qwen3TTSForConditionalGeneration(PreTrainedModel):
             speaker_frames: (S,) frames of each.
             labels: (B, L) of the first codebook, not shifted; for the model's own loss.
         """
-        talker, first_T = self.talker, codec_ids[..., 0].flatten()
-        codes_NG = codec_ids.flatten(0, 1).index_select(0, frame_places)
-        others_NGD = talker.code_predictor.embed(codes_NG[:, 1:])
-        marked_TD = (first_T >= 0)[:, None] * talker.model.codec_embedding(first_T.clamp(min=0))
-        embeds_TD = talker.text_projection(talker.model.text_embedding(input_ids.flatten())) + marked_TD
-        embeds_TD = embeds_TD.index_add(0, frame_places, others_NGD.sum(dim=1))
+        talker = self.talker
+        frames = SpokenFrames(codec_ids, frame_places, talker.model.codec_embedding, talker.code_predictor)
+        embeds_TD = frames.added_to(talker.text_projection(talker.model.text_embedding(input_ids.flatten())))
         if speaker_places is not None and speaker_features is not None and speaker_frames is not None:
             heard = self._hear(speaker_features, host_values(speaker_frames))
             embeds_TD = embeds_TD.index_add(0, speaker_places, heard.to(embeds_TD.dtype))
@@ -212,31 +177,13 @@ class Qwen3TTSForConditionalGeneration(PreTrainedModel):
             position_ids=position_ids,
             use_cache=False,
         ).last_hidden_state
-        telling = hidden_BLD.flatten(0, 1).index_select(0, frame_places - 1)
-        first = marked_TD.index_select(0, frame_places)
-        output = Qwen3TTSOutput(
-            logits=talker.codec_head(hidden_BLD),
-            code_logits=talker.code_predictor(telling, first, others_NGD),
-            code_targets=codes_NG[:, 1:],
-        )
-        if labels is not None:
-            output.loss = self._own_loss(output, labels)
-        return output
+        return frames.output(hidden_BLD, talker.codec_head, labels)
 
     @torch.no_grad()
     def _hear(self, features: torch.Tensor, frames: list[int]) -> torch.Tensor:
         """Embeddings (speakers, D), of one spectrum after the other: padding would be heard."""
         features = features.to(self.speaker_encoder.fc.weight.dtype)
         return torch.cat([self.speaker_encoder(own[None]) for own in features.split(frames)])
-
-    def _own_loss(self, output: Qwen3TTSOutput, labels: torch.Tensor) -> torch.Tensor:
-        """Published: the mean over the first codebook, and 0.3 of the mean over the others."""
-        assert output.logits is not None and output.code_logits is not None and output.code_targets is not None
-        wide = wide_dtype(output.logits.dtype)
-        first_NV, others_NV = output.logits[:, :-1].flatten(0, 1), output.code_logits.flatten(0, 1)
-        first = F.cross_entropy(first_NV.to(wide), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
-        others = F.cross_entropy(others_NV.to(wide), output.code_targets.flatten())
-        return first + self.code_loss_factor * others
 
 
 def tell_transformers() -> None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_mm.core.batch import NO_CODE, SPEAKER_CODE, Batch
+from mindspeed_mm.core.batch import SPEAKER_CODE, Batch
 from mindspeed_mm.core.errors import DataError, ModelFolderError
 from mindspeed_mm.core.json_file import read_json_object
 from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, register_collator
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLimits, MediaLoader
 from mindspeed_mm.fsdp.data.data_utils.mm_plugin import TextOnlyPlugin
 from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize
+from mindspeed_mm.fsdp.data.data_utils.spoken_codes import codes_of, in_rows
 from mindspeed_mm.fsdp.data.data_utils.spoken_rows import FOLDER_KEY, SpokenRows
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.layout import sequence_of
 from mindspeed_mm.fsdp.data.datasets.qwen3tts.speaker_mel import RATE, speaker_mel
@@ -102,34 +103,9 @@ class Qwen3TTSDataset(SpokenRows):
 
     def _codes(self, row: dict[str, Any], place: str) -> np.ndarray:
         """(frames, G) int64."""
-        talker, given = self._config.talker_config, row.get("audio_codes")
-        if given is None or not len(given):
-            raise DataError(
-                "there are no codes, and no codec here makes them of a sound",
-                where=place,
-                key="audio_codes",
-                way_out="Extract them with finetuning/prepare_data.py of Qwen3-TTS (Qwen3-TTS-Tokenizer-12Hz).",
-            )
-        try:
-            codes = np.stack([np.asarray(frame) for frame in given])
-        except (TypeError, ValueError):
-            codes = np.zeros(0)
-        if codes.ndim != 2 or codes.shape[1] != talker.num_code_groups or not np.issubdtype(codes.dtype, np.integer):
-            raise DataError(
-                f"audio_codes are no frames of {talker.num_code_groups} numbers each",
-                where=place,
-                key="audio_codes",
-                way_out="Extract them with the codec of this model.",
-            )
-        limits = [talker.vocab_size] + [talker.code_predictor_config.vocab_size] * (talker.num_code_groups - 1)
-        if (codes < 0).any() or (codes >= np.array(limits)).any():
-            raise DataError(
-                f"codes go from {codes.min()} to {codes.max()}, those of the codec from 0 to {min(limits) - 1}",
-                where=place,
-                key="audio_codes",
-                way_out="Extract them with the codec of this model.",
-            )
-        return codes.astype(np.int64)
+        talker = self._config.talker_config
+        sizes = [talker.vocab_size] + [talker.code_predictor_config.vocab_size] * (talker.num_code_groups - 1)
+        return codes_of(row, place, sizes, "finetuning/prepare_data.py of Qwen3-TTS (Qwen3-TTS-Tokenizer-12Hz)")
 
     def _voice(self, row: dict[str, Any], place: str) -> list[int]:
         """What stands for the voice."""
@@ -176,12 +152,9 @@ class Qwen3TTSCollator(GenericCollator):
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """`codec_ids` as (B, L, G), and where frames and speakers stand."""
         batch = super().__call__(samples)
-        flat = batch["codec_ids"]
-        rows = flat.new_full((*batch["input_ids"].shape, flat.shape[-1]), NO_CODE)
-        rows[batch["attention_mask"].bool()] = flat
-        first_T, others_T = rows[..., 0].flatten(), rows[..., 1].flatten()
-        places = {"frame_places": others_T != NO_CODE, "speaker_places": first_T == SPEAKER_CODE}
-        return batch | {"codec_ids": rows} | {key: mask.nonzero().squeeze(1) for key, mask in places.items()}
+        coded = in_rows(batch)
+        speakers = coded["codec_ids"][..., 0].flatten() == SPEAKER_CODE
+        return batch | coded | {"speaker_places": speakers.nonzero().squeeze(1)}
 
 
 def _config_of(folder: Path) -> Qwen3TTSConfig:

@@ -1,0 +1,193 @@
+"""Conversations whose answers are spoken: `dataset_type: qwen3_omni_talker`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mindspeed_mm.core.batch import Batch
+from mindspeed_mm.core.errors import ConfigError, DataError, ModelFolderError
+from mindspeed_mm.core.json_file import read_json_object
+from mindspeed_mm.fsdp.data.data_utils.data_collator import Collator, GenericCollator, padded_rows, register_collator
+from mindspeed_mm.fsdp.data.data_utils.encode import at_place
+from mindspeed_mm.fsdp.data.data_utils.rendering.tokens import Tokens
+from mindspeed_mm.fsdp.data.data_utils.sample import EncodedSample, SampleSize, TooLongError
+from mindspeed_mm.fsdp.data.data_utils.spoken_codes import codes_of, in_rows
+from mindspeed_mm.fsdp.data.datasets.huggingface.qwen2vl_dataset import Qwen2VLDataset
+from mindspeed_mm.fsdp.data.datasets.qwen3omni_talker.layout import SpokenAnswer, spoken_answer
+from mindspeed_mm.fsdp.params.data_args import BasicParameters, CollateParam, DatasetParam, PreprocessParameters
+from mindspeed_mm.fsdp.utils.processor import tokenizer_of
+from mindspeed_mm.fsdp.utils.register import data_register
+
+if TYPE_CHECKING:  # an annotation only: this imports transformers' models
+    from transformers import Qwen3OmniMoeConfig
+
+_NAME = "qwen3_omni_talker"
+_FOLDER_KEY = "data.dataset_param.preprocess_parameters.model_name_or_path"
+_FRAMES_PER_S = 12.5
+
+
+@data_register.register("qwen3_omni_talker")
+class Qwen3OmniTalkerDataset(Qwen2VLDataset):
+    """Conversations in any format of `attr`, whose rows also have the codes of the last answer's speech and the name
+    of its speaker: `{"messages": […], "audios": […], "speaker": "ethan", "audio_codes": [[17, 203, …], …]}`.
+
+    `audio_codes` has a frame of all codebooks each 80 ms.
+
+    Args:
+        basic_param: Which rows.
+        preprocess_param: The model's folder.
+        dataset_param: The whole section.
+
+    Raises:
+        DataError: Files are missing or broken, or none of the first rows fits `attr`.
+        ConfigError: Settings do not go together.
+        ModelFolderError: The folder is not one of Qwen3-Omni with a talker.
+    """
+
+    def __init__(
+        self, basic_param: BasicParameters, preprocess_param: PreprocessParameters, dataset_param: DatasetParam
+    ) -> None:
+        super().__init__(basic_param, preprocess_param, dataset_param)
+        if self.template is None or self.basic_parameters.stage == "rm":
+            raise ConfigError(
+                f"stage is {self.basic_parameters.stage}, but a talker is trained on conversations",
+                key="data.dataset_param.basic_parameters.stage",
+                way_out="Set it to sft.",
+            )
+        preprocess, tokenizer = self._preprocess, tokenizer_of(self.processor)
+        self._tokens = Tokens(tokenizer, of_processor=False, split_special=preprocess.split_special_tokens)
+        self._config = _config_of(Path(str(preprocess.model_name_or_path)))
+
+    def __getitem__(self, index: int) -> EncodedSample:
+        """Sample `index`: the talker's places, and beside them what the thinker reads.
+
+        Raises:
+            TooLongError: It does not fit `cutoff_len`.
+            DataError: The conversation is off, or has no codes or voice that the model knows.
+        """
+        conversation: Any = super().__getitem__(index)
+        spoken = self._spoken(index, conversation["input_ids"], shrunk=conversation["shrunk"])
+        made: Any = {
+            "sample_id": conversation["sample_id"],
+            "input_ids": spoken.input_ids,
+            "labels": spoken.labels,
+            "media": conversation["media"],
+            "shrunk": False,
+            "codec_ids": spoken.codec_ids,
+            "media_places": spoken.media_places,
+            "media_sources": spoken.media_sources,
+            "thinker_input_ids": conversation["input_ids"][: spoken.read],
+        }
+        return made  # type: ignore[no-any-return]
+
+    def measure(self, index: int) -> SampleSize:
+        """The talker's places, and the patches that the thinker sees."""
+        outline: Any = self.outline(index)
+        ids = np.asarray(outline.input_ids)
+        tokens = len(self._spoken(index, ids, shrunk=outline.shrunk).input_ids)
+        return SampleSize(tokens, outline.size.patches)
+
+    def build_collator(self, collate_param: CollateParam, *, packs: bool | None = None) -> Collator:
+        """Rows padded to the right.
+
+        Raises:
+            ConfigError: Rows are to be packed.
+        """
+        if self.basic_parameters.packs if packs is None else packs:
+            raise ConfigError("speech is not packed", key="packing", way_out="Set packing and neat_packing to false.")
+        return super().build_collator(collate_param.model_copy(update={"model_name": _NAME}), packs=False)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """With the model's marks."""
+        found = super().fingerprint()
+        return found | {"settings": found["settings"] | {"config": repr(self._config.to_dict())}}
+
+    def _spoken(self, index: int, ids: np.ndarray, *, shrunk: bool) -> SpokenAnswer:
+        row, place = self.row(index), str(self.place(index))
+        try:
+            codes, voice = self._codes(row, place), self._voice(row, place)
+            spoken = spoken_answer(self._config, ids, self._words(index), codes, voice)
+        except DataError as error:
+            raise at_place(error, place) from error
+        longest, length = self.basic_parameters.cutoff_len, len(spoken.input_ids)
+        if shrunk or length > longest:
+            too_long = TooLongError(
+                f"the sample has {length} places or more, beyond cutoff_len {longest}",
+                where=place,
+                key="data.dataset_param.basic_parameters.cutoff_len",
+                way_out=f"Raise it: a second of speech has {_FRAMES_PER_S:g} of them.",
+            )
+            too_long.tokens = length
+            raise too_long
+        return spoken
+
+    def _words(self, index: int) -> list[int]:
+        """Tokens of the last answer as it is spoken: without thoughts, which the template may write in front of it."""
+        answer = self.sample(index).messages[-1]["content"]
+        text = answer if isinstance(answer, str) else "".join(part.get("text", "") for part in answer)
+        if not text.strip():
+            raise DataError("the last answer has no words", way_out="Give the text that is spoken, or drop the row.")
+        words, _ = self._tokens.encode(self._tokens.protect(text), [])
+        return words.tolist()  # type: ignore[no-any-return]
+
+    def _codes(self, row: dict[str, Any], place: str) -> np.ndarray:
+        talker = self._config.talker_config
+        others = talker.num_code_groups - 1
+        sizes = [talker.code_predictor_config.vocab_size] * (1 + others)
+        return codes_of(row, place, sizes, "the encoder of the codec whose decoder is code2wav")
+
+    def _voice(self, row: dict[str, Any], place: str) -> int:
+        known = self._config.talker_config.speaker_id or {}
+        name = str(row.get("speaker") or "").lower()
+        if name not in known:
+            raise DataError(
+                f"'{name}' is no voice of this model" if name else "the row names no voice",
+                where=place,
+                key="speaker",
+                way_out=f"Give one of {', '.join(known)}.",
+            )
+        return int(known[name])
+
+
+@register_collator(_NAME)
+class Qwen3OmniTalkerCollator(GenericCollator):
+    """Rows of the talker and rows of the thinker, both padded to the right."""
+
+    def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
+        """`thinker_input_ids` as (B, K) with their mask, and places counted in the flattened rows."""
+        ours: list[Any] = [dict(sample) for sample in samples]
+        read = [{"input_ids": sample.pop("thinker_input_ids")} for sample in ours]
+        places = [(sample.pop("media_places"), sample.pop("media_sources")) for sample in ours]
+        batch = super().__call__(ours)
+        thinker = padded_rows(read, {"input_ids": self._pad_id}, self._multiple)
+        widths = (batch["input_ids"].shape[1], thinker["input_ids"].shape[1])
+        own, sources = (
+            torch.from_numpy(np.concatenate([pair[side] + row * widths[side] for row, pair in enumerate(places)]))
+            for side in (0, 1)
+        )
+        return {
+            **batch,
+            **in_rows(batch),
+            **{f"thinker_{name}": rows for name, rows in thinker.items()},
+            "media_places": own,
+            "media_sources": sources,
+        }
+
+
+def _config_of(folder: Path) -> Qwen3OmniMoeConfig:
+    from transformers import Qwen3OmniMoeConfig  # loaded with the processor
+
+    path = folder / "config.json"
+    config = read_json_object(path, ModelFolderError)
+    if config.get("model_type") != Qwen3OmniMoeConfig.model_type or not config.get("enable_audio_output", True):
+        raise ModelFolderError(
+            f"describes a {config.get('model_type')} model that does not speak, not one of Qwen3-Omni with its talker",
+            where=str(path),
+            key=_FOLDER_KEY,
+        )
+    return Qwen3OmniMoeConfig.from_dict(config)
