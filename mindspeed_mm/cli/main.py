@@ -39,6 +39,7 @@ VERBS = {
     "merge": "Merge adapters into a model's weights.",
     "infer": "Generate answers or samples with a model.",
     "chat": "Talk to a model in the terminal.",
+    "serve": "Answer clients of OpenAI's interface over HTTP.",
     "evaluate": "Score a model on held-out rows.",
     "profile": "Show where the time of training steps goes, and what limits them.",
     "report": "Make one HTML page of a run.",

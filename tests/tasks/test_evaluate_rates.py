@@ -12,7 +12,7 @@ import pytest
 
 import mindspeed_mm
 from mindspeed_mm.core.errors import UsageError
-from mindspeed_mm.tasks.answer.generation import Answer
+from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import ask
 from mindspeed_mm.tasks.evaluate import evaluate
 from mindspeed_mm.tasks.evaluate.scoring import Comparison, ErrorRate, Outcome, bootstrap_interval

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,9 +20,12 @@ from mindspeed_mm.cli.infer import command
 from mindspeed_mm.core.errors import CheckpointError, DataError, MMError, ModelFolderError, UsageError
 from mindspeed_mm.core.folder_writing import atomic_folder
 from mindspeed_mm.fsdp.data.data_utils.data_collator import padded_rows
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
 from mindspeed_mm.tasks import model_source
 from mindspeed_mm.tasks.answer import asking, infer
-from mindspeed_mm.tasks.answer.generation import Answer, Generator, load_generator
+from mindspeed_mm.tasks.answer.choosing import Sampling
+from mindspeed_mm.tasks.answer.generation import Generator, load_generator
+from mindspeed_mm.tasks.answer.live import Answer, LiveAnswer
 from mindspeed_mm.tasks.answer.questions import Question, ask, read_questions
 from tests.helpers.tiny_models import make_tiny_qwen3, make_tiny_qwen3_vl
 
@@ -90,12 +94,14 @@ def test_batched_answers_are_those_of_plain_transformers(
     assert {k: a.token_ids for k, a in answers_of(generator, rows, 7).items()} != expected
 
 
-def test_answers_end_at_the_end_token(generator: Generator, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_end_at_the_end_token(generator: Generator) -> None:
     end = generator.tokenizer.eos_token_id
-    answer = generator._read_answer([50, 51, end, 52])
-    assert answer.token_ids == (50, 51, end)
-    assert answer.finished
-    assert not generator._read_answer([50, 51]).finished
+    question = EncodedQuestion(np.zeros(3, np.int64), [])
+    ended, cut_off = LiveAnswer(question, Sampling()), LiveAnswer(question, Sampling(max_new_tokens=2))
+    assert [ended.take(token, [end]) for token in (50, 51, end, 52)] == [False, False, True, True]
+    assert [cut_off.take(token, [end]) for token in (50, 51, 52)] == [False, True, True]
+    answers = [row.close(generator.tokenizer.decode) for row in (ended, cut_off)]
+    assert [(answer.token_ids, answer.finished) for answer in answers] == [((50, 51, end), True), ((50, 51), False)]
 
 
 def test_text_model_answers_and_refuses_pictures(tmp_path: Path, rows: Path) -> None:

@@ -47,10 +47,15 @@ def write_image(path: Path, array: np.ndarray) -> None:
     Raises:
         ValueError: The array is of another shape or type.
     """
+    atomic_write_bytes(path, image_bytes(array))
+
+
+def image_bytes(array: np.ndarray) -> bytes:
+    """A PNG. Raises `ValueError` as `write_image`."""
     _check(array, 3)
     data = io.BytesIO()
     Image.fromarray(array).save(data, "png")
-    atomic_write_bytes(path, data.getvalue())
+    return data.getvalue()
 
 
 def write_video(path: Path, frames: np.ndarray, fps: float, *, crf: int | None = None) -> None:
@@ -67,12 +72,17 @@ def write_video(path: Path, frames: np.ndarray, fps: float, *, crf: int | None =
     Raises:
         ValueError: The array is of another shape or type, or holds no frame.
     """
+    atomic_write_bytes(path, video_bytes(frames, fps, crf=crf))
+
+
+def video_bytes(frames: np.ndarray, fps: float, *, crf: int | None = None) -> bytes:
+    """An mp4, as `write_video` writes it, from the same arguments."""
     _check(frames, 4)
     _, height, width, _ = frames.shape
     if crf is None:
         crf = NEARLY_LOSSLESS_CRF if height * width <= SMALL_CLIP_PIXELS else CRF
     even_frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-    atomic_write_bytes(path, _encode(even_frames, fps, crf))
+    return _encode(even_frames, fps, crf)
 
 
 def _encode(frames: np.ndarray, fps: float, crf: int) -> bytes:

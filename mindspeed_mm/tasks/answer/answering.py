@@ -13,7 +13,8 @@ from mindspeed_mm.core.artifacts import append_jsonl, atomic_write_text
 from mindspeed_mm.core.errors import DataError
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
-from mindspeed_mm.tasks.answer.generation import Answer, Generator
+from mindspeed_mm.tasks.answer.generation import Generator
+from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question
 
 _LINE_START = '{"row": '

@@ -1,4 +1,4 @@
-"""Greedy answers in batches from a Hugging Face folder, with transformers' own `generate`.
+"""Answers in batches from a Hugging Face folder, with transformers' own `generate`.
 
 Questions of similar length share a batch; rows are padded on the left, so that every answer starts at the same place.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,45 +27,27 @@ from mindspeed_mm.fsdp.models.loading.part import OTHERS, trained_config
 from mindspeed_mm.fsdp.utils.device import current_device
 from mindspeed_mm.fsdp.utils.quiet import quiet
 from mindspeed_mm.tasks.answer.asking import QuestionEncoder, RowsView
+from mindspeed_mm.tasks.answer.choosing import RowChoices, Sampling, TokenChoice
+from mindspeed_mm.tasks.answer.live import Answer, LiveAnswer
 from mindspeed_mm.tasks.answer.peft_loading import load_peft
 from mindspeed_mm.tasks.answer.questions import Question
 from mindspeed_mm.tasks.answer.transcription import transcripts
 
 SORTED_BATCHES = 8
 """Questions are sorted by length in windows of so many batches: the media of one window are in memory at a time."""
-GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""The likeliest token, always, whatever the model's generation configuration says."""
+ONE_BY_ONE = {
+    "do_sample": False,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "min_p": None,
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+}
+"""`generate` itself takes the likeliest token, whatever the model's generation configuration says: `RowChoices` sees to
+it that the likeliest is the one that is chosen."""
 SOUNDS = "input_features"
 """What models call the spectra of sounds."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model said: its tokens up to and including the end token, and their text."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finished: bool
-    """False when `max_new_tokens` cut it off."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. What is None is as the model's generation configuration says."""
-
-    max_new_tokens: int = 512
-    temperature: float | None = None
-    """0: the likeliest token, always."""
-    top_p: float | None = None
-    seed: int | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """As transformers' `generate` takes them."""
-        if self.temperature == 0:
-            return {"max_new_tokens": self.max_new_tokens, **GREEDY}
-        asked = {"temperature": self.temperature, "top_p": self.top_p}
-        given = {name: value for name, value in asked.items() if value is not None}
-        return {"max_new_tokens": self.max_new_tokens, **given, **({"do_sample": True} if given else {})}
 
 
 class Generator:
@@ -109,66 +90,54 @@ class Generator:
 
     def answer_batch(self, questions: Sequence[EncodedQuestion], max_new_tokens: int) -> list[Answer]:
         """The answers to encoded questions, in order."""
-        inputs = in_dtype_of(self.model, move_to(self.encoder.collate(questions), self.model.device))
-        if is_whisper(self.encoder.processor):
-            found = transcripts(self.model, inputs, max_new_tokens=max_new_tokens)
-            return [Answer(ids, self._text_of(ids), finished) for ids, finished in found]
-        return self._generate(inputs, max_new_tokens=max_new_tokens, **GREEDY)
+        rows = [LiveAnswer(question, Sampling(max_new_tokens, temperature=0)) for question in questions]
+        return self.answer_live(rows)
 
     def answer_streamed(self, question: EncodedQuestion, tell: Callable[[str], None], sampling: Sampling) -> Answer:
         """The answer to one question, told piece by piece while it is made."""
+        return self.answer_live([LiveAnswer(question, sampling, tell)])[0]
+
+    def answer_live(self, rows: Sequence[LiveAnswer]) -> list[Answer]:
+        """Make answers together, each with its own settings; what one says does not depend on the others.
+
+        Transcripts are greedy, and told when they are whole.
+        """
+        for row in rows:
+            row.begin(self._text_of)
+        inputs = in_dtype_of(self.model, move_to(self.encoder.collate([r.question for r in rows]), self.model.device))
         if is_whisper(self.encoder.processor):
-            (answer,) = self.answer_batch([question], sampling.max_new_tokens)
-            tell(answer.text)
-            return answer
-        inputs = in_dtype_of(self.model, move_to(self.encoder.collate([question]), self.model.device))
-        if sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
-        streamer = _Streamer(self._text_of, tell)
-        (answer,) = self._generate(inputs, streamer=streamer, **sampling.settings())
-        return answer
+            most = max(row.sampling.max_new_tokens for row in rows)
+            found = transcripts(self.model, inputs, max_new_tokens=most)
+            for row, (token_ids, _) in zip(rows, found, strict=True):
+                any(row.take(token, self._end_ids) for token in token_ids)
+        else:
+            self._generate(inputs, rows)
+        return [row.close(self._text_of) for row in rows]
 
-    def _generate(self, inputs: dict[str, Any], **settings: Any) -> list[Answer]:
-        ends = {"eos_token_id": self._end_ids or None, "pad_token_id": self.tokenizer.pad_token_id}
+    def _generate(self, inputs: dict[str, Any], rows: Sequence[LiveAnswer]) -> None:
+        device, config = self.model.device, self.model.generation_config
+        padding = [inputs["input_ids"].shape[1] - len(row.question.input_ids) for row in rows]
+        choices = [TokenChoice.of(row.sampling, config) for row in rows]
+
+        def is_over(input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+            tokens = input_ids[:, -1].tolist()
+            return torch.tensor(
+                [row.take(token, self._end_ids) for row, token in zip(rows, tokens, strict=True)], device=device
+            )
+
         with torch.inference_mode():
-            output_BL = self.model.generate(**inputs, **ends, **settings)
-        prompt_tokens = inputs["input_ids"].shape[1]
-        return [self._read_answer(row) for row in output_BL[:, prompt_tokens:].tolist()]
-
-    def _read_answer(self, token_ids: list[int]) -> Answer:
-        end = next((i for i, token in enumerate(token_ids) if token in self._end_ids), None)
-        kept = token_ids if end is None else token_ids[: end + 1]
-        return Answer(tuple(kept), self._text_of(kept), finished=end is not None)
+            self.model.generate(
+                **inputs,
+                **ONE_BY_ONE,
+                eos_token_id=self._end_ids or None,
+                pad_token_id=self.tokenizer.pad_token_id,
+                max_new_tokens=max(row.sampling.max_new_tokens for row in rows),
+                logits_processor=[RowChoices(choices, padding, device)],
+                stopping_criteria=[is_over],
+            )
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
-
-
-class _Streamer:
-    """What transformers' `generate` hands tokens to while it makes them; the first are those of the prompt."""
-
-    def __init__(self, text_of: Callable[[Sequence[int]], str], tell: Callable[[str], None]) -> None:
-        self._text_of, self._tell = text_of, tell
-        self._is_prompt = True
-        self._token_ids: list[int] = []
-        self._told = ""
-
-    def put(self, token_ids: torch.Tensor) -> None:
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        self._token_ids += token_ids.reshape(-1).tolist()
-        # The bytes of one character may be spread over tokens: until they are all there, it reads as this.
-        self._catch_up(unless_ends_with="\ufffd")
-
-    def end(self) -> None:
-        self._catch_up()
-
-    def _catch_up(self, unless_ends_with: str = "\0") -> None:
-        text = self._text_of(self._token_ids)
-        if text.startswith(self._told) and not text.endswith(unless_ends_with):
-            self._tell(text[len(self._told) :])
-            self._told = text
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def move_to(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from mindspeed_mm.fsdp.data.data_utils.sample import MediaItem
 from mindspeed_mm.fsdp.distributed.job.launch import joined_ranks
 from mindspeed_mm.tasks.answer.answering import AnswerFile, answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
-from mindspeed_mm.tasks.answer.generation import Answer, load_generator
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question, ask, read_questions
 from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
 

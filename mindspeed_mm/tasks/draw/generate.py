@@ -154,6 +154,25 @@ class _Work:
         progress.end()
 
 
+def load_generator(
+    model: Path, *, lora: Path | None = None, config: Path | None = None
+) -> tuple[DiffusionSampler, SamplingArguments]:
+    """A generator ready to sample, and the settings of its run.
+
+    Args:
+        model: A folder in diffusers' layout, a generator's run, or one checkpoint of it.
+        lora: Folder of adapters for the model.
+        config: A YAML that stands for the run's.
+
+    Raises:
+        MMError: The model is none.
+    """
+    source = resolve_source(model, lora)
+    arguments = _arguments_of(source, config)
+    sampler = load_sampler(_adapter_of(source, arguments, None), source, current_device())
+    return sampler, _configured(arguments) if arguments is not None else SamplingArguments()
+
+
 def resolve_source(model: Path, lora: Path | None) -> ModelSource:
     """The model folder and what was trained of it; a checkpoint is exported when it is not yet.
 

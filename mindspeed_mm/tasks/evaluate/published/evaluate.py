@@ -16,7 +16,8 @@ from mindspeed_mm.core.file_writing import IsOurs, any_of, check_output_file, fi
 from mindspeed_mm.core.json_file import parse_json
 from mindspeed_mm.tasks.answer.answering import answer_all
 from mindspeed_mm.tasks.answer.asking import rows_view
-from mindspeed_mm.tasks.answer.generation import Answer, load_generator
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.answer.live import Answer
 from mindspeed_mm.tasks.answer.questions import Question
 from mindspeed_mm.tasks.evaluate.evaluate import RESULTS, SAMPLES
 from mindspeed_mm.tasks.evaluate.published.comparing import PairedTest, compare

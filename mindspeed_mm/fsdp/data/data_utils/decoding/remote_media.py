@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from mindspeed_mm.core.errors import DataError
@@ -27,29 +27,34 @@ _BLOCK_BYTES = 2**16
 _WAY_OUT = "Download the media and give local paths, or drop the row."
 
 
-def fetch(url: str, url_roots: Sequence[str], most_bytes: int) -> bytes:
+def fetch(url: str, url_roots: Sequence[str], most_bytes: int, hosts: Collection[str] | None = None) -> bytes:
     """The bytes behind a URL.
 
     Args:
         url: Of http or https.
         url_roots: URLs that may lie on private hosts, with all that begins with them.
         most_bytes: Refuse more.
+        hosts: Ask these alone, in lower case, each with its port where that is not the usual one; None: any.
 
     Raises:
         DataError: The URL is refused, or is not answered in full.
     """
     deadline_s = time.monotonic() + MOST_SECONDS
     for _ in range(MOST_REDIRECTS + 1):
-        answer = _ask(url, url_roots, most_bytes, deadline_s)
+        parts = _parts(url)
+        if hosts is not None and parts.netloc.lower() not in hosts:
+            raise DataError(f"'{url[:100]}' lies on a host that is not allowed", way_out="Name the host.")
+        answer = _ask(parts, url, url_roots, most_bytes, deadline_s)
         if isinstance(answer, bytes):
             return answer
         url = urllib.parse.urljoin(url, answer)
     raise DataError(f"'{url[:100]}': more than {MOST_REDIRECTS} redirects", way_out=_WAY_OUT)
 
 
-def _ask(url: str, url_roots: Sequence[str], most_bytes: int, deadline_s: float) -> bytes | str:
+def _ask(
+    parts: urllib.parse.SplitResult, url: str, url_roots: Sequence[str], most_bytes: int, deadline_s: float
+) -> bytes | str:
     """What a URL answers: the medium, or where it is to be found."""
-    parts = _parts(url)
     connection = _connection(parts, _address(parts, url, url_roots), deadline_s)
     cut = _cut_at(deadline_s, connection.sock)
     try:

@@ -1,0 +1,98 @@
+"""`mm serve`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.tasks.serve.limits import Limits, option_of
+
+EXAMPLES = """
+\b
+Examples:
+  mm serve runs/mine
+  mm serve runs/mine --port 9000 --key-file key.txt --media-folder data/images
+  mm serve models/FLUX.1-dev --batch-size 2
+"""
+_NEEDED = ("starlette", "uvicorn", "werkzeug")
+_SHORTEST_KEY = 8
+
+
+def limit_options(command: Callable[..., None]) -> Callable[..., None]:
+    """An option for each limit."""
+    for limit in reversed(fields(Limits)):
+        kind: Any = click.IntRange(min=1) if isinstance(limit.default, int) else click.FloatRange(min=0, min_open=True)
+        told = limit.metadata["help"]
+        option = click.option(option_of(limit.name), type=kind, default=limit.default, show_default=True, help=told)
+        command = option(command)
+    return command
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option("--name", default="", help="What requests call the model; default: the name of its folder.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="File with the key that requests must bear.")
+@click.option("--media-folder", type=click.Path(path_type=Path), help="Requests may name files below this folder.")
+@click.option(
+    "--allow-remote-media", "hosts", multiple=True, metavar="HOST", help="Requests may name addresses on this host."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Answers at a time.")
+@click.option("--lora", type=click.Path(path_type=Path), help="Folder of adapters to apply to the weights.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML that says how rows are shown; default: the run's."
+)
+@limit_options
+def command(
+    model: Path,
+    host: str,
+    port: int,
+    name: str,
+    key_file: Path | None,
+    media_folder: Path | None,
+    hosts: tuple[str, ...],
+    batch_size: int,
+    lora: Path | None,
+    config: Path | None,
+    **limits: Any,
+) -> None:
+    """Serve MODEL, a Hugging Face folder, a generator's folder or a run, to clients of OpenAI's interface.
+
+    A page to try it stands at the address itself; /v1 is the base address for clients. SIGTERM or Ctrl-C ends it once
+    everything that runs is answered.
+    """
+    if lacking := [package for package in _NEEDED if importlib.util.find_spec(package) is None]:
+        way_out = "Install the extra: pip install 'mindspeed-mm[serve]'."
+        raise MachineError(f"{' and '.join(lacking)} not installed", way_out=way_out)
+    key = read_key(key_file) if key_file is not None else None
+    from mindspeed_mm.tasks.serve import serve  # torch and the web server: the help does without
+
+    remote_hosts = frozenset(host.lower() for host in hosts)
+    request = serve.ServeRequest(
+        model, host, port, name, key, media_folder, remote_hosts, Limits(**limits), batch_size, lora, config
+    )
+    serve.run(request, lambda address: click.echo(f"Serving {model} at {address}"))
+
+
+def read_key(path: Path) -> str:
+    """The key in a file, without blanks around it.
+
+    Raises:
+        UsageError: There is none, or it is short.
+    """
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("the key cannot be read", where=str(path), key="--key-file") from error
+    if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable():
+        what = f"a key has {_SHORTEST_KEY} characters or more, all of them printable ASCII"
+        way_out = "Write one: openssl rand -hex 32 > key.txt"
+        raise UsageError(what, where=str(path), key="--key-file", way_out=way_out)
+    return key

@@ -1,0 +1,127 @@
+"""How tokens are chosen in a batch whose rows have settings of their own.
+
+`generate` has one setting for all rows, and draws from one stream of random numbers. Here each row has its own of both,
+so that what it says does not depend on who shares its batch. A row that samples with a seed says what transformers says
+alone after `torch.manual_seed` with that seed, on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. What is None is as the model's generation configuration says."""
+
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    """0: the likeliest token, always."""
+    top_p: float | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    """0: all tokens."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How the tokens of a row are chosen, with nothing left open."""
+
+    temperature: float
+    """0: the likeliest token."""
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+
+    @classmethod
+    def of(cls, sampling: Sampling, configured: Any) -> TokenChoice:
+        """What is asked for, else what the generation configuration says, else transformers' defaults.
+
+        Args:
+            sampling: What is asked for. A temperature or another setting of sampling switches sampling on.
+            configured: The model's `generation_config`.
+        """
+
+        def said(name: str, default: float) -> float:
+            asked, known = getattr(sampling, name), getattr(configured, name, None)
+            return float(next((value for value in (asked, known) if value is not None), default))
+
+        asks = any(
+            value is not None for value in (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        )
+        is_sampled = asks or bool(getattr(configured, "do_sample", False))
+        return cls(
+            temperature=said("temperature", 1.0) if is_sampled else 0.0,
+            top_k=int(said("top_k", 50)),
+            top_p=said("top_p", 1.0),
+            min_p=said("min_p", 0.0),
+            repetition_penalty=said("repetition_penalty", 1.0),
+            seed=sampling.seed,
+        )
+
+
+class RowChoices:
+    """A logits processor of transformers that makes the next token of each row the likeliest.
+
+    Args:
+        choices: Of each row.
+        padding: How many tokens of padding each row begins with.
+        device: Of the scores.
+    """
+
+    def __init__(self, choices: Sequence[TokenChoice], padding: Sequence[int], device: torch.device) -> None:
+        self._choices, self._padding = choices, padding
+        self._filters = [_filters(choice) for choice in choices]
+        self._generators = [_generator(choice, device) for choice in choices]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (B, V) → the same, those of rows that sample replaced by what their largest is drawn by."""
+        for row, choice in enumerate(self._choices):
+            if self._filters[row] or choice.temperature:
+                ids_1L, scores_1V = input_ids[row : row + 1, self._padding[row] :], scores[row : row + 1]
+                for change in self._filters[row]:
+                    scores_1V = change(ids_1L, scores_1V)
+                scores[row : row + 1] = self._drawn(row, scores_1V) if choice.temperature else scores_1V
+        return scores
+
+    def _drawn(self, row: int, scores_1V: torch.Tensor) -> torch.Tensor:
+        """Probabilities over exponential variates: the largest is a draw (torch.multinomial does the same)."""
+        shares = torch.softmax(scores_1V, dim=-1)
+        return shares / torch.empty_like(shares).exponential_(1, generator=self._generators[row])
+
+
+def _filters(choice: TokenChoice) -> list[Any]:
+    """transformers' own processors, in the order in which `generate` applies them."""
+    from transformers import generation as made  # seconds
+
+    filters: list[Any] = []
+    if choice.repetition_penalty != 1:
+        filters.append(made.RepetitionPenaltyLogitsProcessor(choice.repetition_penalty))
+    if not choice.temperature:
+        return filters
+    if choice.temperature != 1:
+        filters.append(made.TemperatureLogitsWarper(choice.temperature))
+    if choice.top_k:
+        filters.append(made.TopKLogitsWarper(choice.top_k))
+    if choice.top_p < 1:
+        filters.append(made.TopPLogitsWarper(choice.top_p))
+    if choice.min_p:
+        filters.append(made.MinPLogitsWarper(choice.min_p))
+    return filters
+
+
+def _generator(choice: TokenChoice, device: torch.device) -> torch.Generator:
+    generator = torch.Generator(device)
+    if choice.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(choice.seed)
+    return generator

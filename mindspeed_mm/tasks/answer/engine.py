@@ -1,0 +1,69 @@
+"""Answers to questions that arrive one by one: what waits is joined into batches of `generate`.
+
+What an answer says does not depend on who shares its batch. A question that arrives while a batch is answered joins the
+next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from mindspeed_mm.core.joint_work import JointWorker, WorkCounts
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.fsdp.data.data_utils.media import MediaLoader
+from mindspeed_mm.fsdp.data.data_utils.sample import Sample
+from mindspeed_mm.fsdp.data.data_utils.transcript_language import is_whisper
+from mindspeed_mm.tasks.answer.generation import Generator
+from mindspeed_mm.tasks.answer.live import Answer, LiveAnswer
+
+
+class AnswerEngine:
+    """A model that answers many at a time.
+
+    Args:
+        generator: The model.
+        most_rows: Questions of a batch.
+        most_tokens: Tokens of a batch, prompts and answers, padding included; one question is always taken.
+    """
+
+    def __init__(self, generator: Generator, *, most_rows: int = 32, most_tokens: int = 2**17) -> None:
+        self.generator = generator
+        self._most_rows, self._most_tokens = most_rows, most_tokens
+        self._hears_one_sound = is_whisper(generator.encoder.processor)
+        self._worker: JointWorker[LiveAnswer, Answer] = JointWorker(generator.answer_live, self._fits, "answers")
+        # Tokenizers are not made for several threads.
+        self._encoder = ThreadPoolExecutor(1, "encoder")
+
+    @property
+    def counts(self) -> WorkCounts:
+        """What was done so far."""
+        return self._worker.counts
+
+    @property
+    def waiting(self) -> int:
+        """Questions whose answers have not begun."""
+        return self._worker.waiting
+
+    def encode(self, sample: Sample, media: MediaLoader) -> Future[EncodedQuestion]:
+        """A question as the model takes it, on a thread of its own. The future raises `DataError`."""
+        return self._encoder.submit(self.generator.encoder.encode, sample, media)
+
+    def submit(self, row: LiveAnswer) -> Future[Answer]:
+        """Have a question answered. Cancelling the future takes it out of the queue; `give_up` of the row ends it."""
+        return self._worker.submit(row)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Take nothing more, and finish what is there."""
+        self._encoder.shutdown()
+        self._worker.close(timeout_s)
+
+    def _fits(self, batch: Sequence[LiveAnswer], row: LiveAnswer) -> bool:
+        rows = [*batch, row]
+        lengths = [len(each.question.input_ids) for each in rows]
+        most_new = max(each.sampling.max_new_tokens for each in rows)
+        return (
+            len(rows) <= self._most_rows
+            and len(rows) * (max(lengths) + most_new) <= self._most_tokens
+            and (not self._hears_one_sound or len(set(lengths)) == 1)
+        )

@@ -1,0 +1,156 @@
+"""One answer while it is made: its tokens, its text piece by piece, and when it is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mindspeed_mm.fsdp.data.data_utils.encode import EncodedQuestion
+from mindspeed_mm.tasks.answer.choosing import Sampling
+
+Ending = Literal["stop", "length", "given up"]
+Decode = Callable[[Sequence[int]], str]
+"""Token ids → text."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said: its tokens up to and including the end token, and their text."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finished: bool
+    """False when `max_new_tokens` cut it off."""
+
+
+@dataclass(eq=False)
+class LiveAnswer:
+    """An answer that is asked for, and what is there of it.
+
+    Args:
+        question: What it answers.
+        sampling: How its tokens are chosen.
+        tell: Is given its text piece by piece, on the thread of the model; None: nobody listens.
+        stop: Texts that end it; they are not part of it.
+        adapter: Name of the adapters that it is made with; None: the model without.
+    """
+
+    question: EncodedQuestion
+    sampling: Sampling
+    tell: Callable[[str], None] | None = None
+    stop: Sequence[str] = ()
+    adapter: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    ending: Ending | None = None
+    text: TextPieces | None = None
+    _gone: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self, decode: Decode) -> None:
+        """Forget what is there of it, unless somebody has read some.
+
+        Raises:
+            RuntimeError: Somebody has.
+        """
+        if self.token_ids and self.tell is not None:
+            raise RuntimeError("an answer that was partly told cannot begin again")
+        self.token_ids, self.ending = [], None
+        self.text = TextPieces(decode, self.tell, self.stop) if self.tell is not None or self.stop else None
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: it ends with the next token."""
+        self._gone.set()
+
+    def take(self, token: int, ends: Sequence[int]) -> bool:
+        """Add a token, unless it is over; whether it is over now."""
+        if self.ending is not None:
+            return True
+        self.token_ids.append(token)
+        if token in ends:
+            self.ending = "stop"
+        elif self._gone.is_set():
+            self.ending = "given up"
+        elif self.text is not None and self.text.take(self.token_ids):
+            self.ending = "stop"
+        elif len(self.token_ids) >= self.sampling.max_new_tokens:
+            self.ending = "length"
+        return self.ending is not None
+
+    def close(self, decode: Decode) -> Answer:
+        """The answer; what of its text was held back is told."""
+        whole = decode(self.token_ids).strip()
+        text = self.text.close(self.token_ids, whole) if self.text is not None else whole
+        return Answer(tuple(self.token_ids), text, finished=self.ending == "stop")
+
+
+class TextPieces:
+    """The text of tokens that come one by one.
+
+    Held back is what may still change: the bytes of a character that are not all there, blanks at the end, which an
+    answer does not have, and the beginning of a text that would end it.
+
+    Args:
+        decode: Token ids → text.
+        tell: Is given the pieces.
+        stop: Texts that end it.
+    """
+
+    def __init__(self, decode: Decode, tell: Callable[[str], None] | None, stop: Sequence[str] = ()) -> None:
+        self._decode, self._tell, self._stop = decode, tell or (lambda _: None), tuple(stop)
+        self._read, self._settled = 0, 0
+        """Tokens whose text is in `_text`; those before `_settled` are not decoded again."""
+        self._text, self._told = "", 0
+        self._end: int | None = None
+
+    def take(self, token_ids: Sequence[int]) -> bool:
+        """Read the tokens so far; whether a text has ended them."""
+        # Text depends on the tokens before: some tokenizers drop a blank at the beginning. So those of the last piece
+        # are decoded with the new ones.
+        before = self._decode(token_ids[self._settled : self._read])
+        after = self._decode(token_ids[self._settled :])
+        if after.endswith("\ufffd") or not after.startswith(before):
+            return False
+        self._text += after[len(before) :]
+        self._settled, self._read = self._read, len(token_ids)
+        self._look_for_end()
+        self._catch_up(self._safe())
+        return self._end is not None
+
+    def close(self, token_ids: Sequence[int], whole: str) -> str:
+        """The whole text, cut where a text ended it; what was not told yet is told.
+
+        Args:
+            token_ids: All of them.
+            whole: Their text.
+        """
+        if self._end is None:
+            rest = self._decode(token_ids[self._settled :])
+            self._text += rest.removeprefix(self._decode(token_ids[self._settled : self._read]))
+            self._look_for_end()
+        end = len(self._text) if self._end is None else self._end
+        self._catch_up(len(self._text[:end].rstrip()))
+        return whole if self._end is None else self._text[:end].strip()
+
+    def _look_for_end(self) -> None:
+        places = [self._text.find(text) for text in self._stop]
+        self._end = min((place for place in places if place >= 0), default=None)
+
+    def _safe(self) -> int:
+        """How much of the text will not change."""
+        if self._end is not None:
+            return len(self._text[: self._end].rstrip())
+        text = self._text
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        return len(text[: len(text) - held].rstrip())
+
+    def _catch_up(self, end: int) -> None:
+        start = self._told or len(self._text) - len(self._text.lstrip())
+        if end > start:
+            self._tell(self._text[start:end])
+            self._told = end
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of a text begin another."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

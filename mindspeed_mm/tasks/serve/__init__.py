@@ -1,0 +1,1 @@
+"""A server that speaks as OpenAI's does: `mm serve`."""

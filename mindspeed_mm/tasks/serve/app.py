@@ -1,0 +1,143 @@
+"""The routes of the server, around the engine of one model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mindspeed_mm.tasks.answer.engine import AnswerEngine
+from mindspeed_mm.tasks.draw.engine import DrawEngine
+from mindspeed_mm.tasks.serve.chat import ChatRoutes
+from mindspeed_mm.tasks.serve.drawing import DrawRoutes
+from mindspeed_mm.tasks.serve.guard import Guard
+from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
+from mindspeed_mm.tasks.serve.media_gate import MediaGate
+from mindspeed_mm.tasks.serve.metrics import CONTENT_TYPE, Metrics
+from mindspeed_mm.tasks.serve.names import Names
+
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data: blob:; media-src data: blob:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask, and what they may name."""
+
+    key: str | None = None
+    """Asked of everybody; None: of nobody."""
+    hosts: frozenset[str] | None = None
+    """Names that the server answers to; None: any."""
+    media_folder: Path | None = None
+    """Requests may name files below it."""
+    remote_hosts: frozenset[str] = frozenset()
+    """Requests may name addresses on these."""
+
+
+def build_app(engine: AnswerEngine | DrawEngine, name: str, limits: Limits, access: Access) -> Guard:
+    """The server as an ASGI application; when it ends, the engine finishes what is there.
+
+    Args:
+        engine: Of a model that understands, or of a generator.
+        name: That requests call the model by.
+        limits: How much a request may have.
+        access: Who may ask.
+    """
+    metrics, names = Metrics(), Names(name)
+    routes = [*_common_routes(engine, names, metrics), *_model_routes(engine, names, limits, access, metrics)]
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        engine.close(limits.max_seconds)
+
+    handlers = {HTTPException: _no_route}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    return Guard(_without_error_pages(app), limits, access.key, access.hosts, metrics)
+
+
+def _without_error_pages(app: Starlette) -> ASGIApp:
+    """Errors pass to the guard, which says all of them alike."""
+    stack = app.build_middleware_stack()
+    inner: ASGIApp = getattr(stack, "app", stack)  # inside ServerErrorMiddleware
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = app
+        await inner(scope, receive, send)
+
+    return answer
+
+
+def _common_routes(engine: AnswerEngine | DrawEngine, names: Names, metrics: Metrics) -> list[BaseRoute]:
+    page = _PAGE.read_text(encoding="utf-8")
+
+    async def show_page(_: Request) -> Response:
+        return HTMLResponse(page, headers=_PAGE_HEADERS)
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": names.listed()})
+
+    async def model(request: Request) -> Response:
+        names.check(request.path_params["name"])
+        return JSONResponse(names.listed()[0])
+
+    async def counts(_: Request) -> Response:
+        done = engine.counts
+        gauges = {
+            "waiting": ("Questions or samples that wait.", float(engine.waiting)),
+            "running": ("Questions or samples in the batch at work.", float(done.running)),
+            "batches": ("Batches done.", float(done.batches)),
+            "batched": ("Questions or samples in them.", float(done.jobs)),
+            "busy_seconds": ("Time that the model has worked.", done.busy_s),
+        }
+        return PlainTextResponse(metrics.text(gauges), media_type=CONTENT_TYPE)
+
+    return [
+        Route("/", show_page, name="page"),
+        Route("/health", health, name="health"),
+        Route("/metrics", counts, name="metrics"),
+        Route("/v1/models", models, name="models"),
+        Route("/v1/models/{name:path}", model, name="models"),
+    ]
+
+
+def _model_routes(
+    engine: AnswerEngine | DrawEngine, names: Names, limits: Limits, access: Access, metrics: Metrics
+) -> list[BaseRoute]:
+    post = ["POST"]
+    if isinstance(engine, DrawEngine):
+        draw = DrawRoutes(engine, limits, names, metrics)
+        return [
+            Route("/v1/images/generations", draw.images, methods=post, name="images"),
+            Route("/v1/videos/generations", draw.videos, methods=post, name="videos"),
+        ]
+    taken = engine.generator.encoder.media(Path()).limits
+    gate = MediaGate(limits, taken, access.media_folder, access.remote_hosts)
+    chat = ChatRoutes(engine, gate, limits, names, metrics)
+    return [
+        Route("/v1/chat/completions", chat.complete, methods=post, name="chat"),
+        Route("/v1/audio/transcriptions", chat.transcribe, methods=post, name="transcriptions"),
+    ]
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    said = {404: f"there is nothing at '{request.url.path[:100]}'.", 405: f"'{request.method}' is not answered here."}
+    known = RefusedError(error.status_code, said.get(error.status_code, str(error.detail)), code="not_found")
+    return JSONResponse(known.body(), error.status_code, error.headers)

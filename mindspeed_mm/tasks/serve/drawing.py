@@ -1,0 +1,116 @@
+"""`/v1/images/generations` and `/v1/videos/generations`, answered by the engine of a generator."""
+
+from __future__ import annotations
+
+import base64
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from anyio import to_thread
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mindspeed_mm.core.errors import MMError
+from mindspeed_mm.fsdp.sampling.prompts import Prompt
+from mindspeed_mm.fsdp.utils.media_files import image_bytes, video_bytes
+from mindspeed_mm.tasks.draw.engine import DrawEngine, DrawJob
+from mindspeed_mm.tasks.serve.chat_request import RequestFields, read_fields
+from mindspeed_mm.tasks.serve.limits import Limits, RefusedError
+from mindspeed_mm.tasks.serve.metrics import Metrics
+from mindspeed_mm.tasks.serve.names import Names
+from mindspeed_mm.tasks.serve.waiting import result_of, within_limit
+
+
+class DrawFields(RequestFields):
+    """OpenAI's request for pictures, and what samplers take beside it."""
+
+    prompt: str
+    n: Annotated[int, Field(ge=1)] | None = None
+    size: Annotated[str, Field(pattern=r"^(auto|\d{1,5}x\d{1,5})$")] | None = None
+    response_format: Literal["b64_json"] | None = None
+    output_format: Literal["png", "mp4"] | None = None
+    negative_prompt: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    num_inference_steps: Annotated[int, Field(ge=1)] | None = None
+    guidance_scale: Annotated[float, Field(ge=0, le=100, strict=False)] | None = None
+    num_frames: Annotated[int, Field(ge=1)] | None = None
+    fps: Annotated[float, Field(gt=0, le=240, strict=False)] | None = None
+
+
+@dataclass(frozen=True)
+class DrawRoutes:
+    """What makes pictures and clips."""
+
+    engine: DrawEngine
+    limits: Limits
+    names: Names
+    metrics: Metrics
+
+    async def images(self, request: Request) -> Response:
+        """Pictures."""
+        return await self._draw(request, is_clip=False)
+
+    async def videos(self, request: Request) -> Response:
+        """Clips."""
+        return await self._draw(request, is_clip=True)
+
+    async def _draw(self, request: Request, *, is_clip: bool) -> Response:
+        async with within_limit(self.limits):
+            fields = read_fields(await request.body(), DrawFields)
+            self.names.check(fields.model)
+            jobs = await to_thread.run_sync(self._jobs, fields, is_clip)
+            try:
+                futures = [self.engine.submit(job) for job in jobs]
+            except RuntimeError as error:
+                raise RefusedError(503, "the server is ending.", code="ending") from error
+            try:
+                samples = [await result_of(future, request, lambda: None) for future in futures]
+            finally:
+                for future in futures:
+                    future.cancel()
+            data = await to_thread.run_sync(self._encoded, samples, jobs)
+        self.metrics.count("samples", "Pictures and clips made.", len(samples))
+        return JSONResponse({"created": int(time.time()), "data": data})
+
+    def _jobs(self, fields: DrawFields, is_clip: bool) -> list[DrawJob]:
+        self._check_amounts(fields)
+        asked: dict[str, Any] = {
+            name: value
+            for name in ("num_inference_steps", "guidance_scale", "num_frames", "fps")
+            if (value := getattr(fields, name)) is not None
+        }
+        if fields.size not in (None, "auto"):
+            asked["width"], asked["height"] = map(int, str(fields.size).split("x"))
+        sampling = self.engine.defaults.model_copy(update={"num_samples": fields.n or 1, **asked})
+        seed = fields.seed if fields.seed is not None else int.from_bytes(np.random.bytes(7), "little")
+        prompt = Prompt(0, fields.prompt, "request", negative_prompt=fields.negative_prompt, seed=seed)
+        try:
+            jobs = self.engine.jobs(prompt, sampling)
+        except MMError as error:
+            problem = error.problems[0]
+            raise RefusedError(400, f"{problem.what.rstrip('.')}. {problem.way_out}", code="invalid_value") from error
+        size = jobs[0].sampling
+        frames, pixels = size.num_frames or 1, (size.height or 0) * (size.width or 0)
+        self.limits.check("max_pixels", pixels, f"a sample has {pixels:,} pixels")
+        self.limits.check("max_frames", frames, f"a clip has {frames:,} frames")
+        if (frames > 1) != is_clip:
+            right = "videos" if frames > 1 else "images"
+            raise RefusedError(404, f"this model answers /v1/{right}/generations.", code="wrong_route")
+        return jobs
+
+    def _check_amounts(self, fields: DrawFields) -> None:
+        steps, samples = fields.num_inference_steps or 1, fields.n or 1
+        characters = len(fields.prompt) + len(fields.negative_prompt or "")
+        self.limits.check("max_samples", samples, f"{samples} samples are asked for")
+        self.limits.check("max_steps", steps, f"{steps} denoising steps are asked for")
+        self.limits.check("max_characters", characters, f"the request has {characters:,} characters of text")
+
+    def _encoded(self, samples: list[np.ndarray], jobs: list[DrawJob]) -> list[dict[str, str]]:
+        files = [
+            image_bytes(frames[0]) if len(frames) == 1 else video_bytes(frames, job.sampling.fps)
+            for frames, job in zip(samples, jobs, strict=True)
+        ]
+        return [{"b64_json": base64.b64encode(file).decode()} for file in files]

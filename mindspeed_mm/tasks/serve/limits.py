@@ -1,0 +1,87 @@
+"""What the server refuses, and how it says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_mm.core.errors import MMError
+
+_LONGEST_MESSAGE = 300
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP's number.
+        message: What is wrong, in one line.
+        param: The field of the request, or the option of `mm serve` that sets a limit.
+        code: One word for programs.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        self.status, self.param, self.code = status, param, code
+        self.message = " ".join(message.split())[:_LONGEST_MESSAGE]
+        super().__init__(self.message)
+
+    @classmethod
+    def of(cls, error: MMError) -> RefusedError:
+        """From an error of the package; its way out speaks to who runs the server, and is left out."""
+        problem = error.problems[0]
+        return cls(400, problem.what.rstrip(".") + ".", param=problem.key or None, code="invalid_value")
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's errors are."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _limit(value: Any, told: str) -> Any:
+    return field(default=value, metadata={"help": told})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of everything a request may have. Each is an option of `mm serve`."""
+
+    max_requests: int = _limit(64, "Requests at a time, waiting ones included")
+    max_seconds: float = _limit(300.0, "Seconds of a request, from its first byte to the last of the answer")
+    max_body_mib: float = _limit(64.0, "Size of a request")
+    max_body_seconds: float = _limit(30.0, "Seconds that a request may take to arrive")
+    max_media: int = _limit(16, "Pictures, videos and sounds of a request")
+    max_media_mib: float = _limit(32.0, "Size of one of them, as a file")
+    max_pixels: int = _limit(32_000_000, "Height × width of a picture, or of a frame of a video")
+    max_media_seconds: float = _limit(600.0, "Length of a video or a sound")
+    max_characters: int = _limit(500_000, "Characters of text in a request")
+    max_prompt_tokens: int = _limit(32768, "Tokens of a question, media included")
+    max_new_tokens: int = _limit(4096, "Tokens of an answer, also where a request does not say")
+    max_samples: int = _limit(4, "Pictures or clips of one request")
+    max_steps: int = _limit(100, "Denoising steps of a picture or a clip")
+    max_frames: int = _limit(256, "Frames of a clip")
+
+    def check(self, name: str, value: float, what: str, *, status: int = 413) -> None:
+        """Raise when a value is above a limit.
+
+        Args:
+            name: Of the limit.
+            value: What a request has.
+            what: The value in words: "the picture has 90,000,000 pixels".
+            status: HTTP's number.
+
+        Raises:
+            RefusedError: Naming the limit.
+        """
+        if value > getattr(self, name):
+            raise self.reached(name, what, status)
+
+    def reached(self, name: str, what: str, status: int) -> RefusedError:
+        """The error of a limit."""
+        option, limit = option_of(name), getattr(self, name)
+        return RefusedError(status, f"{what}, more than {option} {limit:,}.", param=option, code=name)
+
+
+def option_of(name: str) -> str:
+    """`max_body_mib` → `--max-body-mib`."""
+    return f"--{name.replace('_', '-')}"

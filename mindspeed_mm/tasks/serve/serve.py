@@ -1,0 +1,155 @@
+"""`mm serve`: loads a model, listens, and ends when it is told to, once everything that runs is answered."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+
+from mindspeed_mm.core.errors import MachineError, UsageError
+from mindspeed_mm.core.model_kinds import GENERATOR
+from mindspeed_mm.tasks.answer.asking import rows_view
+from mindspeed_mm.tasks.answer.engine import AnswerEngine
+from mindspeed_mm.tasks.answer.generation import load_generator
+from mindspeed_mm.tasks.draw.engine import DrawEngine
+from mindspeed_mm.tasks.draw.generate import load_generator as load_drawing
+from mindspeed_mm.tasks.model_kind import kind_of_path
+from mindspeed_mm.tasks.model_source import resolve_model, with_adapters
+from mindspeed_mm.tasks.serve.app import Access, build_app
+from mindspeed_mm.tasks.serve.guard import Guard
+from mindspeed_mm.tasks.serve.limits import Limits
+
+_LONGEST_HEADERS_BYTES = 2**16
+_SPARE_CONNECTIONS = 256
+"""Connections beyond those whose requests are worked on: of pages, of health checks, and of those that are refused."""
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """What is to be served, and how."""
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any that is free."""
+    name: str = ""
+    """Of the model; empty: its folder's."""
+    key: str | None = None
+    media_folder: Path | None = None
+    remote_hosts: frozenset[str] = frozenset()
+    limits: Limits = field(default_factory=Limits)
+    batch_size: int = 32
+    """Questions, or samples of a generator, at a time."""
+    lora: Path | None = None
+    config: Path | None = None
+
+
+def run(request: ServeRequest, say: Callable[[str], None]) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        request: What and how.
+        say: Is told the address.
+
+    Raises:
+        UsageError: Everybody could ask, without a key.
+        MachineError: The address is taken, or is none of this machine's.
+        MMError: The folder is not a model.
+    """
+    access = check_access(request)
+    listening = listen(request.host, request.port)
+    try:
+        engine = load_engine(request)
+        app = build_app(engine, request.name or request.model.resolve().name, request.limits, access)
+        # uvicorn raises the signal that ended it once more, for whoever was there before.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        say(f"http://{_shown(request.host)}:{listening.getsockname()[1]}/v1")
+        build_server(app, request.limits).run(sockets=[listening])
+    finally:
+        listening.close()
+
+
+def build_server(app: Guard, limits: Limits) -> uvicorn.Server:
+    """What listens; told to end, it answers what runs first."""
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=_LONGEST_HEADERS_BYTES,
+        limit_concurrency=limits.max_requests + _SPARE_CONNECTIONS,
+        timeout_graceful_shutdown=max(1, round(limits.max_seconds)),
+        http="h11",
+        loop="asyncio",
+        ws="none",
+    )
+    return uvicorn.Server(config)
+
+
+def load_engine(request: ServeRequest) -> AnswerEngine | DrawEngine:
+    """The model, ready to answer.
+
+    Raises:
+        MMError: The folder is not a model.
+    """
+    if kind_of_path(request.model) is GENERATOR:
+        sampler, defaults = load_drawing(request.model, lora=request.lora, config=request.config)
+        return DrawEngine(sampler, defaults, most_samples=request.batch_size)
+    source = with_adapters(resolve_model(request.model), request.lora)
+    generator = load_generator(source.folder, source.lora, rows_view(source, request.config))
+    return AnswerEngine(generator, most_rows=request.batch_size)
+
+
+def check_access(request: ServeRequest) -> Access:
+    """Who may ask.
+
+    Raises:
+        UsageError: Other machines could ask without a key; the folder of media is none.
+    """
+    if not is_loopback(request.host) and not request.key:
+        raise UsageError(
+            f"{request.host} can be reached from other machines, and there is no key",
+            key="--host",
+            way_out="Give --key-file FILE, or leave --host out.",
+        )
+    if request.media_folder is not None and not request.media_folder.is_dir():
+        raise UsageError("there is no such folder", where=str(request.media_folder), key="--media-folder")
+    own_names = frozenset({"127.0.0.1", "localhost", "::1", request.host.lower()})
+    hosts = own_names if is_loopback(request.host) else None
+    return Access(request.key, hosts, request.media_folder, request.remote_hosts)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at an address, before a model is loaded for it.
+
+    Raises:
+        MachineError: The address is taken, or is none of this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        way_out = "Give another --port, or 0 for one that is free."
+        raise MachineError(f"{host}:{port} cannot be listened at: {error.strerror}", way_out=way_out) from error
+    listening.set_inheritable(True)
+    return listening
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
